@@ -8,7 +8,7 @@ XDIST := --numprocesses auto --maxprocesses 8 --dist worksteal
 # Tests that never import torch: scheduler, KV cache, text, grammar, n-gram lookups.
 FAST := tests/cpu/kv/test_blocks.py tests/cpu/kv/test_prefix.py tests/cpu/kv/test_retention.py \
   tests/cpu/kv/test_tiers.py tests/cpu/kv/test_worth.py tests/cpu/text tests/cpu/grammar \
-  tests/cpu/engine/test_scheduler.py tests/cpu/speculation/test_suffix.py
+  tests/cpu/engine/test_scheduler.py tests/cpu/engine/test_scheduler_traces.py tests/cpu/speculation/test_suffix.py
 # What the tree must look like; the other tests of that folder run the bundled model and its trainer.
 HOUSE := tests/cpu/house/test_imports.py tests/cpu/house/test_rules.py tests/cpu/house/test_docs.py \
   tests/cpu/house/test_packaging.py

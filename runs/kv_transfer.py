@@ -53,7 +53,6 @@ class Rows:
 
     def __init__(self, directory: Path | None, common: dict[str, Any]) -> None:
         self._directory, self._circumstances, self.common = directory, ledger.circumstances(), common
-        self._circumstances["gpus"] = min(self._circumstances["gpus"], 1)  # those used
 
     def say(self, part: str, **row: Any) -> None:
         rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}

@@ -6,6 +6,7 @@ measured on a buffer as large as the model's weights, because a small model live
 """
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -112,11 +113,7 @@ def measure(
             row = {
                 "bench": "decode",
                 "model": info.model,
-                "layers": len(runner.model.weights.layers),
-                "tp": info.tp,
-                "ep": info.ep,
-                "exchange": runner.group.name,
-                "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
+                **described(engine),
                 "batch": batch,
                 "context": middle,
                 "draft": engine.config.draft_tokens or 0,
@@ -124,11 +121,9 @@ def measure(
                 "acceptance_length": round(timed.accepted, 3),
                 "acceptance": "measured",
                 "draft_ms": round(timed.drafting * 1e3, 4),
-                "expert_format": expert_format(runner.model),
-                "rest_dtype": engine.config.dtype,
-                "kv_dtype": engine.config.kv_dtype,
                 "distinct_experts": round(foot.distinct(batch), 2),
                 "step_ms": round(step * 1e3, 4),
+                "p99_over_median": round(timed.p99 / step, 3),
                 "tokens_per_s": round(timed.tokens / step, 1),
                 "floor_ms": round(floor * 1e3, 4),
                 "fraction": round(floor / step, 4),
@@ -136,7 +131,7 @@ def measure(
                 "prefill_tokens_per_s": round(batch * context / timed.prefill, 1),
                 "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
                 **_orders(engine, report),
-                **ledger.circumstances(),
+                **ledger.circumstances(info.tp),
             }
             bound = ""
             if timed.device is not None:
@@ -161,6 +156,7 @@ class _Timed:
 
     prefill         until every request has its first token
     step, tokens    median of a step, and mean of its tokens
+    p99             99th percentile of a step: the longest of up to 100
     accepted        tokens per request's share of a step with drafts
     drafting        of making drafts, per step (suffix drafts)
     host            median of a step's time in which the engine's thread did not wait for the device
@@ -169,6 +165,7 @@ class _Timed:
 
     prefill: float
     step: float
+    p99: float
     tokens: float
     accepted: float
     drafting: float
@@ -210,6 +207,7 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
     return _Timed(
         prefill=first,
         step=statistics.median(spans),
+        p99=sorted(spans)[math.ceil(0.99 * len(spans)) - 1],
         tokens=statistics.mean(sizes),
         accepted=1 + accepted / verified if verified else 1.0,
         drafting=(engine.drafting_seconds - spent) / steps,
@@ -256,6 +254,25 @@ _FORMATS = {
     Fp8Experts: "fp8-block",
     NvFp4Experts: "nvfp4",
 }
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """The keys of rows that say how an engine holds its model and cache."""
+    info, config, model = engine.info, engine.config, engine.runner.model
+    foot = footprint(model, engine.runner.pages.data)
+    weights = foot.always + model.weights.embed.nbytes + foot.per_expert * foot.moe_layers * foot.routed
+    return {
+        "layers": len(model.weights.layers),
+        "tp": info.tp,
+        "ep": info.ep,
+        "exchange": engine.runner.group.name,
+        "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
+        "kv_dtype": config.kv_dtype,
+        "expert_format": expert_format(model),
+        "rest_dtype": "w8a8" if config.fp8_activations else "fp8" if config.rest_dtype == "fp8" else config.dtype,
+        "kv_capacity_tokens": info.num_blocks * info.block_size,
+        "weights_gb_per_gpu": round(weights / 1e9, 2),
+    }
 
 
 def expert_format(model: KimiK2) -> str:

@@ -217,13 +217,13 @@ def _launch(
     drafts = speculator.propose(plan)
     works = []
     for w in plan.work:
-        guesses = tuple(drafts.get(w.rid, ()))[: w.left - 1]
+        drafted = tuple(drafts.get(w.rid, ()))[: w.left - 1]
         works.append(
             Work(
                 w.rid,
                 w.slot,
                 w.start,
-                (*w.tokens, *guesses),
+                (*w.tokens, *drafted),
                 (),
                 True,
                 w.output_index,
@@ -232,7 +232,7 @@ def _launch(
                 (),
                 (),
                 w.left,
-                len(guesses),
+                len(drafted),
             )
         )
     return StepPlan(number, tuple(works))
@@ -253,8 +253,8 @@ def _land(
             continue  # computed once more for nothing
         one, at = told[w.rid], known[w.rid]
         right = 0
-        guesses = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.guesses
-        while right < w.drafts and at + right < len(one.answer) - 1 and guesses[right] == one.answer[at + right]:
+        drafted = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.draft_tokens
+        while right < w.drafts and at + right < len(one.answer) - 1 and drafted[right] == one.answer[at + right]:
             right += 1
         tokens = one.answer[at : at + right + 1]
         at = known[w.rid] = at + len(tokens)
@@ -314,9 +314,9 @@ def _right(one: Told, at: int, trail: SuffixMatcher) -> list[int]:
     return [min(n, len(rest) - 1) for n in found]
 
 
-def _same(guesses: Sequence[int], rest: Sequence[int]) -> int:
+def _same(drafted: Sequence[int], rest: Sequence[int]) -> int:
     count = 0
-    while count < min(len(guesses), len(rest)) and guesses[count] == rest[count]:
+    while count < min(len(drafted), len(rest)) and drafted[count] == rest[count]:
         count += 1
     return count
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from perilune.core.errors import ConfigError
 DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherever the caller is
 
 
-def circumstances() -> dict[str, Any]:
-    """Where and with what a row was measured."""
+def circumstances(ranks: int = 1) -> dict[str, Any]:
+    """Where and with what a row was measured. Of GPUs those that were used count: one for each rank."""
     import torch  # here: a measurement of a server needs it for these few words only
 
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "gpus": torch.cuda.device_count() if cuda else 0,
+        "gpus": min(torch.cuda.device_count(), ranks) if cuda else 0,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -34,11 +35,12 @@ def circumstances() -> dict[str, Any]:
 
 def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
     """The circumstances of a run on `model`; of a server elsewhere no more than the date and our commit."""
-    here = circumstances()
+    given = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
+    ranks = [given[word] for word in ("tp", "ep") if word in given]
+    here = circumstances(max((int(n) if n.isdecimal() else sys.maxsize for n in ranks), default=1))
     if is_url(model):
         return dict.fromkeys(here) | {"commit": here["commit"], "date": here["date"], "server": "endpoint"}
-    threads = [a.partition("=")[2] for a in assignments if a.startswith("threads=")]
-    return here | ({"threads": int(threads[-1])} if threads else {}) | {"server": "private"}
+    return here | ({"threads": int(given["threads"])} if "threads" in given else {}) | {"server": "private"}
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:

@@ -1,11 +1,14 @@
 """The `perilune` command: one verb per file of this package, imported only when it is used."""
 
-import sys
+from perilune.cli.shared import interrupt
 
-import click
+with interrupt.Importing():
+    import sys
 
-from perilune.cli.shared.verbs import Verbs
-from perilune.core.errors import PeriluneError
+    import click
+
+    from perilune.cli.shared.verbs import Verbs
+    from perilune.core.errors import PeriluneError
 
 VERBS = {
     "serve": "start the OpenAI-compatible server",
@@ -40,12 +43,11 @@ def cli() -> None:
 def main() -> None:
     """Runs a verb and ends the process: 0, 2 after wrong usage, 130 after an interrupt, 1 after any other failure."""
     try:
+        interrupt.keep()
         # Without standalone mode click returns the code of click.exceptions.Exit instead of ending with it.
         code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        interrupt.leave()
     except click.ClickException as e:
         (_with_key(e) if isinstance(e, click.NoSuchOption) else e).show()
         sys.exit(e.exit_code)

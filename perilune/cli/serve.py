@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
+import importlib
 import json
 import logging
 import os
@@ -11,10 +13,11 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 # each call of a socket: a body of megabytes, parsed on a thread, delayed each piece of each stream by that time. Less
 # costs more switches.
 SWITCH_SECONDS = 0.0005
-GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops
+GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops, and for threads to end
 QUESTION = "What is 347 + 589?"
 BACKLOG_CONNECTIONS = 2048
 DRAIN_POLL_SECONDS = 0.02
@@ -53,6 +56,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 log = logging.getLogger("perilune.server")
+T = TypeVar("T")
 
 
 @click.command()
@@ -190,25 +194,32 @@ async def run(
     starting = asyncio.create_task(
         EngineClient.start(path, engine, supervised=True, command=engine_command, logged=logged)
     )
+    this = asyncio.current_task()
+    assert this is not None
     for number in SIGNALS:
-        loop.add_signal_handler(number, starting.cancel)
-    await asyncio.sleep(0)  # the engine's process starts, and imports torch while this one imports the rest
-    from perilune.grammar.constrain import warm_up
-    from perilune.media.limits import Limits
-    from perilune.server.app import build_app
-    from perilune.server.listener import Listener
-    from perilune.server.service import Service, read_generation_config
-    from perilune.text.chat import template_for
-    from perilune.text.tokenizer import Tokenizer
-
+        loop.add_signal_handler(number, this.cancel)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it reads again is read later in the start
     try:
-        tokenizer = Tokenizer.from_directory(path)
+        # The engine's process starts, and imports torch while this one imports the rest. What takes seconds on a busy
+        # machine is done on threads, so that signals need not wait for it.
+        await aside(lambda: importlib.import_module("perilune.server.app"))
+        from perilune.grammar.constrain import warm_up
+        from perilune.media.limits import Limits
+        from perilune.server.app import build_app
+        from perilune.server.listener import Listener
+        from perilune.server.service import Service, read_generation_config
+        from perilune.text.chat import template_for
+        from perilune.text.tokenizer import Tokenizer
+
+        tokenizer = await aside(lambda: Tokenizer.from_directory(path))
         template = template_for(path, server.chat_template)
         generation_config, limits = read_generation_config(path), Limits.from_directory(path)
         # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
-        await asyncio.to_thread(warm_up, tokenizer)
+        await aside(lambda: warm_up(tokenizer))
         client = await starting
     except BaseException as e:
+        for number in SIGNALS:  # once is enough: this takes two seconds at most
+            loop.add_signal_handler(number, lambda: None)
         starting.cancel()
         for started in await asyncio.gather(starting, return_exceptions=True):
             if isinstance(started, EngineClient):
@@ -257,6 +268,34 @@ async def run(
             await asyncio.to_thread(one.close)
     finally:
         await client.close()
+        # A thread may compile a grammar for minutes, which the ends of loop and process would wait for.
+        last = threading.Timer(GRACE_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """What `work` returns. It runs on a thread that nothing waits for once this is cancelled, not even the end of the
+    process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def end(settle: Callable[[], None]) -> None:
+        if not done.done():
+            settle()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as e:
+            settle = functools.partial(done.set_exception, e)
+        else:
+            settle = functools.partial(done.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, settle)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
 
 
 def observers(service: "Service") -> "list[AuditLog | Traces]":

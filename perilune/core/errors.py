@@ -84,10 +84,14 @@ def shown(value: object, limit: int = SHOWN) -> str:
     """`value` for a message: a string as it is, anything else by repr; on one line, printable, at most `limit`
     characters. Control characters and surrogates are escaped; the middle of what is longer becomes "...".
     """
-    text = _cut(value if isinstance(value, str) else _REPR.repr(value), limit)
+    return _cut(printable(_cut(value if isinstance(value, str) else _REPR.repr(value), limit)), limit)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, line breaks and surrogates escaped."""
     if text.isprintable():
         return text
-    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text), limit)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def quoted(value: object, limit: int = SHOWN) -> str:

@@ -58,4 +58,4 @@ def require_regular(status: os.stat_result, path: Path) -> None:
     """OSError that says what `path` is, unless it is a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file: put the model's own there", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file: put one there", str(path))

@@ -185,7 +185,8 @@ class Delta:
 
 
 def joined(deltas: "Sequence[Delta]") -> "list[Delta]":
-    """Deltas of one request in a row as few: one, and a last one by itself that ends the request with an error."""
+    """Consecutive deltas of one request joined to one; one that ends the request with an error or at its deadline stays
+    apart."""
     first, *rest = deltas
     found = [first]
     for delta in rest:

@@ -5,10 +5,10 @@ Positions of a request when a step is planned while the previous one still runs:
     0 ........ computed ........ planned ..... known . horizon ......... limit
     |-- committed --|-- in flight --|-- to do --|pending|-- not sampled yet --|
 
-known    prompt and committed output tokens, whose ids the host has
+known    prompt and committed output tokens: the host has their ids
 pending  tokens that steps in flight will sample: at most one when a step is planned, two while that step and the one
-         before it are both in flight. A step with drafts counts as one, though it may bring more: then a step planned
-         before its result is known computes up to `drafted` positions further on. `planned` does not count drafts
+         before it are both in flight. A step with drafts counts as one, though it may bring more: a step chained to it
+         may then compute up to `drafted` positions further than planned. `planned` does not count drafts
 horizon  known + pending
 limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
 """
@@ -24,8 +24,8 @@ NO_BARRIER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture in a prompt: its rows are those of positions start up to stop. `item`: which picture of the prompt;
-    digest and grid as in core.messages.Media."""
+    """A picture in a prompt: its embeddings replace those of positions start .. stop - 1. `item`: its index among the
+    prompt's pictures; digest and grid as in core.messages.Media."""
 
     item: int
     start: int
@@ -45,36 +45,36 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    rank: tuple[float, ...] = ()  # what it is sorted by: (priority, deadline, arrival)
-    root: bytes = b""  # what the digests begin with: kv.prefix.root_of the cache keys
+    rank: tuple[float, ...] = ()  # the sort key of queues: (priority, deadline, arrival); lower runs first
+    root: bytes = b""  # parent digest of the first block: kv.prefix.root_of the cache keys
     slot: int | None = None  # row of the device's last-token buffer while running
     blocks: list[int] = field(default_factory=list)  # block table; each entry is one reference this request holds
     registered: int = 0  # leading blocks that are (or were, if since forgotten) in the prefix tree
     digests: list[bytes] = field(default_factory=list, repr=False)  # chained, of leading full blocks, as far as needed
     computed: int = 0
     planned: int = 0
-    begun_at: int = 0  # position from which on it is computed since it runs: what is before was cached
+    begun_at: int = 0  # first position computed since it was admitted; the positions before it were cached
     pending: int = 0
     drafted: int = 0  # drafts in flight, of all steps: their KV needs blocks beyond `planned`
     doubted: bool = False  # the next step must not have drafts: logits after a draft of the last step were not finite
-    counted: bool = False  # the device has the counts of its tokens, if its parameters look back
+    counted: bool = False  # the device's token counts (for penalties) are up to date
     life: int = 0  # preemptions so far; work planned in an earlier life has lost its blocks
     scored: int = 0  # prompt positions for which the log-probability of the next token was delivered
     cached_tokens: int = 0  # prompt tokens from the prefix cache, until the first delta has reported them
     submitted: float = 0.0  # time.monotonic() when it entered the scheduler
-    ready: float = 0.0  # from then on what it computes next could be computed: `submitted`, or a picture's rows came
-    queue_seconds: float = 0.0  # from then until it first ran, until the first delta has reported them
+    ready: float = 0.0  # since when it could be computed: `submitted`, or when the last picture it needed was encoded
+    queue_seconds: float = 0.0  # from `submitted` until it first ran; 0 again after the first delta has reported it
     finished: bool = False
-    turn: int = 0  # of its conversation, as far as the cache knows: see kv/retention.py
+    turn: int = 0  # index of this turn in its conversation, as far as the cache knows: see kv/retention.py
     restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
-    restores: int = 0  # times that began
-    refused: bool = False  # its KV is in a tier, and computing it is quicker
-    restored: tuple[int, int] = (0, 0)  # tokens that the last one brought from host memory and from disk
+    restores: int = 0  # restores from a tier that were begun
+    refused: bool = False  # its KV is in a tier, but computing it again is faster
+    restored: tuple[int, int] = (0, 0)  # tokens that the last restore brought from host memory and from disk
     pictures: tuple[Placed, ...] = ()
-    barrier: int = NO_BARRIER  # positions from here on wait for a picture's rows
-    series: int = 0  # of its last work
-    steady_table: tuple[int, ...] | None = field(default=None, repr=False)  # that work's, if it only decoded
-    steady_chain: int | None = None  # that work's drafts, if it was chained
+    barrier: int = NO_BARRIER  # positions from here on wait for a picture to be encoded
+    series: int = 0  # Work.series of its last work
+    steady_table: tuple[int, ...] | None = field(default=None, repr=False)  # its last work's block table, if it decoded
+    steady_chain: int | None = None  # drafts of its last work, if that was chained
     _table: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class Request:
 
     @property
     def todo(self) -> int:
-        """Positions a step could compute now. 0 when the steps in flight sample the last token, while they have drafts,
-        because the number of tokens they bring is then unknown, and while a picture's rows are awaited."""
+        """Positions a step could compute now. 0 when a step in flight samples the request's last token, while a step in
+        flight has drafts (the number of tokens it brings is unknown), and while a picture is awaited."""
         horizon = len(self.tokens) + self.pending
         if horizon >= self.limit or self.drafted:
             return 0
@@ -142,8 +142,8 @@ class Request:
         return tuple(found)
 
     def history(self, count: int) -> tuple[int, ...]:
-        """All tokens, if the next `count` positions sample the first token since the request started to run and its
-        parameters look back; else (): from then on the device counts the tokens itself."""
+        """All tokens, if the request has penalties and the next `count` positions sample its first token since it was
+        admitted; else (): the device then counts the tokens itself."""
         if self.counted or not self.params.penalized or self.planned + count != self.horizon:
             return ()
         assert not self.pending, self
@@ -167,7 +167,7 @@ class Request:
         assert self.computed <= len(self.tokens) and self.drafted >= 0, self
 
     def withdraw(self, drafts: int) -> None:
-        """Takes back a launch of one position with `drafts` drafts, whose result is not used."""
+        """Takes back a launch of one position with `drafts` drafts: its result is not used."""
         self.planned -= 1
         self.pending -= 1
         self.drafted -= drafts
@@ -187,7 +187,7 @@ class Request:
 
     def start(self, slot: int, blocks: list[int], block_size: int) -> None:
         """Starts to run, with the KV of the leading `blocks` already there."""
-        # A token still being sampled will be in the last-token row of the slot it was planned with, not of this one.
+        # A token still being sampled will be written to the last-token row of its old slot, not of this one.
         assert self.slot is None and not self.blocks and self.pending == 0, (self.rid, self.slot, self.pending)
         self.slot = slot
         self.blocks = blocks

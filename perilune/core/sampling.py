@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.core.errors import RequestError
+from perilune.core.errors import RequestError, shown
 
+MAX_WHOLE = 2**63 - 1  # of whole numbers without another bound: what messages and tensors can hold
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024  # of each: looking for them takes a table of as many steps
 MAX_BIASED = 1024  # tokens in a logit_bias
 MAX_ALLOWED = 1 << 20  # what ids in allowed_token_ids are below: more than any vocabulary of the family has
 MAX_BAD_WORDS = 512  # texts in bad_words
@@ -27,7 +29,7 @@ class SamplingParams:
 
     temperature     0 is greedy; otherwise logits are divided by it before the filters
     top_k           keep the k most likely tokens; 0 keeps all
-    top_p           keep the smallest set whose probability reaches top_p
+    top_p           keep the smallest set of most likely tokens with a total probability of at least top_p
     min_p           drop tokens less likely than min_p times the most likely one
     presence_penalty    subtracted from the logit of every token generated so far, -2 to 2
     frequency_penalty   subtracted once for each time the token was generated, -2 to 2
@@ -93,7 +95,7 @@ class SamplingParams:
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _check("min_tokens", self.min_tokens, 0, None, whole=True)
-        _check("seed", self.seed, -(2**63), 2**63 - 1, whole=True)
+        _check("seed", self.seed, -(2**63), MAX_WHOLE, whole=True)
         _check("max_tokens", self.max_tokens, 1, None, whole=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -101,8 +103,9 @@ class SamplingParams:
             )
         _check("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
         _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, whole=True)
-        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be up to {MAX_STOPS} non-empty strings", param="stop")
+        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stop):
+            why = f"stop must be up to {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters"
+            raise RequestError(why, param="stop")
         if not all(_is_id(t) for t in self.stop_token_ids):
             raise RequestError("stop_token_ids must be token ids", param="stop_token_ids")
         if self.min_tokens and self.allowed_token_ids and _within(self.allowed_token_ids, self.stop_token_ids):
@@ -260,19 +263,16 @@ def _sequence(given: Any, name: str) -> tuple[Any, ...]:
 
 
 def _is_id(token: object) -> bool:
-    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= MAX_WHOLE
 
 
 def _check(name: str, value: float | None, low: float, high: float | None, *, whole: bool = False) -> None:
     if value is None and name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
         return
-    right_type = (
-        isinstance(value, int | float) and not isinstance(value, bool) and not (whole and not isinstance(value, int))
-    )
-    if not right_type or not math.isfinite(value or 0):
+    kinds = int if whole else int | float
+    if not isinstance(value, kinds) or isinstance(value, bool) or value != value:
         kind = "a whole number" if whole else "a number"
-        raise RequestError(f"{name} must be {kind}, not {value!r}", param=name)
-    assert value is not None
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {bound}, not {value}", param=name)
+        raise RequestError(f"{name} must be {kind}, not {shown(value)}", param=name)
+    if not low <= value <= (MAX_WHOLE if high is None else high):
+        bound = f"at least {low}" if high is None and value < low else f"between {low} and {high or MAX_WHOLE}"
+        raise RequestError(f"{name} must be {bound}, not {shown(value)}", param=name)

@@ -16,7 +16,7 @@ from typing import Protocol
 from perilune.core.sampling import SamplingParams
 
 PENDING = -1  # the id of a token that the step before is still sampling
-LEFT_OUT = -1  # StepPlan.chain of a step that the draft model does not follow
+LEFT_OUT = -1  # StepPlan.chain of a step that the draft model does not read
 MAX_DRAFTS = 8  # drafts of one request in one step
 
 
@@ -30,26 +30,26 @@ class Work:
     slot            the request's row of the device's buffers (last token, draft chain, token counts)
     tokens          the ids at those positions. The last may be PENDING: the previous step samples it, and the host had
                     not seen it when the step was planned; the runner takes it from row `slot` of its last-token buffer.
-                    The last `drafts` of them are guesses
+                    The last `drafts` of them are drafts
     blocks          the block table covering positions 0 .. start + count - 1; the same tuple until it changes
     sample          the last position's logits choose the token at position start + count
     output_index    that token's index in the output, from 0; with `seed` it determines the random number used
     prompt_targets  the prompt tokens at positions start + 1 .. start + count, if their log-probabilities are wanted
     history         all tokens of the request, prompt and `output_index` outputs: given when its parameters look back
-                    (penalties) and the host knows them all, so at each start and resumption; else () and row `slot` of
-                    the token counts is up to date
+                    (penalties) and the host knows them all: when it starts, and after a preemption. Else (), and row
+                    `slot` of the device's token counts is up to date
     left            tokens the request may still get, the one sampled here included
-    drafts          how many of `tokens` are guesses. Each of the last drafts + 1 positions samples a token, as if the
-                    guesses before it were right; accepted are the guesses that equal the token sampled before them, up
-                    to the first that does not, and the request gets those and one sampled token more
+    drafts          how many of `tokens` are drafts. Each of the last drafts + 1 positions samples a token, given the
+                    drafts before it. A draft is accepted if it equals the token sampled at the position before it and
+                    all drafts before it are accepted. The request gets the accepted drafts and one sampled token more
     next_token      the known token at position start + count, for a draft model; PENDING if it is sampled here
     chained         the step before may bring the request several tokens, and the host has not seen how many. All
                     `tokens` are PENDING: the device puts there the last token of that step and then the chain that a
                     draft model drafted after it. start, output_index and left are as if that step brought one token,
                     and `blocks` reach as far as all its drafts may
     media           rows of pictures that replace the embeddings of `tokens`
-    series          works with the same number are of one request, in one slot, and differ only in start, output_index
-                    and left: n tokens further. A work that is given no number has one of its own
+    series          works with the same number belong to one request in one slot and differ only in start, output_index
+                    and left, each n tokens further: plan_wire.py then sends only `start`. Unique if not given
     """
 
     rid: int
@@ -75,12 +75,12 @@ class Work:
         return len(self.tokens)
 
     @property
-    def guesses(self) -> tuple[int, ...]:
+    def draft_tokens(self) -> tuple[int, ...]:
         return self.tokens[len(self.tokens) - self.drafts :]
 
     @property
     def before(self) -> tuple[int, ...]:
-        """As in Sample: a work's first token is sampled after no guess."""
+        """As in Sample: a work's first token is sampled after no draft."""
         return ()
 
     @property
@@ -91,7 +91,7 @@ class Work:
 class Sample(Protocol):
     """One token to be sampled: a Work without drafts, or one Row of a Work with drafts. Fields as in Work.
 
-    `before` are the guesses that this token takes to be right.
+    `before` are the work's drafts before this token, which it is sampled after.
     """
 
     @property
@@ -114,7 +114,7 @@ class Sample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a work with drafts samples after its first `index` guesses, taking them to be right."""
+    """The token that a work with drafts samples after the first `index` of them, as if these were accepted."""
 
     work: Work
     index: int
@@ -149,7 +149,7 @@ class Row:
 
     @property
     def before(self) -> tuple[int, ...]:
-        return self.work.guesses[: self.index]
+        return self.work.draft_tokens[: self.index]
 
 
 def samples(work: Sequence[Work]) -> tuple[Sample, ...]:
@@ -163,8 +163,8 @@ def samples(work: Sequence[Work]) -> tuple[Sample, ...]:
 class Slice:
     """A share of encoding a picture, which one rank computes before the step's work.
 
-    start, stop  cells of the encoding (engine/vision/cells.py). With the last one, all ranks get the picture's rows
-    patches      the pixels, uint8 [patches, 3, P, P], where `start` is 0; other ranks than 0 get them by themselves
+    start, stop  cells of the encoding (engine/vision/cells.py). After the last cell all ranks get the picture's rows
+    patches      the pixels, uint8 [patches, 3, P, P], where `start` is 0; rank 0 sends them to other ranks separately
     """
 
     rank: int
@@ -181,11 +181,11 @@ class StepPlan:
 
     chain           tokens that the draft model, if there is one, drafts after the sampled token of each request, for
                     the next step to verify; LEFT_OUT: the draft model does not even read the step
-    min_confidence  where the host sees the draft model's probabilities without waiting (CPU), drafting stops when every
-                    request's chain has a lower product of them than this
-    host            a request has a constraint, so the host takes part in sampling; with several ranks it is rank 0's
-    slices          of pictures, to encode before the work; a plan may have nothing else
-    dropped         digests of pictures: their rows, or half-done encodings, are given up after the work
+    min_confidence  on a CPU, where the host sees the draft model's probabilities at once, drafting stops when the
+                    product of the probabilities is below this in every request's chain
+    host            a request has a constraint, so the host takes part in sampling: the host of rank 0
+    slices          of pictures, to encode before the work; a plan may consist of slices alone
+    dropped         digests of pictures: their rows, or unfinished encodings, are freed after the work
     """
 
     step: int
@@ -216,9 +216,9 @@ class Output:
 
     tokens    the accepted drafts and one sampled token more
     logprobs  parallel to `tokens`, if asked for
-    again     the one more is missing, because the logits after the accepted drafts were not finite. A wrong draft may
-              be the cause: where an attention kernel multiplies its values by zero they reach the rows before it. So
-              the row of the last accepted token counts as not computed, and must be computed again without drafts
+    again     the sampled token is missing, because the logits after the accepted drafts were not finite. A rejected
+              draft may be the cause: attention multiplies the values of later rows by zero, and 0 x inf is NaN. So the
+              row of the last accepted token counts as not computed, and is computed again without drafts
     chain     (id, probability) of what the draft model drafted after `tokens`
     """
 

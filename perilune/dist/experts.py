@@ -1,4 +1,4 @@
-"""Expert parallel: what a router chose, as the experts that a rank holds whole see it."""
+"""Expert parallel: the router's choice in terms of the whole experts that one rank holds."""
 
 from perilune.dist.slicing import Slicing
 from perilune.ops.moe.chosen import Chosen

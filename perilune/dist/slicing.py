@@ -22,7 +22,8 @@ class Slicing:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
 
     def part(self, size: int) -> slice:
-        """Of `size` equal units, such as heads or rows. ConfigError if they cannot be shared out evenly."""
+        """This rank's part of `size` equal units, such as heads or rows. ConfigError if they cannot be divided
+        evenly."""
         if size % self.ranks:
             raise ConfigError(f"{size} units cannot be split evenly over {self.ranks} ranks")
         own = size // self.ranks

@@ -1,10 +1,10 @@
-"""Choosing among logits of which every rank has V / N columns, rank by rank. Every rank gets the same tokens, and they
-are the ones that one rank would choose.
+"""Sampling from logits that are split by vocabulary: every rank has V / N columns. Every rank gets the same tokens, and
+they are the ones that one rank would sample.
 
-Ranks give each other whole rows of logits in one exchange, 4 V / N bytes of a row to every other rank; then the ops of
-one rank choose. Candidates of each rank would be fewer bytes, but they need the largest logit of all ranks first, an
-exchange of its own, and top_p without top_k needs all logits. Of few rows every rank gets all. Of many rows each rank
-gets a share and chooses for it; a second exchange gives all ranks what was chosen.
+Ranks exchange whole rows of logits, 4 V / N bytes of a row to every other rank; then the ops of one rank sample.
+Exchanging candidates would take fewer bytes, but needs the largest logit of all ranks first, which is an exchange of
+its own, and top_p without top_k needs all logits. Of few rows every rank gets all. Of many rows each rank gets a share
+and samples for it; a second exchange gives the tokens to all ranks.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,21 @@ from perilune.dist.group import ALONE, Group, exchanged
 from perilune.ops.drafts import argmax_probability
 from perilune.ops.sampling import argmax, sample
 
-MIN_SHARE_ROWS = 4  # of a rank. Smaller: a second exchange where the first one is short.
+# With fewer rows per rank every rank samples for all rows: the first exchange is then so short that a second one would
+# take longer than it saves.
+MIN_SHARE_ROWS = 4
 
 
 class Vocabulary:
-    """Of `size` tokens, split over the ranks of `group` or, with one rank, whole."""
+    """A vocabulary of `size` tokens, split over the ranks of `group`; with one rank it is whole."""
 
     def __init__(self, group: Group, size: int) -> None:
         self._group = group
         self.split = group.ranks > 1
-        self.first = group.slicing.part(size).start  # id of this rank
+        self.first = group.slicing.part(size).start  # the id of this rank's first column
 
     def whole(self, logits: Tensor) -> Tensor:
-        """[R, V / N] -> [R, V]."""
+        """Gathers the logits of all ranks: [R, V / N] -> [R, V]."""
         return self._joined(exchanged(self._group, logits.reshape(1, -1)), len(logits)) if self.split else logits
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -61,7 +63,8 @@ class Vocabulary:
         return exchanged(self._group, found.view(1, -1)).view(len(logits), *found.shape[1:])
 
     def _shared_out(self, rows: int) -> bool:
-        """Whether each rank chooses for as many of the rows; an even number, so that exchanges are of 16s of bytes."""
+        """Whether each rank samples for an equal share of the rows; an even number, so that tokens (8 bytes each)
+        are exchanged in multiples of 16 bytes."""
         ranks = self._group.ranks
         return self.split and rows >= MIN_SHARE_ROWS * ranks and rows % (2 * ranks) == 0
 

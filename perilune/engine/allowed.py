@@ -1,4 +1,4 @@
-"""Which tokens one answer may go on with: its form (grammar/enforcer.py), allowed_token_ids and bad words, together."""
+"""Which tokens may come next in one answer: by form (grammar/enforcer.py), allowed_token_ids and bad words together."""
 
 import copy
 from collections import defaultdict
@@ -25,7 +25,7 @@ class TokenRules:
         if params.allowed_token_ids is not None:
             assert isinstance(params.allowed_token_ids, bytes)
             self._fixed = np.frombuffer(params.allowed_token_ids.ljust(4 * words, b"\0")[: 4 * words], np.uint32).copy()
-        self._last: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # by the tokens before
+        self._last: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last ids of bad words by those before
         for *before, last in params.bad_word_ids:
             if before:
                 self._last[tuple(before)].append(last)
@@ -35,11 +35,11 @@ class TokenRules:
 
     @property
     def reach(self) -> int:
-        """Output tokens that decide which one may come next."""
+        """How many of the last output tokens `apply` and `permits` need."""
         return self._lengths[-1] if self._lengths else 0
 
     def apply(self, mask: Words, tail: tuple[int, ...]) -> None:
-        """Takes out what may not follow; `tail`: the last `reach` output tokens, or all of them."""
+        """Clears the bits of tokens that may not follow `tail`: the last `reach` output tokens, or all if fewer."""
         mask &= self._fixed
         for length in self._lengths:
             if length <= len(tail):
@@ -56,7 +56,7 @@ class TokenRules:
 class Answer:
     """One unfinished answer. Used by one thread at a time.
 
-    `tight`: few tokens are left, so the next one has to go through `settle`.
+    `tight`: so few tokens are left that the next one has to go through `settle`, or the form might stay incomplete.
     """
 
     def __init__(self, enforcer: Enforcer | None, rules: TokenRules | None) -> None:
@@ -90,7 +90,7 @@ class Answer:
         return self._rules.permits(self._enforcer.fallback, self._tail)
 
     def fill(self, mask: Words, left: int) -> None:
-        """Writes the tokens that may come next; `left` as for Enforcer.fill. Raises GrammarError if none may."""
+        """Sets the bits of the tokens that may come next; `left` as in Enforcer.fill. GrammarError if none may."""
         if self._enforcer is None:
             mask[:] = 0xFFFFFFFF
         else:
@@ -116,7 +116,7 @@ class Answer:
         return taken
 
     def advance(self, token: int) -> None:
-        """The answer goes on with this token. Raises GrammarError if its form forbids it."""
+        """Appends a token to the answer. GrammarError if the form forbids it."""
         if self._enforcer is not None:
             self._enforcer.advance(token)
         if self._rules is not None and self._rules.reach:

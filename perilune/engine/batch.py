@@ -14,12 +14,12 @@ from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.speculation.drafter import Followed
 
-ALIGNED = 256  # bytes: each array of a common copy begins as aligned as torch allocates tensors
+ALIGNED = 256  # bytes: alignment of each array in the common copy, as torch aligns tensors; kernels read 16 at once
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's tensors, and the rows that are sampled.
+    """A step's tensors, and which of their rows are sampled.
 
     work      the plan's work in row order
     starts    the first row of each work
@@ -39,8 +39,9 @@ class Batch:
 
 
 def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: int) -> Batch:
-    """`last_tokens` [> max_num_seqs] int64 on the device: the last token of each slot, for PENDING ids. Works of up to
-    `absorb_limit` tokens come first and attend in the absorbed form, the others in the plain form."""
+    """The tensors of a plan. `last_tokens` [max_num_seqs + 1] int64 on the device: the last token of each slot, for
+    PENDING ids. Works of up to `absorb_limit` tokens come first and attend in the absorbed form (MQA over latents), the
+    others in the plain form (keys and values of every head)."""
     device = last_tokens.device
     few = [w for w in plan.work if w.count <= absorb_limit]
     many = [w for w in plan.work if w.count > absorb_limit]
@@ -85,7 +86,7 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
     if len(pending):
         ids[pending_at] = last_tokens[source]
     split = int(ends[len(few) - 1]) if few else 0
-    # The plain form's kernels are launched per request, so their counts stay on the host.
+    # The plain form's kernels are launched per request, so query_start and context stay on the host.
     counted = torch.from_numpy(spans[1].query_start), torch.from_numpy(spans[1].context)
     step = Step(
         tokens=ids,
@@ -99,7 +100,7 @@ def build(plan: StepPlan, last_tokens: Tensor, block_size: int, absorb_limit: in
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """Arrays of a Span, as there."""
+    """The arrays of a Span (model/kimi_k2.py), on the host."""
 
     tables: NDArray[np.int32]
     query_start: NDArray[np.int32]
@@ -116,7 +117,7 @@ class _Arrays:
 
 
 def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on `device`, in one copy, without waiting for it."""
+    """The arrays as tensors on `device`. On a GPU: one copy from pinned memory, which the host does not wait for."""
     if device.type != "cuda":
         return [torch.from_numpy(a) for a in arrays]
     begins = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
@@ -130,8 +131,8 @@ def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 def followed(batch: Batch, features: Tensor, sampled_tokens: Tensor, lengths: Tensor | None) -> Followed:
-    """What a draft model reads of a step that sampled `sampled_tokens` [R] int64, of which each request gets `lengths`
-    [S] int64; None: one."""
+    """The inputs with which a draft model reads a step: `features` of its rows, `sampled_tokens` [R] int64, and how
+    many of these each request gets, `lengths` [S] int64; None: one each."""
     device = sampled_tokens.device
     following = batch.step.tokens.roll(-1)
     inside = [(start + w.count - 1, w.next_token) for w, start in zip(batch.work, batch.starts) if not w.sample]

@@ -118,8 +118,8 @@ def build(
     owns_process: bool = False,
 ) -> Parts:
     """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
-    it has its weights. `source` brings the weights; the other ranks use `load`. `progress` as of `load`: with several
-    ranks a bar shows what all read together. `owns_process` as in Engine. Raises ConfigError and CheckpointError."""
+    it has its weights. `source` loads the weights of rank 0; the other ranks use `load`. `progress` as in `load`: with
+    several ranks one bar counts the bytes of all. `owns_process` as in Engine. Raises ConfigError, CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     mark = synthetic.read(model_dir)
@@ -135,7 +135,7 @@ def build(
         ops_build.check_nvcc(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
-        if source is load and config.ranks > 1:  # before processes are started
+        if source is load and config.ranks > 1:  # checked here, before the other ranks' processes start
             own_cuts(KimiConfig.from_directory(model_dir), Slicing(0, config.ranks, config.ep > 1), model_dir)
         if source is load:
             config = fitted(model_dir, config, device, choices, show=progress is True)
@@ -180,7 +180,7 @@ class _Task:
 
 
 def _fewest(model_dir: Path, config: EngineConfig, device: torch.device, choices: Choices) -> EngineConfig:
-    """The config with `tp` as few ranks as hold the model."""
+    """The config with `tp` set to the fewest ranks that hold the model."""
     count, why = config.ep, "one process computes a CPU's work fastest"
     if device.type == "cuda":
         free = [float(free_bytes(torch.device("cuda", n))) for n in _gpus(config)]
@@ -190,7 +190,7 @@ def _fewest(model_dir: Path, config: EngineConfig, device: torch.device, choices
 
 
 def _gpus(config: EngineConfig) -> list[int]:
-    """The numbers of the GPUs that ranks may have."""
+    """Indices of the GPUs that ranks may use."""
     count = torch.cuda.device_count()
     gpus = list(range(count)) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
     if beyond := [n for n in gpus if n >= count]:
@@ -213,7 +213,8 @@ def _start_ranks(
 
 
 def _no_peers(task: _Task) -> str:
-    """Why this rank cannot add partial outputs over peer memory; empty if it can, as far as it knows."""
+    """Why this rank cannot add partial outputs over peer memory; empty if nothing is known against it. Every rank has
+    to agree before the exchange is used."""
     if task.config.ops.get(exchange.NAME, exchange.KERNEL) != exchange.KERNEL:
         return f"{exchange.NAME} is set to {task.config.ops[exchange.NAME]}"
     if task.device.type == "cuda" and exclusive_kernels.taken(torch.device("cuda", torch.cuda.current_device())):
@@ -243,7 +244,7 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         group = join(slicing, Path(task.place.meeting), device, shared=task.place.shared, no_peers=_no_peers(task))
         if group.ranks > 1:
             choices.note("exchange", group.name, f"how {group.ranks} ranks add their partial outputs")
-        least(group, 0)  # all have joined: another rank may still read the file where they meet before that
+        least(group, 0)  # a barrier: until every rank has joined, one may still read the rendezvous file
         if task.ranks is not None:
             task.ranks.joined(group)
         return group
@@ -300,7 +301,7 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
 def speculator(
     draft: str, tokens: int | None, drafter: Drafter | None, costs: Costs | None, *, shared: bool
 ) -> Speculator:
-    """As Engine.use_drafts; `costs` of steps are needed if `tokens` is None."""
+    """The speculator for Engine.use_drafts; `costs` (seconds of steps) are needed if `tokens` is None."""
     return Speculator(
         suffix=draft in ("suffix", "hybrid"),
         longest=0 if drafter is None else drafter.longest,

@@ -42,16 +42,17 @@ from perilune.engine.inbox import Inbox
 from perilune.media import placeholders
 
 SHUTDOWN_SECONDS = 1.5
-TURN_MESSAGES = 1024  # taken before streams get their turn: more lengthen the gaps between pieces of each stream
-ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the socket's number follows
-CRASH_SECONDS = 0.5  # for a process that has closed its socket to end by itself, with its traceback
-MAX_RUNS = 2  # engine processes that one request may run in. More: a request that ends the engine ends it more often.
+# Messages read from the engine before other tasks run. More: longer gaps between the pieces of each stream.
+TURN_MESSAGES = 1024
+ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the descriptor of the socket is appended
+CRASH_SECONDS = 0.5  # A process that has closed its socket has so long to print its traceback and exit.
+MAX_RUNS = 2  # engine processes that one request may run in. More: a request that crashes engines ends more of them.
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
-MAX_RETRY_SECONDS = 60  # that clients are asked to wait: the SDKs of OpenAI and Anthropic ignore longer ones
-MAX_LINE_BYTES = 64 << 10  # of what the engine writes to standard error; more are several lines
+MAX_RETRY_SECONDS = 60  # The longest Retry-After: the SDKs of OpenAI and Anthropic ignore longer ones.
+MAX_LINE_BYTES = 64 << 10  # Longer lines of the engine's standard error are logged as several.
 _LEVELLED = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # as engine/process.py logs
-LOST = "lost"  # the finish reason of a request that the engine process took with it; it does not leave this module
+LOST = "lost"  # finish reason, inside this module only, of a request that its engine process did not finish
 
 log = logging.getLogger("perilune.engine")
 
@@ -75,7 +76,7 @@ def check_pictures(prompt: Sequence[int], pictures: Sequence[Media | Picture], i
 
 
 def blind(info: EngineInfo) -> RequestError:
-    """The model, as it is loaded, sees no pictures."""
+    """The error for a request with pictures when no vision tower is loaded."""
     return RequestError(f"{info.model} does not see pictures: send text alone", code="unsupported_media")
 
 
@@ -90,9 +91,9 @@ class _Request:
     """A request of the server's.
 
     pictures  with their pixels, until the request has ended
-    produced  a delta has come
-    runs      engine processes that have had it
-    lost      with one of them
+    produced  whether a delta has come
+    runs      number of engine processes that it was submitted to
+    lost      whether its last delta, of an engine process that has ended, waits to be taken
     """
 
     message: Submit
@@ -124,15 +125,19 @@ class _Process:
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *launch.command,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the server, which then ends this process
-                stderr=asyncio.subprocess.PIPE if launch.logged else None,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        self = cls(process, reader, writer)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(  # cancelled, it ends the process
+                    *launch.command,
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+                    stderr=asyncio.subprocess.PIPE if launch.logged else None,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        self = cls(process, reader, writer)  # nothing is awaited before what kills the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
@@ -161,8 +166,8 @@ class _Process:
         self.writer.write(wire.encode([message]))
 
     async def kill(self, wait_seconds: float = 0.0) -> None:
-        """Ends the process, by force if it has not ended after `wait_seconds`, and whatever it has started."""
-        if self._killed:  # its number may be another process's by now
+        """Ends the process, by force if it has not ended after `wait_seconds`, and all processes that it started."""
+        if self._killed:  # its id may belong to another process by now
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), wait_seconds)
@@ -171,7 +176,7 @@ class _Process:
         self._killed = True
         self.writer.close()
         await self.process.wait()
-        if self._relaying is not None:  # its last words; what it has started may hold its end of the pipe
+        if self._relaying is not None:  # log its last lines; a process that it started may still hold the pipe open
             await asyncio.wait([self._relaying], timeout=CRASH_SECONDS)
             self._relaying.cancel()
 
@@ -211,9 +216,9 @@ class EngineClient:
         self._ids = itertools.count()
         # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
         self._requests: dict[int, _Request] = {}
-        self._start_seconds = 0.0  # that the last start took
-        self._down_since = 0.0  # of the event loop's clock
-        self._failure: str | None = None  # why no request is taken, not even to wait for the next process
+        self._start_seconds = 0.0  # duration of the last start
+        self._down_since = 0.0  # by the event loop's clock
+        self._failure: str | None = None  # why no request is taken any more; None while a process runs or will start
         self._running = asyncio.create_task(self._run())
 
     @classmethod
@@ -242,7 +247,7 @@ class EngineClient:
 
     @property
     def retry_seconds(self) -> int | None:
-        """Until requests are taken again if this start takes as long as the last one; None: it does not start."""
+        """Seconds until requests are taken again, if this start takes as long as the last; None: no process starts."""
         if self.alive or not self._supervised:
             return None
         left = self._start_seconds - (_now() - self._down_since)
@@ -262,8 +267,8 @@ class EngineClient:
         `pictures` in the order of their runs of EngineInfo.media_pad in the prompt. Their pixels are held here until
         the request has ended: only what no cache of the engine has is sent, and again if the engine starts again.
 
-        Deltas that came while the consumer was busy are joined to one, so that a server behind its engine catches up;
-        with stop strings they are not, as the consumer counts each delta's drafts up to where it stops.
+        Deltas that came while the consumer was busy are joined to one, so that a server slower than its engine catches
+        up. With stop strings they are not: the consumer counts the accepted drafts of each delta up to the stop.
         Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
@@ -311,7 +316,7 @@ class EngineClient:
 
     def _submit(self, request: _Request) -> None:
         message = request.message
-        if request.deadline is not None:  # what is left of it
+        if request.deadline is not None:  # submit with the seconds that remain
             order = replace(message.order, deadline_seconds=max(request.deadline - _now(), 0.0))
             message = replace(message, order=order)
         request.runs += 1
@@ -358,7 +363,7 @@ class EngineClient:
         log.info("the engine is ready again after %.1f s; %d requests run again", _now() - begun, len(again))
 
     async def _receive(self) -> str | None:
-        """Until the process ends: the reason that it gives, if any."""
+        """Handles messages until the process ends; returns the reason that the process sent, if any."""
         process, why, taken = self._process, None, 0
         try:
             while True:
@@ -389,7 +394,7 @@ class EngineClient:
             return str(e)
 
     def _lose(self, why: str, *, every: bool) -> None:
-        """Fails the requests that cannot run again, or `every` one and those to come."""
+        """Fails the requests that cannot run again; with `every` all requests, and those submitted from now on."""
         if every:
             self.alive, self._failure = False, self._failure or why
         for rid, request in self._requests.items():

@@ -2,8 +2,8 @@
 
 A step verifies its drafts as usual; then the tokens sampled for its first n drafts are replaced by those drafts, which
 accepts them. n depends only on the position p at which the step begins: the step ends at the smallest floor(j X) above
-p, j a whole number. Steps so bring X tokens on average, with equal n on every rank, in every mode of steps and after a
-preemption.
+p, j a whole number. So steps bring X tokens on average, and n is the same on every rank, with and without CUDA graphs
+and chained steps, and after a preemption.
 """
 
 import math
@@ -18,9 +18,9 @@ from perilune.engine.sampler import on_device
 
 
 class Declared:
-    """Accepts as many drafts as let steps bring `mean` tokens on average; steps with fewer drafts bring fewer.
+    """Accepts so many drafts that steps bring `mean` tokens on average, or fewer where steps have fewer drafts.
 
-    `positions`: the longest request, in tokens.
+    `positions`: tokens of the longest request.
     """
 
     def __init__(self, mean: float, positions: int, device: torch.device) -> None:
@@ -33,8 +33,8 @@ class Declared:
     def grid(
         self, sampled: Tensor, ids: Tensor, positions: Tensor, front: Tensor, stop: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(sampled, stop) of ops/drafts/accept_drafts.py for these, and the positions [B m] of all columns: on the
-        device, for a graph."""
+        """For a step inside a CUDA graph: (sampled, stop) of ops/drafts/accept_drafts.py with the drafts to accept put
+        in, on the device. `positions` [B m]: those of all columns."""
         B = len(front)
         own, tokens, at = sampled.view(B, -1), ids.view(B, -1), positions.view(B, -1)
         first = at.gather(1, front.long().unsqueeze(1)).squeeze(1).clamp(0, len(self._table) - 1)

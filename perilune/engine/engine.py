@@ -4,9 +4,9 @@ One step, read top to bottom (`Engine.step`): plan step N+1 while step N runs, l
 its tokens and return them. Step N+1 is planned before the result of N is known, so a request that ends in N may be
 computed once more for nothing; in exchange the device does not wait for Python.
 
-Drafts change the order. Drafts that continue known text (speculation/) need the result of N first: where they promise
-more tokens than the overlap saves time, step N is committed before N+1 is planned. Drafts of a draft model stay on the
-device: step N+1 is planned chained to N, however many tokens N brings, and nothing waits.
+Drafts change the order. Drafts copied from known text (n-gram lookup, speculation/) need the tokens of N: where they
+are expected to gain more than the overlap does, step N is committed before N+1 is planned. Drafts of a draft model stay
+on the device: step N+1 is planned "chained" to N before the number of tokens that N brings is known; no step waits.
 """
 
 import dataclasses
@@ -31,17 +31,18 @@ from perilune.ops.harness import build as build_ops
 from perilune.speculation.protocol import Drafting, Observer
 from perilune.speculation.step_cost import Costs
 
-Running = tuple[StepPlan, "Future[Readout]", float]  # the last: when it was launched
+Running = tuple[StepPlan, "Future[Readout]", float]  # a step in flight: plan, result, time.perf_counter() at launch
 
-TRANSFER_WAIT_SECONDS = 0.005  # Longer: a new message waits longer where all requests wait for KV to be copied.
+# How long a step waits for a copy when every request waits for KV from a tier. Longer: a new message waits longer.
+TRANSFER_WAIT_SECONDS = 0.005
 
 
 class Engine:
     """A loaded model and all its unfinished requests. Not thread-safe: one owner calls submit, cancel and step.
-    `source` brings the weights: where it reads none from `model_dir`, that only names the model.
+    `source` loads the weights, from `model_dir` by default; synthetic weights use `model_dir` only as the model's name.
 
-    drafting_seconds  that planning drafts took on the host; what a draft model computes is part of the steps
-    waiting_seconds   that `step` waited for the device, or for the thread that computes
+    drafting_seconds  host time spent on planning drafts, in all; a draft model's own time is part of the steps
+    waiting_seconds   time that `step` waited for the device or for the compute thread, in all
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Engine:
         source: Source = load,
         owns_process: bool = False,
     ):
-        """`owns_process`: with several ranks, the others may kill this process when it says nothing any more."""
+        """`owns_process`: with several ranks, the others may kill this process when its heartbeats stop."""
         parts = build(model_dir, config, progress=progress, source=source, owns_process=owns_process)
         self.config, self.scheduler, self.runner, self._ranks = parts.config, parts.scheduler, parts.runner, parts.ranks
         self._transfer = parts.transfer
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
-        self._committed_at: float | None = None  # when the last step's result came; None after a gap without steps
+        self._committed_at: float | None = None  # perf_counter() of the last step's result; None when no step followed
         self.drafting_seconds = self.waiting_seconds = 0.0
         self._encoder = self.scheduler.encoder
-        self._costs: dict[bool, Costs] = {}  # of steps without and with a draft model
+        self._costs: dict[bool, Costs] = {}  # measured seconds of steps, by whether a draft model reads them
         self.speculator: Drafting | None = None
         with self._explained():
             self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
@@ -86,13 +87,13 @@ class Engine:
 
     @property
     def idle_seconds(self) -> float | None:
-        """How often to call `step` while the engine is not busy, so that KV in the tiers is deleted when its time
-        to live is over; None: there are no tiers."""
+        """Interval, seconds, at which to call `step` while the engine is not busy, so that KV in the tiers is deleted
+        when its time to live is over; None: there are no tiers."""
         return None if self._transfer is None else EXPIRE_SECONDS
 
     def submit(self, request: Submit) -> None:
-        """RequestError if the request can never run, EngineError if another rank is lost. If its grammar turns out not
-        to compile, a Delta says so."""
+        """Queues a request. RequestError if it can never run, EngineError if another rank is lost. A grammar that does
+        not compile is reported later, by a Delta with finish reason "error"."""
         if self._ranks is not None:
             self._ranks.check()
         self._admission.submit(request)
@@ -103,7 +104,7 @@ class Engine:
 
     @property
     def starved(self) -> bool:
-        """Whether nothing can be computed until pixels come (`provide`)."""
+        """Whether nothing can be computed before `provide` brings the pixels of a picture."""
         return self._running is None and self._encoder is not None and self._encoder.awaiting
 
     def wants(self) -> list[Want]:
@@ -151,11 +152,11 @@ class Engine:
         return [o for o in (self.speculator, self._rejected) if o is not None]
 
     def _plan_chained(self, running: StepPlan) -> StepPlan | None:
-        """The step after the running one, which may bring several tokens; None if that cannot be, or does not pay."""
+        """The next step, planned before it is known how many tokens the running step brings. None if the next step
+        needs the host to know, or if drafts would not pay."""
         drafting = self._drafting
-        if (
-            drafting is None or not running.work or self._rejected is not None
-        ):  # that log needs the drafts' ids, which stay on the device
+        # The log of rejected drafts needs their ids, which stay on the device in a chained step.
+        if drafting is None or not running.work or self._rejected is not None:
             return None
         if not self.runner.can_chain or (drafts := drafting.chained(running)) is None:
             return None
@@ -252,22 +253,22 @@ class Engine:
         return deltas
 
     def _drop(self, rid: int) -> None:
-        """The request is no longer in the scheduler."""
+        """Frees what grammars and observers hold for a request that has left the scheduler."""
         self._grammars.drop(rid)
         for observer in self._observers:
             observer.drop(rid)
 
     def use_drafts(self, draft: str, tokens: int | None, *, shared: bool) -> None:
-        """From now on drafts come from `draft` (as EngineConfig.draft, not "auto"), `tokens` per step; None: as many as
-        pay by what steps cost, which is measured first. Nothing learned before is kept; no request may be unfinished.
-        `shared`: the tokens of finished requests may become drafts of others."""
+        """From now on drafts come from `draft` (as EngineConfig.draft, not "auto"), `tokens` per step; None: the number
+        that gives the most tokens per second, by step times that are measured first. Acceptance statistics start anew;
+        no request may be unfinished. `shared`: the tokens of finished requests may become drafts of others."""
         assert not self.busy, "requests are in flight"
         modelled = draft in ("eagle3", "hybrid")
         drafter = self._drafter if modelled else None
         self.runner.follow(drafter)
         self.speculator = None
         if draft != "off" and tokens is None and build_ops.compiling():
-            return  # what steps cost is not known before their kernels are there: no drafts until the next start
+            return  # step times cannot be measured while kernels are still compiled: no drafts until the next start
         if draft != "off" and tokens is None and modelled not in self._costs:
             assert not self.scheduler.stats().blocks_cached, "measuring overwrites the cache"
             self._costs[modelled] = measure_costs(self.runner, self.config)
@@ -276,15 +277,15 @@ class Engine:
 
     @property
     def costs(self) -> Costs:
-        """What steps cost, as measured last."""
+        """Seconds of steps by size, as measured last."""
         return next(reversed(self._costs.values()))
 
     def order_costs(self) -> OrderCosts | None:
-        """What sending plans to the other ranks costs, since the last call; None with one rank."""
+        """Time that sending plans to the other ranks took since the last call; None with one rank."""
         return None if self._ranks is None else self._ranks.costs()
 
     def on_lost_rank(self, handle: Callable[[str], None]) -> None:
-        """`handle` gets the reason, in a thread of its own, when another rank is lost."""
+        """Calls `handle(reason)` on another thread when another rank is lost."""
         if self._ranks is not None:
             self._ranks.on_failure = handle
 

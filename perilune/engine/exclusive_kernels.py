@@ -1,11 +1,11 @@
 """Which engine of this process may run kernels whose CTAs wait for each other.
 
-Such a kernel needs all of its CTAs on the GPU at once. Launches of one stream follow each other; but kernels of two
-streams could each get a part of the SMs and wait for the rest for ever. So on every GPU one engine has these kernels,
-and engines that start while it lives run the same ops in several launches.
+Such a kernel needs all of its CTAs resident on the GPU at once. Launches of one stream follow each other; but kernels
+of two streams could each get a part of the SMs and wait for the rest without end: a deadlock. So on every GPU one
+engine has these kernels, and engines that start while it lives run the same ops in several launches.
 
-Processes take turns on a GPU, so they cannot block each other, unless a multi-process service (MPS) runs their kernels
-together: then all processes but one must override the ops that `registry.alone` names.
+Processes share a GPU by time slices, so they cannot block each other, unless MPS runs their kernels at the same time:
+then all processes but one must override the ops that `registry.alone` names.
 """
 
 import logging
@@ -24,8 +24,8 @@ _holders: dict[torch.device, "weakref.ref[object]"] = {}
 
 
 def claim(device: torch.device, holder: object) -> Mapping[str, str]:
-    """Gives `holder`, which lives as long as its engine, the exclusive kernels of `device` if no other engine has them;
-    else returns the overrides (as `registry.using` takes them) that avoid these kernels."""
+    """Gives `holder`, which must live as long as its engine, the exclusive kernels of `device` and returns {}. If
+    another engine has them: returns the overrides, as `registry.using` takes them, that avoid these kernels."""
     if device.type != "cuda":
         return {}
     with _lock:
@@ -48,8 +48,8 @@ def taken(device: torch.device) -> bool:
 
 
 def release(holder: object) -> None:
-    """The next engine gets the exclusive kernels. To be called when `holder` closes, or before the start of another
-    engine that never runs at the same time."""
+    """Frees the exclusive kernels for another engine. Call it when `holder` closes, or before another engine starts
+    that never computes at the same time."""
     with _lock:
         for device in [d for d, found in _holders.items() if found() is holder]:
             del _holders[device]

@@ -1,4 +1,4 @@
-"""Memory planned before anything is loaded: what goes where, which scales the experts get, what is refused and why."""
+"""Plans memory before weights are read: what each GPU holds, which scales experts get, and what to refuse and why."""
 
 import dataclasses
 import math
@@ -22,18 +22,22 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.ops.layouts import latent_cache
 from perilune.plan import memory
 
-ENOUGH_TOKENS = 32_768  # of context: less than that, and narrower weights or more GPUs are taken where possible
+# If the KV cache would hold less context than this, choose narrower weights or more GPUs where possible. Larger: more
+# machines run with narrower weights.
+ENOUGH_TOKENS = 32_768
 INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # of a weight, with its share of a bfloat16 scale
 COMPACT = "int4-compact"
-# Requests longer than this decode faster where each of two ranks reads half of their KV, less what exchanging queries
-# and outputs takes: predicted from the time of exchanges, not measured. Larger: long contexts wait for memory longer.
+# Context from which on decoding is faster with KV sharded over two ranks: reading half of the KV then saves more than
+# exchanging queries and outputs takes. Predicted from the time of exchanges, not measured. Larger: KV stays whole on
+# every rank, and decoding long contexts is bound by reading it.
 CROSSOVER_TOKENS = 34_000
 BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """A demand, and what of its options could be other: by the words for a message, the demand with that change."""
+    """The memory that a configuration needs, and what each change to the configuration would need: `options` by the
+    words that an error message has for the change."""
 
     demand: memory.Demand
     others: dict[str, memory.Demand]
@@ -43,11 +47,11 @@ class Wanted:
 def fitted(
     model_dir: Path, config: EngineConfig, device: torch.device, choices: Choices, *, show: bool = False
 ) -> EngineConfig:
-    """The config with `expert_scales` and `kv_shards` resolved, if all of it fits the memory that is free now.
+    """The config with `expert_scales` and `kv_shards` resolved, if the engine fits the memory that is free now.
 
-    show  the table on stderr
+    show  print the table of memory on stderr
 
-    ConfigError, before weights are read, with what would make it fit.
+    ConfigError, before weights are read, that names changes that would make it fit.
     """
     ranks, free = config.ranks, _free(config, device)
     if config.kv_shards == "auto":
@@ -68,7 +72,7 @@ def fitted(
 
 
 def _kv_shards(model_dir: Path, config: EngineConfig, device: torch.device, free: float, choices: Choices) -> int:
-    """1 where every rank is to have the whole KV, else the number of ranks; says why in `choices`."""
+    """1 if every rank should hold the whole KV, else the number of ranks that share it; `choices` gets the reason."""
     ranks = config.ranks
     if ranks == 1:
         return 1
@@ -94,7 +98,8 @@ def _kv_shards(model_dir: Path, config: EngineConfig, device: torch.device, free
 
 
 def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wanted:
-    """What the engine would take, with sharded KV if `kv_shards` allows it; reads headers alone. Raises as `load`."""
+    """The memory that the engine would need, with sharded KV if `kv_shards` allows it. Reads only headers of the
+    checkpoint's files. Raises as `load`."""
     nothing = Choices([])
     config, dtype, kv_dtype = resolve_dtypes(config, device, nothing)
     config, drafter_dir = resolve_draft(config, model_dir, device, nothing)
@@ -156,8 +161,8 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
 
 
 def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, free: list[float]) -> int:
-    """For `tp=auto`: the fewest of GPUs with so many free bytes, in order, that hold the model. ConfigError if all of
-    them together do not."""
+    """For `tp=auto`: the smallest number of GPUs that hold the model; `free` are the free bytes of each, in order.
+    ConfigError if all of them together do not hold it."""
     wanted = demand(model_dir, config, device)
     heads = KimiConfig.from_directory(model_dir).num_attention_heads
     counts = [n for n in memory.COUNTS if heads % n == 0]
@@ -190,7 +195,7 @@ def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
 
 
 def _free(config: EngineConfig, device: torch.device) -> float:
-    """Bytes free for each rank: ranks on CPUs share the machine's, of GPUs the fullest counts."""
+    """Free bytes for each rank: on CPUs an equal share of the machine's memory, on GPUs that of the fullest GPU."""
     if device.type == "cpu":
         return free_bytes(device) / config.ranks
     if config.ranks == 1 and config.gpus is None:
@@ -201,7 +206,7 @@ def _free(config: EngineConfig, device: torch.device) -> float:
 
 
 def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:
-    """Bytes of the routed experts in memory, and their format: that of most."""
+    """Bytes of the routed experts in memory, and the format that most of them have."""
     routed = model.parameters().routed
     if synthetic.read(model_dir) is not None:
         return INT4_BYTES * routed, scheme.INT4
@@ -216,7 +221,7 @@ def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[fl
 
 
 def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, int]:
-    """The draft model's weights, and the bytes of its cache for a token."""
+    """Memory of the draft model's weights, and bytes of its KV cache per token."""
     draft = Eagle3Config.from_directory(path)
     here = {names.DRAFT_HEAD}
     if synthetic.read(path) is None:
@@ -236,7 +241,7 @@ def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memo
 
 
 def model_of(config: KimiConfig, vision: int = 0) -> memory.Model:
-    """The numbers of weights by how GPUs share them; `vision` more on each, if the tower is to be loaded too."""
+    """Numbers of weights, grouped by how ranks share them; `vision` more are whole on every rank (the vision tower)."""
     routed_rows = linear = embedding = kv_b = whole_linear = whole = 0
     for name, shape, entry, _ in names.tensors(config):
         size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""What has come for one request and was not taken yet."""
+"""Deltas of one request that have arrived and were not taken yet."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[Delta]:
-        """All that have come, at least one."""
+        """All deltas that have arrived; waits for the first."""
         if not self._deltas:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

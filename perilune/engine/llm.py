@@ -194,9 +194,10 @@ class LLM:
         path, a file's bytes, a PIL image or a decoded picture or video.
 
         Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
-        `thinking_budget` tokens. `thinking` None is the model's own way. A last message of the assistant's is continued
-        unless `continue_final_message` is False; the result is what is new (text/beginning.py). Raises RequestError for
-        a schema that cannot be enforced, and for a mode that this model does not have. `cache_keys` as in `generate`.
+        `thinking_budget` tokens. `thinking` None: the model's default. If the last message is an assistant's, the model
+        continues it, unless `continue_final_message` is False; the result has only the new text (text/beginning.py).
+        Raises RequestError for a schema that cannot be enforced, and for a thinking mode that the model lacks.
+        `cache_keys` as in `generate`.
         """
         tokenizer = self._need_tokenizer()
         template: ChatTemplate = template_for(self.path)
@@ -339,7 +340,8 @@ class LLM:
     def _with_media(
         self, prompts: Sequence[Prompt], given: Sequence[Medium] | Sequence[Sequence[Medium]]
     ) -> tuple[list[list[int]], list[list[Picture]]]:
-        """The ids of each prompt, with as many placeholders for each picture as it has tokens; and the pictures."""
+        """The ids of each prompt, in which every picture's placeholder is repeated once for each of its tokens; and the
+        pictures of each prompt."""
         if not given:
             return [self._encode(p) for p in prompts], [[] for _ in prompts]
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
@@ -376,7 +378,7 @@ class LLM:
 
 
 class _Run:
-    """What one prompt has brought so far."""
+    """The output of one prompt so far."""
 
     def __init__(self, index: int):
         self.index = index

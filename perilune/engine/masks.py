@@ -1,14 +1,14 @@
-"""Constrained answers in the engine: which tokens each may go on with, worked out while the device is busy.
+"""Token masks of constrained answers (guided decoding), computed on the host while the device is busy.
 
 A form (tools, a schema), allowed_token_ids and bad words all constrain an answer (engine/allowed.py).
 
 A mask depends on the token before it, which the host learns one step late. So when a step's tokens are sampled, a
 thread waits for them, advances the answers and prepares the masks of the next step, while the next step's forward pass
 runs; the runner waits for the masks only before it samples. Grammars are compiled on another thread, before a request
-enters the scheduler. Requests without a constraint are not touched.
+enters the scheduler. Requests without a constraint cost nothing here.
 
-Drafts are followed on copies of the answer's state, one per draft, so no state has to be taken back: the answer goes on
-from the copy after the accepted drafts. A work's drafts end before the first that the constraint forbids.
+Each draft is checked on a copy of the answer's state, so that a rejected draft needs no undo: the copy after the last
+accepted draft becomes the answer's state. A work's drafts are cut before the first that the constraint forbids.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,14 @@ from perilune.ops.sampling.mask_logits import mask_logits
 
 
 class Session:
-    """One request's answer. Used by one thread at a time: by the grammar thread during `job`, else by the runner."""
+    """The state of one constrained request. Used by the grammar thread while `job` runs, else by the runner's thread:
+    never by both at once."""
 
     def __init__(self, answer: Answer, words: int) -> None:
         self.answer = answer
         self.mask: Words = np.zeros(words, np.uint32)  # for output token number `output_index`
         self.output_index = -1
-        self.states: list[Answer] = []  # of the running step: before each token it samples
+        self.states: list[Answer] = []  # the answer before each token that the running step samples
         self.job: Future[None] | None = None
         self.error: str | None = None
 
@@ -66,18 +67,18 @@ class Session:
         """The masks for a work's samples: `first`, for the token before the drafts, and one after each draft, up to the
         first draft that the constraint forbids."""
         masks, self.states = [first], [self.answer]
-        for row, guess in zip(samples((work,)), work.guesses):
+        for row, token in zip(samples((work,)), work.draft_tokens):
             state = self.states[-1].copy()
-            if not allowed(masks[-1], guess) or row.left < 2:
+            if not allowed(masks[-1], token) or row.left < 2:
                 break
             mask = np.zeros_like(self.mask)
             try:
-                if state.tight and state.settle(guess, row.left) != guess:
+                if state.tight and state.settle(token, row.left) != token:
                     break
-                state.advance(guess)
+                state.advance(token)
                 state.fill(mask, row.left - 1)
             except GrammarError:
-                break  # if the draft is sampled after all, the next step reports the error
+                break  # the draft is not verified; if its token is sampled anyway, the next step reports the error
             mask = _ends_forbidden(mask, work, row.output_index + 1)
             if not mask.any() or not state.safe:
                 break
@@ -86,7 +87,7 @@ class Session:
         return masks
 
 
-# The answer's beginning, whose future raises EngineError if its grammar does not compile; the request; its seed.
+# (session, request, seed); the future raises EngineError if the grammar does not compile.
 Compiled = tuple[Future[Session], Submit, int]
 
 
@@ -94,7 +95,8 @@ class Grammars:
     """The constrained requests of an engine.
 
     The engine's thread calls `compile`, `compiled`, `open` and `drop`; the runner's calls `mask`, `settle`, `follow`
-    and `refusals`. `load` gives the vocabulary, once, for the first constrained request; it may raise CheckpointError.
+    and `refusals`. `load` returns the vocabulary; it is called for the first constrained request, may raise
+    CheckpointError, and is not called again after it has succeeded.
     """
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
@@ -111,7 +113,7 @@ class Grammars:
         return bool(self._compiling)
 
     def compile(self, request: Submit, seed: int) -> None:
-        """Compiles the request's constraint on a thread of its own; `seed` comes back with it."""
+        """Starts to compile the request's constraint on another thread; `compiled` returns it with `seed`."""
         self._compiling[request.rid] = self._compiler.submit(self._compile, request), request, seed
 
     def compiled(self, timeout: float) -> list[Compiled]:
@@ -124,7 +126,7 @@ class Grammars:
 
     @staticmethod
     def unformed(params: SamplingParams, vocab_size: int) -> Session | None:
-        """The beginning of an answer without a form; None if no token is forbidden."""
+        """The session of a request without a form, but with allowed_token_ids or bad words; None if it has neither."""
         words = -(-vocab_size // 32)
         return Session(Answer(None, TokenRules(params, words)), words) if params.restricted else None
 
@@ -170,7 +172,7 @@ class Grammars:
         masks: list[Words] = []
         for index, first, w, session in held:
             if session.job is not None:
-                session.job.result()  # which reads the states of the step before
+                session.job.result()  # before `walk` below replaces the states, which the job reads
                 session.job = None
             elif session.error is None:
                 session.prepare(w.output_index, w.left)
@@ -204,8 +206,8 @@ class Grammars:
     def settle(self, tokens: Tensor, work: tuple[Work, ...]) -> Tensor:
         """The tokens [R] int64 to take instead of those sampled from the logits that `mask` returned last.
 
-        They differ, and the host waits for the device, only when few tokens are left: the grammar may then need a token
-        that leads to the answer's end.
+        They differ only when few tokens are left, so that the grammar must lead to the answer's end. Only then does the
+        host wait for the device here.
         """
         tight = [
             (first + i, state, left, session)
@@ -220,12 +222,13 @@ class Grammars:
         for row, state, left, session in tight:
             try:
                 taken[row] = state.settle(taken[row], left)
-            except NoTokenLeft as e:  # not after a draft: `walk` ends the drafts before
+            except NoTokenLeft as e:  # never for a token after a draft: `walk` has cut the drafts before that
                 session.error = str(e)
         return on_device(np.array(taken), tokens.device)
 
     def follow(self, tokens: Tensor, lengths: Tensor | None, work: tuple[Work, ...]) -> None:
-        """The answers go on with `tokens` [R] int64: each with the first `lengths` [S] of its rows; None: with one."""
+        """Starts to advance the answers by what was sampled: `tokens` [R] int64, of which each request gets the first
+        `lengths` [S] of its rows; None: one each. The grammar thread then prepares the next masks."""
         held = self._held(work)
         if not held:
             return
@@ -256,7 +259,7 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             known = self._vocabulary
-            # After <think> the prompt may hold the beginning of the thought, which is text.
+            # `opened`: the prompt ends inside a thought, that is <think> and perhaps some text after it.
             last = next(filter(known.tokenizer.is_special, reversed(request.prompt)), None)
             opened = last is not None and last == known.tokenizer.special_id("<think>")
             enforcer = Enforcer(known, request.constraint, opened=opened)

@@ -1,11 +1,12 @@
 """Sends orders from rank 0 to the other ranks: a ring in shared memory that rank 0 writes once and every rank reads.
 
 With a socket for each rank, rank 0 would pay a system call that wakes a process for each: 20 to 60 us on a virtual
-machine. Here a rank with a GPU polls the ring, so that sending is one copy. A rank that has found nothing for
-SPIN_SECONDS, or that computes on its CPU cores, sets a word in the ring and blocks on a socket; rank 0 then also sends
-one byte to that socket.
+machine. Here a rank with a GPU polls the ring, so that sending is one copy. A rank that has found no order for
+SPIN_SECONDS, or that computes on its CPU cores, sets its sleep word in the ring and blocks on a socket; rank 0 then
+also sends one byte to that socket.
 
-Each piece carries a checksum: on a processor that reorders stores, a reader may see the count before the bytes.
+Each piece carries a checksum: on a processor that reorders stores (ARM), a reader may see the new count of written
+bytes before the bytes.
 """
 
 import contextlib
@@ -24,20 +25,21 @@ from perilune.core.errors import EngineError
 RING_BYTES = 4 << 20  # Smaller: rank 0 waits for readers when several prompts with penalties start in one step.
 MAX_PIECE_BYTES = 256 << 10  # of a frame; longer ones are sent in pieces
 HEAD_BYTES = 4096
-LINE_WORDS = 8  # between two counters: a cache line, so that readers do not slow each other
+LINE_WORDS = 8  # 64 bytes from one reader's counter to the next: a cache line each, so that there is no false sharing
 PIECE = struct.Struct("<III")  # bytes of this piece, its CRC-32, bytes of the frame after it
 SPIN_SECONDS = 0.05  # Longer: an idle rank keeps a core busy. Shorter than a step: every step pays for a wake-up.
-RECHECK_SECONDS = 0.05  # The longest sleep: no byte comes if each side reads before it sees the other's store.
-FULL_SECONDS = 0.0002  # between two looks at a full ring
-TORN_SECONDS = 1.0  # for a piece to become whole
+# The longest sleep. A wake-up is lost if each side reads the other's word before it sees the other's store.
+RECHECK_SECONDS = 0.05
+FULL_SECONDS = 0.0002  # from one look at a full ring to the next
+TORN_SECONDS = 1.0  # A checksum that is still wrong after this means damage: stores are visible long before.
 
 
 class _Ring:
-    """The mapped memory: counters of 64 bits, then data. Word 0: bytes written. Line 1 + i of LINE_WORDS words: bytes
-    that reader i has read, then 1 while it sleeps."""
+    """The mapped memory: counters of 64 bits, then data. Word 0: bytes written so far. Line 1 + i of LINE_WORDS words:
+    bytes that reader i has read, then its sleep word, 1 while it blocks on its socket."""
 
     def __init__(self, fd: int) -> None:
-        # All pages now: a page fault takes longer than sending an order.
+        # Map all pages now: a page fault later would take longer than sending an order.
         populate = getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, HEAD_BYTES + RING_BYTES, mmap.MAP_SHARED | populate)
         view = memoryview(self._map)
@@ -53,7 +55,7 @@ class _Ring:
 class OrderWriter(_Ring):
     """Rank 0's end, used by one thread at a time. `fd` is inherited by the readers.
 
-    check  raises when a reader will never read again
+    check  called while the ring is full; raises if a reader has ended, which would never make room
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -69,14 +71,14 @@ class OrderWriter(_Ring):
         self._tail = self._slowest = 0
 
     def add(self, wake: socket.socket) -> int:
-        """The number of another reader, before the first frame; it sleeps on the other end of `wake`."""
+        """Adds a reader, which sleeps on the other end of `wake`; its index. Only before the first frame is sent."""
         if LINE_WORDS * (len(self._wakes) + 2) > len(self._words):
             raise EngineError(f"orders can reach {len(self._wakes)} other ranks, not more")
         self._wakes.append(wake)
         return len(self._wakes) - 1
 
     def send(self, body: bytes) -> None:
-        """One frame to all readers. Waits only where the ring is full. OSError if a sleeping reader is gone."""
+        """Sends one frame to all readers. Waits only while the ring is full. OSError if a sleeping reader has ended."""
         for begin in range(0, max(len(body), 1), MAX_PIECE_BYTES):
             piece = body[begin : begin + MAX_PIECE_BYTES]
             rest = len(body) - begin - len(piece)
@@ -100,7 +102,7 @@ class OrderWriter(_Ring):
         self._words[0] = self._tail = end
         for i, wake in enumerate(self._wakes):
             if self._words[LINE_WORDS * (i + 1) + 1]:
-                with contextlib.suppress(BlockingIOError):  # its socket is full: a wake-up is pending
+                with contextlib.suppress(BlockingIOError):  # the socket's buffer is full of wake-ups already
                     wake.send(b"\0", socket.MSG_DONTWAIT)
 
 
@@ -113,7 +115,7 @@ class OrderReader(_Ring):
         self._head = 0
 
     def next(self) -> bytes:
-        """The next frame; waits for it. EOFError when rank 0 is gone, EngineError if the ring is damaged."""
+        """The next frame; waits for it. EOFError when rank 0 has ended, EngineError if the ring is damaged."""
         body, rest = self._piece()
         if not rest:
             return body
@@ -147,7 +149,7 @@ class OrderReader(_Ring):
         end = time.perf_counter() + self._spin_seconds
         while words[0] == head:
             if time.perf_counter() < end:
-                time.sleep(0)  # other threads of this process get the interpreter
+                time.sleep(0)  # releases the GIL to other threads of this process
                 continue
             words[self._own + 1] = 1
             woken = words[0] == head and select.select([self._wake], [], [], RECHECK_SECONDS)[0]

@@ -1,11 +1,11 @@
-"""What a request's parameters do to its logits before sampling: penalties, bias, and no end before min_tokens.
+"""Changes logits before sampling, by a request's parameters: penalties, logit_bias, no end token before min_tokens.
 
 Step N+1 is planned, and may be queued, before the host knows the token of step N. So the device counts what a request
 has generated: each request with penalties has a row of counts, found by its slot, to which every sampled token is added
 at once. A row is written from the host when a work brings the request's whole history: when it starts or resumes.
 
-A token sampled after drafts is penalized for them too, by a copy of the counts to which they are added. The counts
-themselves get only accepted tokens.
+A token sampled after drafts counts these as generated: its penalties come from a copy of the counts with the drafts
+added. Only accepted tokens are added to the counts themselves.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ MIN_ROWS = 4  # rows of counts allocated first; doubled when slots beyond them n
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What is added to single logits of a request; -inf for a token it may not choose."""
+    """Ids and the numbers added to their logits, of one request; -inf: a token it may not choose."""
 
     params: SamplingParams
     ids: NDArray[np.float64]
@@ -44,7 +44,7 @@ class Adjuster:
         self._rows: dict[int, int] = {}  # by slot
         self._counts: Tensor | None = None  # [rows, V] int32, as ops/sampling/penalize reads them
         self._terms: dict[tuple[int, bool], _Terms] = {}  # by slot, and whether ends are masked
-        self._open: tuple[Tensor, Tensor] | None = None  # indices into the step's tokens, and their rows of counts
+        self._open: tuple[Tensor, Tensor] | None = None  # until `count`: indices into the step's tokens, rows of counts
 
     @property
     def counting(self) -> bool:

@@ -1,9 +1,9 @@
 """Encodes step plans for the other ranks, as msgpack frames with only what has changed since the last plan.
 
-A decode step differs from the one before in little but its positions. Both ends therefore keep, for each slot, the
-terms that all works of a series share (`series` of core/step.py). A frame has the start of every work. For a work that
-begins a series it also has a row of terms: sampling parameters only if the slot has another request than before, and of
-the block table only the blocks added at its end.
+A decode step differs from the one before mostly in its positions. Both ends therefore keep, for each slot, the fields
+that all works of a series share (Work.series in core/step.py). A frame has the start position of every work. For a work
+that begins a series it also has a row of these fields: sampling parameters only if the slot has another request than
+before, and of the block table only the blocks added at its end.
 """
 
 import struct
@@ -24,9 +24,9 @@ Terms = tuple[
     int, int, SamplingParams, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], tuple[int, ...], int, int,
     bool, tuple[MediaRows, ...], int, int,
 ]  # fmt: skip
-# The terms of a work that begins a series: its index in the plan; rid; (params, seed), None: those of the slot's last
-# work; how many blocks of the slot's table are kept, -1: all, and none is new; the blocks after them; then as in Terms
-# from tokens on.
+# Terms of a work that begins a series: its index in the plan; rid; (params, seed), None: those of the slot's last work;
+# how many leading blocks of the slot's last table stay, -1: the whole table, with no new block; the new blocks; then
+# the fields of Terms from tokens on.
 Row = tuple[
     int, int, tuple[SamplingParams, int] | None, int, tuple[int, ...], tuple[int, ...], bool, tuple[int, ...],
     tuple[int, ...], int, int, bool, tuple[MediaRows, ...], int, int,
@@ -35,7 +35,7 @@ Cut = tuple[int, bytes, tuple[int, int, int], int, int]  # Slice's fields but pa
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """An order of rank 0. The other ranks carry orders out one after the other.
+    """An order of rank 0. The other ranks execute orders in sequence.
 
     kind     "plan": run the step; "time": run it without sending a digest; "zero": clear blocks 0 .. `number` of the
              cache; "drafter": run the draft model with each step from now on (`number` 1), or no longer (0); "replay":
@@ -124,14 +124,15 @@ class Reader:
         self._slots: Sequence[int] = ()  # of the last plan
 
     def order(self, body: bytes) -> Order:
-        """EngineError if it is malformed."""
+        """The decoded order. EngineError if it is malformed."""
         try:
             return self._decoder.decode(body)
         except msgspec.DecodeError as e:
             raise EngineError(f"a malformed order reached this rank: {e}") from e
 
     def plan(self, order: Order) -> StepPlan:
-        """EngineError if it is about a slot that this rank does not know."""
+        """The plan of an order of kind "plan" or "time". EngineError if it continues the series of a slot that had no
+        work yet."""
         if order.slots is not None:
             self._slots = order.slots
         if len(self._slots) != len(order.starts):

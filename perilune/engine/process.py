@@ -28,8 +28,8 @@ from perilune.engine.engine import Engine
 from perilune.ops.harness import build, registry
 
 STATS_INTERVAL = 0.5  # seconds
-PIECE_BYTES = 1 << 20  # read between two steps, so that a picture's pixels delay none
-STARVED_SECONDS = 0.005  # that the socket is waited for where all requests wait for pixels
+PIECE_BYTES = 1 << 20  # Read at most so much between two steps. More: the pixels of a large picture delay a step.
+STARVED_SECONDS = 0.005  # How long to wait for the socket when every request waits for pixels.
 
 
 class Channel:
@@ -38,11 +38,11 @@ class Channel:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self._lock = threading.Lock()  # the thread that watches other ranks sends too
-        self._data = bytearray()  # of a frame that has come in part
+        self._data = bytearray()  # received, but not a whole frame yet
 
     def receive(self, wait_seconds: float | None) -> list[Any]:
-        """All messages of the frames that are complete after at most `wait_seconds`; None: as long as it takes for one.
-        A frame that comes slowly, such as a picture's, is not waited for. EOFError when closed."""
+        """The messages of all complete frames. Waits up to `wait_seconds` for bytes, None: without a limit; does not
+        wait for the rest of a frame, which may be a picture's. EOFError when the socket is closed."""
         batch: list[Any] = []
         while not batch and wait_seconds is None:
             self._take()
@@ -86,7 +86,7 @@ class Channel:
 
 
 def serve(engine: Engine, channel: Channel) -> None:
-    """The loop: take what arrived, step, send what came out."""
+    """The loop: handle the messages that have arrived, run a step, send its deltas."""
     sent_at = 0.0
     while True:
         out: list[Any] = []
@@ -113,8 +113,8 @@ def serve(engine: Engine, channel: Channel) -> None:
 
 
 def end_with_server() -> None:
-    """The kernel ends this process when its server dies, however that dies and whatever this process does then: loading
-    weights, or waiting for a device. Elsewhere than on Linux the closed socket ends it, at its next look."""
+    """Asks Linux to kill this process when its server dies, also if the server is killed -9 and also while this process
+    loads weights or waits for a device. On other systems the closed socket ends it, when the loop next reads."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -123,7 +123,7 @@ def main() -> None:
     end_with_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("perilune.kv").setLevel(logging.INFO)  # what the tiers did, once at the end
+    logging.getLogger("perilune.kv").setLevel(logging.INFO)  # for the line about the KV tiers at the end
     try:
         try:
             model, config = msgspec.msgpack.decode(channel.read_body(), type=tuple[str, EngineConfig])

@@ -1,7 +1,8 @@
 """A rank other than 0: loads its part of the model and runs the steps that rank 0 plans.
 
-Started by engine/ranks.py as `python -m perilune.engine.rank WAKE PULSE RING`: descriptors of two sockets and of the
-shared memory of orders. It ends when rank 0 says so, is gone, or says nothing any more.
+Started by engine/ranks.py as `python -m perilune.engine.rank WAKE PULSE RING`: file descriptors of two sockets
+(wake-ups, heartbeats) and of the shared memory with the orders. It ends on the order "close", or when rank 0 has ended
+or its heartbeats stop.
 """
 
 import contextlib
@@ -34,8 +35,10 @@ from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS
 from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 
-POLLING_CORES = 4  # Fewer: polling for orders would take a core from the threads that launch and report.
-BLAME_SECONDS = 2.0  # before reporting a failed step: its cause may be another rank, which rank 0 has to see first
+# A rank polls the ring if it has so many cores. With fewer, polling would slow the threads that launch and report.
+POLLING_CORES = 4
+# A rank waits so long before it reports a failed step: rank 0 must first see the rank that caused it, if it is another.
+BLAME_SECONDS = 2.0
 
 
 class Leader:
@@ -45,7 +48,7 @@ class Leader:
         """`start.leader`: the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._pulse, self._lock = pulse, threading.Lock()
         self._start = start
-        self.group: Group = ALONE  # heartbeats report its progress
+        self.group: Group = ALONE  # its progress goes into heartbeats
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -64,7 +67,7 @@ class Leader:
                     try:
                         heard |= bool(frames.arrived())
                     except (EOFError, EngineError):
-                        self._end(0)  # rank 0 is gone, and all requests with it
+                        self._end(0)  # rank 0 has ended, so no request is left
             silent_seconds = 0.0 if heard else silent_seconds + BEAT_SECONDS
             if silent_seconds >= SILENT_SECONDS:
                 print(
@@ -76,8 +79,7 @@ class Leader:
                 self._end(1)
 
     def _end(self, code: int) -> None:
-        """Ends this process, and leaves no file where the ranks meet: rank 0 may have been killed before it removed
-        that."""
+        """Ends this process and removes the rendezvous file, in case that rank 0 was killed before it did so."""
         if self._start.place.meeting:
             shutil.rmtree(Path(self._start.place.meeting).parent, ignore_errors=True)
         os._exit(code)
@@ -108,7 +110,7 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
             if order.kind in ("plan", "time"):
                 plan = reader.plan(order)
                 seconds = time.perf_counter() - begin
-                if len(running) == 2:  # as the engine: two steps are in flight, no more
+                if len(running) == 2:  # as in the engine: at most two steps in flight
                     running.popleft().result()
                 running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
                 continue

@@ -1,12 +1,12 @@
 """Rank 0's side of the other ranks: starts one process for each, sends orders, watches heartbeats and results.
 
 Every rank runs every step. Orders (plan_wire.py) go through shared memory (order_ring.py). Each process also inherits
-two socket pairs, so that no port is opened. The first carries its Start and wakes it where it sleeps on the ring. The
-second carries a heartbeat every second in both directions, and from the rank a digest of the tokens of every step.
+two socket pairs, so that no port is opened. The first carries its Start, and a byte that wakes it when it sleeps on the
+ring. The second carries a heartbeat every second in both directions, and a digest of each step's tokens from the rank.
 
 The group ends, with all its processes killed and the reason sent to every request in flight, when a rank
 - has ended, or has sent nothing for SILENT_SECONDS,
-- has chosen other tokens,
+- has sampled other tokens than rank 0,
 - does not end a step in time, or waits in a step that no rank ends (step_times/lateness.py).
 """
 
@@ -47,18 +47,18 @@ log = logging.getLogger("perilune.engine")
 Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
-DIAGNOSIS_SECONDS = 8.0  # for a failed exchange to be explained by the rank that caused it
-CLOSE_SECONDS = 3.0  # for ranks to end by themselves
-MEASURED_STEPS = 512  # the last orders that are timed
+DIAGNOSIS_SECONDS = 8.0  # How long an error of an exchange waits for the watching thread to find which rank was lost.
+CLOSE_SECONDS = 3.0  # Ranks that have not ended by themselves after this are killed.
+MEASURED_STEPS = 512  # `costs` covers at most so many plans, the last ones.
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank computes, and where it meets the others.
+    """Where a rank computes, and where it finds the others.
 
-    cores    of the CPU, its own; empty: all
-    gpu      number of its GPU; None: the current one
-    shared   several ranks have the same GPU, where NCCL and graphs do not work
-    meeting  file in which the ranks find each other; empty with one rank
+    cores    CPU cores of its own; empty: all
+    gpu      index of its GPU; None: the current one
+    shared   whether several ranks use one GPU: NCCL and CUDA graphs do not work then
+    meeting  path of the rendezvous file of torch.distributed, alone in its folder; empty with one rank
     """
 
     rank: int = 0
@@ -75,23 +75,23 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """A rank's first frame. `leader`: the process to kill when rank 0 says nothing any more; 0: none."""
+    """A rank's first frame. `leader`: the id of the process to kill when rank 0's heartbeats stop; 0: none."""
 
     model: str
     config: EngineConfig
     place: Place
     leader: int
-    reader: int = 0  # its number in the ring of orders
-    progress: bool = False  # it reports what it has read of its weights
+    reader: int = 0  # its index among the readers of the order ring
+    progress: bool = False  # whether it reports how many bytes of weights it has read
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """From a rank: "beat"; "loading"; "loaded"; "digest" of a step's tokens; "moved", what its KV tiers have done;
-    "failed", with the reason in `text`.
+    """A message from a rank. Its kinds: "beat", a heartbeat; "loading"; "loaded"; "digest" of a step's tokens; "moved",
+    copies of its KV tiers that have ended; "failed", with the reason in `text`.
 
-    decode_seconds  from the step's frame in memory to its plan
-    building        it compiles kernels: with "beat"
-    progress, begun   of the rank's Group: with "beat"
+    decode_seconds  time to decode the step's frame to a plan: with "digest"
+    building        whether it compiles kernels: with "beat"
+    progress, begun   of the rank's Group (dist/group.py): with "beat"
     read, to_read   bytes of weights: with "loading"
     """
 
@@ -109,7 +109,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OrderCosts:
-    """Seconds per step, medians: rank 0 encodes and sends a plan, and the slowest of the other ranks decodes it."""
+    """Median seconds per step: rank 0 encodes and sends a plan; the slowest of the other ranks decodes it."""
 
     send: float
     decode: float
@@ -122,7 +122,7 @@ class Frames:
         self._sock, self._data = sock, bytearray()
 
     def arrived(self) -> list[bytes]:
-        """The frames that are complete; reads once. EOFError when the other side is gone."""
+        """Reads once and returns the frames that are complete. EOFError when the other side has closed the socket."""
         try:
             piece = self._sock.recv(1 << 20)
         except ConnectionError:
@@ -143,12 +143,12 @@ class Frames:
 
 
 class _Rank:
-    """One of the other processes."""
+    """One of the other ranks, as rank 0 sees it."""
 
     def __init__(self, place: Place, process: "subprocess.Popen[bytes]", orders: socket.socket, pulse: socket.socket):
         self.place, self.process, self.orders, self.pulse = place, process, orders, pulse
         self.frames = Frames(pulse)
-        self.digests: deque[int] = deque()  # of steps that rank 0 has not read yet
+        self.digests: deque[int] = deque()  # of steps that rank 0 has no result of yet
         self.loaded = False
         self.silent_seconds = 0.0
         self.beat = Report("beat")  # its last heartbeat
@@ -177,8 +177,8 @@ class Ranks:
         """`owns_process`: the other ranks may kill this process when its heartbeats stop. `progress` is called with
         (rank, bytes read, bytes to read) for other ranks, from a thread."""
         self._progress = progress
-        self._sent = 0  # steps that all ranks are to run
-        self._plans: deque[StepPlan] = deque(maxlen=2)  # the last ones, which may be in flight
+        self._sent = 0  # plans sent so far
+        self._plans: deque[StepPlan] = deque(maxlen=2)  # the last plans: those that may be in flight
         self._writer = Writer()
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
@@ -210,13 +210,13 @@ class Ranks:
 
     @property
     def gpus(self) -> list[int]:
-        """Of all ranks, in order; empty on a CPU."""
+        """Indices of the GPUs of all ranks, in order; empty on a CPU."""
         places = (self.place, *(rank.place for rank in self._ranks))
         return [place.gpu for place in places if place.gpu is not None]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the ranks."""
+        """The numbers of these ranks: 1, 2, ..."""
         return tuple(rank.place.rank for rank in self._ranks)
 
     @property
@@ -226,7 +226,7 @@ class Ranks:
     # ---- orders
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> None:
-        """The ranks run this step next. `kind` "time": without a digest."""
+        """Orders the ranks to run this step next. `kind` "time": without sending a digest."""
         begin = time.perf_counter()
         if kind == "plan":
             self._plans.append(plan)
@@ -238,7 +238,7 @@ class Ranks:
         self._order_seconds.append(time.perf_counter() - begin)
 
     def costs(self) -> "OrderCosts":
-        """Of plans since the last call, the last MEASURED_STEPS."""
+        """Times of the plans since the last call, of at most the last MEASURED_STEPS."""
         with self._lock:
             decode = max(statistics.median(rank.decode_seconds or [0.0]) for rank in self._ranks)
             send = statistics.median(self._order_seconds or [0.0])
@@ -250,7 +250,8 @@ class Ranks:
         self._send(self._writer.order(Order(kind, number)))
 
     def move(self, body: bytes) -> None:
-        """The ranks move blocks of KV (engine/kv_tiers/ranked.py), behind the steps that rank 0 has read."""
+        """Orders the ranks to copy blocks of KV (engine/kv_tiers/ranked.py), after the steps that rank 0 has read
+        the results of: later ones may still be in flight."""
         with self._lock:
             unread = self._sent - self._read - len(self._own)
         self._send(self._writer.order(Order("move", unread, move=body)))
@@ -279,7 +280,7 @@ class Ranks:
         self._watching_silence = True
 
     def read(self, digest: int) -> None:
-        """Rank 0's digest of its next step."""
+        """Takes rank 0's digest of its next step, to be compared with those of the other ranks."""
         with self._lock:
             self._own.append(digest)
         self._compare()
@@ -296,7 +297,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """An exchange that fails because a rank is lost raises EngineError with the reason."""
+        """Turns an error of an exchange that failed because a rank was lost into an EngineError with the reason."""
         try:
             yield
         except (RuntimeError, OSError, ExchangeError):
@@ -341,7 +342,7 @@ class Ranks:
                 self._hear(rank)
             if (now := time.monotonic()) < next_beat:
                 continue
-            # Counts rounds of this loop instead of seconds: a machine that was suspended must not lose its ranks.
+            # Silence is counted in rounds of this loop, not in seconds: a machine that was suspended loses no rank.
             next_beat = now + BEAT_SECONDS
             for rank in self._ranks:
                 with contextlib.suppress(OSError):
@@ -420,13 +421,13 @@ class Ranks:
             self.failure = f"{why}: start it again"
         self._over.set()
         self._changed.set()
-        # Last: NCCL takes seconds to leave a rank that has ended, though its calls in flight end at once.
+        # Last, because aborting NCCL takes seconds when a rank has ended; its calls in flight fail at once.
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
 
 def places(config: EngineConfig, gpus: list[int] | None) -> list[Place]:
-    """A place for every rank; `gpus` None: on the CPU; the ranks share out its cores."""
+    """A place for every rank. `gpus` None: on the CPU, with its cores divided among the ranks."""
     count = config.ranks
     if gpus is not None and len(gpus) < count:
         raise ConfigError(f"{count} ranks need {count} GPUs, but there are {len(gpus)}: lower tp, or name more in gpus")
@@ -465,7 +466,7 @@ def _spawn(start: Start, ring: OrderWriter) -> _Rank:
 
 
 def _ending(process: "subprocess.Popen[bytes]") -> str:
-    """How the process ended that closed its socket."""
+    """One line saying how a process ended that has closed its socket: exit status or signal."""
     try:
         code = process.wait(BEAT_SECONDS)
     except subprocess.TimeoutExpired:

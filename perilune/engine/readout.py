@@ -1,7 +1,7 @@
-"""Reading a step back: what it brings, on its way from the device to the host's outputs.
+"""Reads a step's results back to the host: from queued copies to one Output per request.
 
-A step is queued without waiting for it. A `Readout` holds what was queued to be copied and the event after which the
-copies are complete; `wait` waits for that event, `result` makes one Output per request.
+A step is queued without waiting for it. A `Readout` holds the host buffers of the queued copies and the CUDA event
+after which they are complete; `wait` waits for that event, `result` makes the outputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from perilune.speculation.acceptance import Accepted
 from perilune.speculation.drafter import Drafts
 
 Chain = tuple[tuple[int, float], ...]
-Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; next row not finite; its draft chain
+Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the next logits are NaN; its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Readout:
     refused: Mapping[int, str] = field(default_factory=dict)
 
     def wait(self) -> "Readout":
-        """This, when the device is done with the step."""
+        """Waits until the device has ended the step; returns self."""
         if self.done is not None:
             self.done.synchronize()
         return self
@@ -124,7 +124,8 @@ def from_calls(
 
 
 def _ragged(sampled: Sampled, accepted: Accepted | None, chains: Drafts | None) -> Callable[[], Iterator[Kept]]:
-    """Queues the copies of rows that belong to works with different numbers of drafts."""
+    """Queues the copies of a step that ran op by op: its works may have different numbers of drafts. Returns the
+    function that gives (tokens, failed, chain) of each work once the copies are complete."""
     rows, work, sent = len(sampled.checked), sampled.work, sampled.checked
     if accepted is not None:
         sent = torch.cat([sent, accepted.lengths, accepted.spoilt.long()])

@@ -19,8 +19,8 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
-CPU_KV_BYTES = 512 << 20  # of the KV cache on a CPU, unless the configuration says how much
-CPU_KV_REQUESTS = 4  # of the longest kind that it holds even if that takes more
+CPU_KV_BYTES = 512 << 20  # KV cache on a CPU, unless the configuration sets a size
+CPU_KV_REQUESTS = 4  # It holds at least so many requests of the longest kind, even if that takes more bytes.
 # Kept free besides weights and KV: for activations, logits and memory that the allocator cannot use.
 WORKSPACE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
@@ -71,7 +71,7 @@ def resolve_dtypes(
 def resolve_draft(
     config: EngineConfig, model_dir: Path, device: torch.device, choices: Choices
 ) -> tuple[EngineConfig, Path | None]:
-    """The config with `draft` and `draft_dtype` resolved, and the draft model's directory, if one drafts."""
+    """The config with `draft` and `draft_dtype` resolved, and the draft model's directory; None: no draft model."""
     path = model_dir / DRAFTER
     if config.drafter is not None:
         from perilune.formats.hub import resolve_model  # its HTTP client takes 0.15 s to import
@@ -85,9 +85,9 @@ def resolve_draft(
     draft = config.draft
     if draft == "auto":
         draft = "hybrid" if found else "suffix"
-        why = f"draft model in {path}" if found else "no draft model: guesses come from earlier text"
+        why = f"draft model in {path}" if found else "no draft model: drafts come from earlier text"
         if not found and path.is_dir():
-            why = f"{path} has no config.json, so it is not used: guesses come from earlier text"
+            why = f"{path} has no config.json, so it is not used: drafts come from earlier text"
         choices.note("draft", draft, why)
     if draft in ("eagle3", "hybrid"):
         if not found:
@@ -105,8 +105,8 @@ def resolve_draft(
 
 
 def resolve_declared(config: EngineConfig, drafter_dir: Path | None, choices: Choices) -> EngineConfig:
-    """The config for declared acceptance: the draft model alone drafts, a fixed number of tokens. ConfigError if there
-    is none."""
+    """The config for declared acceptance: only the draft model drafts, a fixed number of tokens per step. ConfigError
+    if there is no draft model."""
     declared = config.declared_acceptance
     assert declared is not None
     if drafter_dir is None:
@@ -132,12 +132,12 @@ def resolve_sizes(
     group: Group = ALONE,
     reserved: float = 0.0,
 ) -> EngineConfig:
-    """Fills block_size, max_model_len, max_step_tokens and kv_blocks from the memory that is free, so it is called when
-    the weights are on the device. `reserved`: bytes that are kept for something else. Raises ConfigError."""
+    """Fills block_size, max_model_len, max_step_tokens and kv_blocks by the memory that is free, so it must be called
+    after the weights were loaded. `reserved`: bytes that must stay free for later allocations. Raises ConfigError."""
     shards = 1 if config.kv_shards == "auto" else config.kv_shards  # engine/fit.py has chosen, for real checkpoints
     config = dataclasses.replace(config, kv_shards=shards)
     if config.block_size is None:
-        # The attention kernel reads a tile in one copy from blocks of 64 tokens, in up to 36 copies from blocks of 16.
+        # The attention kernel loads a tile with one bulk copy if blocks have 64 tokens, with up to 36 if they have 16.
         size, why = (64, "one copy per tile of attention") if device.type == "cuda" else (16, "default on cpu")
         if shards > 1:
             why = f"{size} on each of {shards} ranks: {why}"
@@ -159,7 +159,7 @@ def resolve_sizes(
         block += drafter.block_bytes(config.block_size, dtype)
         free -= drafter.scratch_bytes(config.block_size, dtype, config.max_num_seqs)
     if device.type == "cpu":
-        free /= group.ranks  # the same memory for all ranks
+        free /= group.ranks  # ranks on one CPU machine share its memory
     fits = least(group, int(free // block))
     if config.kv_blocks is not None and config.kv_blocks > fits:
         raise ConfigError(
@@ -205,6 +205,6 @@ def resolve_sizes(
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what making or converting weights left unused: gigabytes of a large model
+        torch.cuda.empty_cache()  # converting weights leaves gigabytes of unused memory in torch's cache
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()

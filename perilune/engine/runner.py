@@ -59,7 +59,8 @@ class Runner:
         place: Place,
         ranks: Ranks | None = None,
     ):
-        """`config` is resolved: it has no None where a number is needed. `ranks`: those that run every step too."""
+        """`config` is resolved: it has no None where a number is needed. `ranks`: the other ranks, which run every plan
+        of rank 0; None on those and with one rank."""
         assert config.max_model_len
         device = pages.data.device
         self.model, self.pages, self.grammars = model, pages, grammars
@@ -94,7 +95,7 @@ class Runner:
         self._launched: Future[Readout] | None = None
 
     def follow(self, drafter: Drafter | None) -> None:
-        """From now on this draft model reads steps and drafts, or none does; no step may be in flight."""
+        """From now on `drafter` reads every step and drafts; None: no draft model does. No step may be in flight."""
         if self._ranks is not None:
             self._ranks.order("drafter", int(drafter is not None))
         self.drafter = drafter
@@ -102,8 +103,8 @@ class Runner:
             self.graphs.follow(drafter)
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
-        """Runs the plan after those launched before. A graph's step is queued on the caller's thread, because handing
-        it to the worker takes as long as queueing it; first the worker must have queued the step it still has."""
+        """Runs the plan after those launched before. A CUDA graph is launched on the caller's thread, because handing
+        it to the worker takes as long as launching it; first the worker must have queued the step before."""
         plan = self.ordered(plan)
         if self._graphed(plan):
             if self._launched is not None:
@@ -115,8 +116,8 @@ class Runner:
         return self._launched
 
     def ordered(self, plan: StepPlan, kind: str = "plan") -> StepPlan:
-        """The plan, completed, which the other ranks have got when this returns; `kind` as in Ranks.plan. What they do
-        must not depend on when a request is cancelled, so the plan says which sampling is the host's."""
+        """Sends the plan to the other ranks and returns it, with `host` set; `kind` as in Ranks.plan. `host` is fixed
+        here because all ranks must sample alike, and a cancelled request's grammar may be gone when the step runs."""
         if self._ranks is not None:
             if self.grammars.holds(plan.work):
                 plan = replace(plan, host=True)
@@ -134,9 +135,9 @@ class Runner:
         return self._worker.submit(work, *args).result()
 
     def time_graph(self, rounds: int) -> float | None:
-        """Seconds of a replay of the decode graph that ran last, behind another, on the device's clock and on all ranks
-        at once: the median of so many rounds, each with other random tokens, the same on all ranks. None without
-        graphs. No step may be in flight."""
+        """Seconds of one replay of the decode graph that ran last, on the device's clock, right after another replay
+        and on all ranks at once: the median of `rounds`, each with other random tokens, the same on all ranks. None
+        without graphs. No step may be in flight."""
         if self.graphs is None or not len(self.graphs):
             return None
         if self._ranks is not None:
@@ -144,7 +145,7 @@ class Runner:
         return self.call(replay_seconds, self.graphs.latest(), self.model.config.vocab_size, rounds)
 
     def report(self, stats: EngineStats) -> EngineStats:
-        """The statistics, with those of steps and graphs filled in."""
+        """`stats` with the numbers of steps and graphs filled in."""
         graphs = self.graphs
         return replace(
             stats,
@@ -164,7 +165,7 @@ class Runner:
         self.workspaces.close()  # after the graphs, which hold addresses of its memory
         exclusive_kernels.release(self)
         if self.pages.data.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # 8 MB and more for every stream and thread that multiplied
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps 8 MB or more for each (stream, thread) that used it
 
     def _timed(self, plan: StepPlan) -> Readout:
         begin = time.perf_counter()
@@ -176,7 +177,7 @@ class Runner:
     def run(self, plan: StepPlan) -> Readout:
         """Queues the step on the device, without waiting for it."""
         if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # a thread's own, and steps are queued by more than one
+            torch.cuda.set_device(self._gpu)  # set per thread, and more than one thread queues steps
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
         with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
             if self.tower is not None and (plan.slices or plan.dropped):
@@ -206,7 +207,7 @@ class Runner:
         return not any(w.params.logprobs is not None or self.adjuster.wanted(w) for w in plan.work)
 
     def _run_calls(self, plan: StepPlan) -> Readout:
-        """The step op by op."""
+        """Queues the step op by op, without a CUDA graph."""
         batch = build(plan, self.last_tokens, self.pages.block_size, self.absorb_limit)
         if self.tower is not None:
             batch = replace(batch, step=replace(batch.step, replaced=self.tower.replaced(batch.work, batch.starts)))
@@ -233,7 +234,8 @@ class Runner:
         return from_calls(plan.step, sampled, accepted, chains, scores)
 
     def _caught_up(self, plan: StepPlan) -> StepPlan:
-        """A chained plan completed on the host, which waits for the step before: for steps without a graph."""
+        """A chained plan with its real tokens and positions, for a step without a CUDA graph. The host waits for the
+        step before."""
         assert self.graphs is not None
         last, shifts, drafts = (t.tolist() for t in (self.last_tokens, self.graphs.shifts, self.graphs.draft_buffer))
         work = []
@@ -247,7 +249,7 @@ class Runner:
         return replace(plan, work=tuple(work))
 
     def _store(self, sampled: Sampled, accepted: Accepted | None, chains: Drafts | None, slots: Tensor) -> None:
-        """Stores on the device where the step ended, for a chained step after it."""
+        """Stores by slot each request's last token, accepted count and draft chain, for a chained step after this."""
         assert self.graphs is not None
         tokens, lengths = sampled.tokens, None
         if accepted is not None:
@@ -280,8 +282,8 @@ class Runner:
         return self._vocabulary.whole(self.model.logits(hidden))
 
     def _sample(self, logits: Tensor, work: tuple[Work, ...], *, host: bool) -> Sampled:
-        """Samples a token for each row of `logits` [R, V], the rows of `work` in order, V what this rank has of the
-        vocabulary or the whole one. `host`: constraints take part, which only rank 0 has."""
+        """Samples a token for each row of `logits` [R, V]: the rows of `work` in order, V this rank's columns of the
+        vocabulary or all of them. `host`: a request has a constraint, and only rank 0 has the grammar."""
         wanted, vocabulary = samples(work), self._vocabulary
         if host or any(w.params.logprobs is not None or self.adjuster.wanted(w) for w in wanted):
             logits, vocabulary = self._vocabulary.whole(logits), ONE_RANK
@@ -304,7 +306,7 @@ class Runner:
         if sampled is not None:
             return sampled
         tokens, checked, kept = chosen.split([rows, rows, len(work)])
-        drafted = any(w.drafts for w in work)  # else nothing can be cut, and this host need not wait
+        drafted = any(w.drafts for w in work)  # without drafts `kept` is not needed, so the host need not wait for it
         return Sampled(work, tokens, checked, dict(enumerate(kept.tolist())) if drafted else {})
 
     def _choose(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...], vocabulary: Vocabulary) -> Sampled:
@@ -328,14 +330,14 @@ class Runner:
             # `tokens`, not `checked`: FAILED in that buffer would be read as PENDING.
             self.last_tokens[slots] = sampled.tokens
             return None
-        guesses = [w.guesses[: sampled.cut.get(i, w.drafts)] for i, w in enumerate(sampled.work)]
-        accepted = accept(sampled.checked, [w.drafts for w in sampled.work], guesses, sampler.on_device)
+        allowed = [w.draft_tokens[: sampled.cut.get(i, w.drafts)] for i, w in enumerate(sampled.work)]
+        accepted = accept(sampled.checked, [w.drafts for w in sampled.work], allowed, sampler.on_device)
         self._record_kept(sampled, accepted.lengths)
         return accepted
 
     def _record_kept(self, sampled: Sampled, lengths: Tensor | None) -> None:
-        """Gives the constraints and the token counts what each request got: the first `lengths` [S] of its tokens, or
-        its one token."""
+        """Passes the tokens that each request got to its constraint and to the penalties' token counts: the first
+        `lengths` [S] of its sampled tokens; None: its one token."""
         self.grammars.follow(sampled.tokens, lengths, sampled.work)
         if self.adjuster.counting:
             drafts = [w.drafts for w in sampled.work]

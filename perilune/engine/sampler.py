@@ -1,4 +1,4 @@
-"""From logits to the step's outputs: the sampled tokens, their log-probabilities, and errors instead of NaNs."""
+"""Sampling: from logits to tokens and log-probabilities. Logits that are not finite give FAILED, never a token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -59,12 +59,12 @@ def finite(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabulary = ONE_RANK) -> Tensor:
-    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; V is
-    what this rank has of `vocabulary`.
+    """Tokens [S] int64, on the device, for the rows of `logits` [S, V] float32, in which -inf is never chosen; V: this
+    rank's columns of `vocabulary`.
 
     FAILED for a row that holds nan or +inf, or nothing but -inf.
 
-    The host does not wait for the device, and the numbers of all requests travel in one copy.
+    The host does not wait for the device; sampling parameters and random numbers of all requests go there in one copy.
     """
     if all(s.params.greedy for s in samples):
         return vocabulary.argmax(logits)
@@ -99,8 +99,9 @@ def done_event(device: torch.device) -> torch.cuda.Event | None:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, samples: Sequence[Sample]
 ) -> Callable[[], dict[int, TokenLogprob]] | None:
-    """Gives, when called after the device is done, the log-probabilities by row of the requests that want them; None if
-    no request does. One call of the op serves all: the number of alternatives is the largest asked for.
+    """Queues the log-probabilities of the requests that ask for them; None if no request does. The result, called after
+    the device has ended the step, gives them by row. One call of the op serves all, with the largest number of
+    alternatives asked for.
     """
     rows = [i for i, s in enumerate(samples) if s.params.logprobs is not None]
     if not rows:
@@ -121,8 +122,8 @@ def token_logprobs(
 
 
 def prompt_logprobs(work: Work, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Callable[[], Output]:
-    """Gives, when called after the device is done, the log-probabilities of `work.prompt_targets`, from the work's
-    hidden rows [count, D]."""
+    """Queues the log-probabilities of `work.prompt_targets`, from the work's hidden rows [count, D]. The result, called
+    after the device has ended the step, gives them."""
     wanted = len(work.prompt_targets)
     targets = on_device(np.array(work.prompt_targets), hidden.device)
     most = work.params.prompt_logprobs or 0

@@ -4,26 +4,23 @@ Requests have a rank: priority, then deadline, then arrival. Running requests go
 are admitted by rank. When a running request cannot get a block, the last running one is preempted: it gives back its
 slot and all blocks, and is computed again later. No request is preempted only because another one waits. So among
 requests of one priority none overtakes an older one, and the first is never held up: in the worst case it has the whole
-pool, and `submit` made sure that the pool is large enough for it. Requests of a later priority may wait for ever while
-earlier ones keep coming; their deadline ends them.
+pool, and `submit` made sure that the pool is large enough for it. Requests of a later priority may wait without bound
+while earlier ones keep coming; a deadline is what ends them.
 
 Steps overlap: step N+1 is planned while step N runs, assuming that no request ends in N. A token that N samples is
 planned as PENDING at its position. If the request ends in N, its part of N+1 is computed and ignored.
 
 Drafts take only what is left over: `add_drafts` gives them blocks and step tokens that no request needs in this step.
-`plan` leaves out a request with drafts in flight, because the number of tokens they bring is unknown. `plan_chained`
-does not: it plans as if they brought one token, reserves blocks for the case that all are right, and the device works
-out where the request goes on (ops/drafts/advance_inputs.py).
+`plan` leaves out a request with drafts in flight, because the number of tokens it will get is unknown. `plan_chained`
+does not: it plans as if the step in flight brought one token and reserves blocks for the case that all drafts are
+accepted; the device computes the real positions (ops/drafts/advance_inputs.py).
 
-Prompts share the tokens that a step has for them: a short one has some beside a long one that came before
-(engine/step_times/prompt_turns.py). How many these are beside requests that decode, which may be none, the pacer says.
+The prompt tokens of a step are split among several prompts, so that a short prompt need not wait for a long one before
+it (engine/step_times/prompt_turns.py). Their number beside requests that decode, which may be 0, comes from the pacer
+(engine/step_times/pacing.py).
 
-A request that next needs the rows of a picture that is not encoded yet (engine/vision/encoder.py) is running, but gets
-no work: it keeps its slot, its blocks and its place before younger requests.
-
-With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
-the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
-order, and no request is admitted before an older one of its priority that waits.
+A request that next needs a picture that is not encoded yet (engine/vision/encoder.py) keeps its slot, its
+blocks and its place before younger requests, but gets no work.
 
 Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
 given back at once, even while a step in flight still uses them: the next owner is planned in a later step, which
@@ -37,28 +34,25 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
-from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.request import ONE_PENDING, Request
 from perilune.core.step import MAX_DRAFTS, PENDING, Output, Slice, StepPlan, StepResult, TokenLogprob, Work
-from perilune.engine.request_blocks import RequestBlocks
+from perilune.engine.requests.blocks import RequestBlocks
+from perilune.engine.requests.queue import RequestQueue, by_rank
 from perilune.engine.step_times.pacing import Pacer
 from perilune.engine.step_times.prompt_turns import PromptTurns, choose
 from perilune.engine.vision.encoder import Encoder
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import Tiers
 
-_MAX_TOKEN_ID = 2**31 - 1
-SPARE_REQUESTS = 64  # ended requests with a deadline that are kept track of before they are swept out
-_rank = attrgetter("rank")
+SPARE_REQUESTS = 64  # The heap of deadlines is rebuilt when it has 2 entries per live request and this many more.
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One request's work in a step that is not committed yet. `void`: its result is not used, because the token it goes
-    on from could not be sampled."""
+    """One request's work in a step that is not committed yet. `life`: the request's `life` when it was planned. `void`:
+    its result is ignored, because the token before it could not be sampled."""
 
     request: Request
     life: int
@@ -98,12 +92,11 @@ class Scheduler:
         self.pacer = pacer
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
-        self._max_model_len = max_model_len
-        self.encoder: Encoder | None = None  # of pictures; without one prompts have none
+        self.encoder: Encoder | None = None  # None: the model takes no pictures
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
-        self._waiting: list[Request] = []  # by rank
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (deadline, rid); those of ended requests stay in it
+        self._queue = RequestQueue(self.blocks, max_model_len)  # of those that wait to run
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, rid); entries of ended requests are stale
         self._flying: deque[tuple[int, list[_Flight]]] = deque()  # steps planned and not committed: at most two
         self._slots = list(range(max_num_seqs))  # a heap: low rows first
         self._arrivals = 0
@@ -120,35 +113,13 @@ class Scheduler:
         return bool(self._live)
 
     def submit(self, message: Submit, seed: int, now: float = 0.0) -> None:
-        """Queues a request, whose random numbers come from `seed`. RequestError if the request can never run.
+        """Queues a request; `seed` gives its random numbers. RequestError if the request can never run.
 
-        `now`: seconds of the clock that `expire` gets.
+        `now`: seconds, by the same clock as in `expire`.
         """
         assert message.rid not in self._live, f"request {message.rid} is live already"
         prompt, params = message.prompt, message.params
-        room = self.blocks.capacity_tokens
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-        if not (min(prompt) >= 0 and max(prompt) <= _MAX_TOKEN_ID):
-            raise RequestError(f"prompt token ids must be between 0 and {_MAX_TOKEN_ID}", param="prompt")
-        if len(prompt) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; this model's context of {self._max_model_len} leaves room for"
-                f" at most {self._max_model_len - 1}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if len(prompt) > room:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens but the KV cache holds {room}:"
-                " shorten it, or start the engine with more kv_blocks or a higher memory_fraction",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        # The last token of a request needs no KV, so a request may have one token more than the cache holds.
-        limit = min(self._max_model_len, room + 1)
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
+        limit = self._queue.token_limit(prompt, params)
         pictures = () if self.encoder is None else self.encoder.place(prompt, message.pictures)
         root = root_of(message.cache_keys)
         order = message.order
@@ -161,10 +132,10 @@ class Scheduler:
             self.encoder.open(request)
         self._arrivals += 1
         self._live[request.rid] = request
-        insort(self._waiting, request, key=_rank)
+        self._queue.add(request)
         if deadline < math.inf:
             heapq.heappush(self._deadlines, (deadline, request.rid))
-            if len(self._deadlines) > 2 * len(self._live) + SPARE_REQUESTS:  # most of them have ended
+            if len(self._deadlines) > 2 * len(self._live) + SPARE_REQUESTS:  # most entries are stale: bound the heap
                 self._deadlines = [(r.rank[1], r.rid) for r in self._live.values() if r.rank[1] < math.inf]
                 heapq.heapify(self._deadlines)
 
@@ -191,10 +162,10 @@ class Scheduler:
             self._end(request)
 
     def take_transfers(self) -> None:
-        """Takes in what was copied to and from the tiers; called before a step is planned."""
+        """Takes in copies to and from the KV tiers that have ended; called before a step is planned."""
         for request in self.blocks.take_restored(self._steps, self._running):
             if not request.finished:
-                insort(self._waiting, request, key=_rank)
+                self._queue.add(request)
 
     def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
@@ -205,14 +176,14 @@ class Scheduler:
         budget = self._max_step_tokens
         if self.encoder is not None:
             self.encoder.look(self._running)
-        turns: PromptTurns | None = None  # found for the first prompt: most steps have none
-        prompts = 0  # of `budget`, for requests that compute more than one token
+        turns: PromptTurns | None = None  # computed at the first prompt: most steps have none
+        prompts = 0  # tokens of `budget` that are left for prompts
         flights: list[_Flight] = []
         preempted = False
         turn = 0
         while turn < len(self._running) and budget:
             request = self._running[turn]
-            # A long prompt leaves one token of the step to each running request after it: they keep decoding.
+            # A long prompt leaves one token of the step to each running request after it, so that these keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             if count > 1:
                 if turns is None:
@@ -239,28 +210,20 @@ class Scheduler:
         # No request is admitted in a step that preempted one: the blocks given back are needed, no request may overtake
         # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
         # token in the row of the victim's old slot.
-        if self._waiting and not preempted:
+        if self._queue.requests and not preempted:
             if turns is None:
                 turns = self._prompt_turns()
                 prompts = turns.tokens
             reserve = sum(self.blocks.lookahead(r) for r in self._running)
-            while self._waiting and self._slots and (min(budget, prompts) > 0 or self.offload is not None):
-                request = self._waiting[0]
-                room = min(budget, prompts, turns.shares.get(request.rid, prompts))
-                hits = self.blocks.match(request)
-                if not self.blocks.fits(request, hits, reserve):
+            while self._slots and (min(budget, prompts) > 0 or self.offload is not None):
+                taken = self._queue.take(turns.shares, min(budget, prompts), reserve, self._planned_steps)
+                if taken is None:
                     break
-                if stored := self.blocks.find_stored(request, hits):
-                    if not self.blocks.restore(request, hits, stored, self._planned_steps):
-                        break
-                    self._waiting.pop(0)
-                    continue
-                if not room or not self.blocks.has_room(request, hits, room):
-                    break
-                self._admit(request, hits)
+                request, hits, room = taken
+                self._start(request, hits)
                 if self.encoder is not None:
                     self.encoder.look((request,))
-                insort(self._running, self._waiting.pop(0), key=_rank)
+                insort(self._running, request, key=by_rank)
                 if count := self._aligned(request, min(request.todo, room)):
                     flights.append(self._launch(request, count))
                     budget, prompts = budget - count, prompts - count
@@ -270,17 +233,11 @@ class Scheduler:
         return self._planned(flights, chain)
 
     def _prompt_turns(self) -> PromptTurns:
-        waiting = self._waiting if self._slots else ()
+        waiting = self._queue.requests if self._slots else ()
         return choose(self.pacer, self._max_step_tokens, self._running, waiting, self.blocks.cached_tokens)
 
-    def _waits_for_tier(self) -> bool:
-        """Whether the first request of the queue could have KV brought back now."""
-        return self.offload is not None and bool(
-            self.blocks.find_stored(self._waiting[0], self.blocks.match(self._waiting[0]))
-        )
-
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
-        """The plan made last, not launched yet, with guesses of what its works sample, by rid.
+        """Adds drafts, by rid, to the works of the plan made last, which is not launched yet; returns the plan.
 
         A work gets as many as the step, the pool and the request's remaining tokens have room for. Only works that
         compute one known token get any: the last chunk of a prompt would gain little.
@@ -290,11 +247,11 @@ class Scheduler:
         budget = self._max_step_tokens - plan.tokens
         for flight in flights:
             request, work = flight.request, flight.work
-            guesses = drafts.get(work.rid, ())
-            if not guesses or not work.sample or work.count > 1 or work.tokens[0] == PENDING or request.doubted:
+            given = drafts.get(work.rid, ())
+            if not given or not work.sample or work.count > 1 or work.tokens[0] == PENDING or request.doubted:
                 continue
-            # The last token of a request is never computed, so a guess of it could not be verified.
-            count = min(len(guesses), MAX_DRAFTS, budget, work.left - 1)
+            # The last token of a request is never computed, so a draft of it could not be verified.
+            count = min(len(given), MAX_DRAFTS, budget, work.left - 1)
             while count > 0 and not self.blocks.at_hand(self.blocks.missing(request, work.end + count)):
                 count -= 1
             if count <= 0:
@@ -303,22 +260,22 @@ class Scheduler:
             request.drafted += count
             budget -= count
             # In place: the step was not launched yet, and dataclasses.replace takes 4 us for each request.
-            work.tokens, work.blocks, work.drafts = (*work.tokens, *guesses[:count]), request.table, count
+            work.tokens, work.blocks, work.drafts = (*work.tokens, *given[:count]), request.table, count
         return plan
 
     def plan_chained(self, drafts: int) -> StepPlan | None:
-        """The next step, planned before the result of the step in flight is known, even where that has drafts: every
-        request goes on after the tokens that step brings it, with up to `drafts` of the chain that the draft model
-        drafts meanwhile. A request that may have ended by then is left out.
+        """The next step, planned before the result of the step in flight is known, also where that step has drafts.
+        Every request continues after the tokens that the step in flight will bring, with up to `drafts` drafts of the
+        chain that the draft model drafts at the end of that step. A request that may end in it is left out.
 
-        None if the step in flight must be committed first: a prompt could be computed, or brought back from a tier, a
-        request wants prompt log-probabilities, or blocks are short. Prompts that the pacer lets wait are left out.
+        None if the step in flight must be committed first: a prompt could be computed or brought back from a tier, a
+        request wants prompt log-probabilities, or blocks are short. Prompts that wait for the pacer are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
-        turns: PromptTurns | None = None  # found once, for the first prompt
-        if self._waiting and self._slots:
+        turns: PromptTurns | None = None  # computed once, at the first prompt
+        if self._queue.requests and self._slots:
             turns = self._prompt_turns()
-            if turns.tokens or self._waits_for_tier():
+            if turns.tokens or self._queue.waits_for_tier():
                 return None
         flying = {f.request.rid: f.work for f in self._flying[0][1] if f.life == f.request.life and not f.void}
         going: list[tuple[Request, int]] = []
@@ -341,7 +298,7 @@ class Scheduler:
                 going.append((request, min(drafts, MAX_DRAFTS, left - 1, share)))
         if not going or share < 0:
             return None
-        for fewer in (0, MAX_DRAFTS):  # where blocks are short: without drafts
+        for fewer in (0, MAX_DRAFTS):  # if blocks are short for all drafts, plan without drafts
             ends = [r.planned + r.drafted + 1 + max(count - fewer, 0) for r, count in going]
             if self.blocks.at_hand(sum(self.blocks.missing(request, end) for end, (request, _) in zip(ends, going))):
                 break
@@ -364,7 +321,7 @@ class Scheduler:
         return [delta for delta in deltas if delta is not None]
 
     def stats(self) -> EngineStats:
-        """Counters since the start, without what the runner and drafting count (step_seconds, graphs, drafts)."""
+        """Counters since the start; the runner and the speculator add theirs (step_seconds, graphs, drafts)."""
         stats = EngineStats(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
@@ -384,27 +341,21 @@ class Scheduler:
         self.blocks.check(self._running)
         if self.encoder is not None:
             self.encoder.check()
-        for ranks in ([r.rank for r in self._running], [r.rank for r in self._waiting]):
-            assert ranks == sorted(set(ranks)), "requests are not in their order"
-        latest = {r.rank[0]: r.arrival for r in self._running if r.rank[1] == math.inf}  # of each priority
-        for request in self._waiting if self.offload is None else ():  # one that waits for a tier may be overtaken
-            if request.rank[1] == math.inf and request.rank[0] in latest:
-                assert request.arrival > latest[request.rank[0]], "a request overtook an older one"
+        self._queue.check(self._running)
+        ranks = [r.rank for r in self._running]
+        assert ranks == sorted(set(ranks)), "running requests are not in their order"
         restoring = {r.rid: r for r in self._live.values() if r.restoring}
-        assert {r.rid: r for r in (*self._running, *self._waiting)} | restoring == self._live
+        assert {r.rid: r for r in (*self._running, *self._queue.requests)} | restoring == self._live
         assert not any(r.finished for r in self._live.values())
         slots = [r.slot for r in self._running if r.slot is not None]
         assert sorted(slots + self._slots) == list(range(self._max_num_seqs)), "lost slots"
         for request in self._running:
             request.check()
-        for request in self._waiting:
-            request.check()
-            assert request.slot is None and request.planned == 0, request
 
     # ---- planning
 
     def _planned(self, flights: list[_Flight], chain: int = 0) -> StepPlan | None:
-        """The step with this work and, besides, what is encoded of pictures; None if there is neither."""
+        """The plan of this work and of the slices of pictures to encode; None if there is neither."""
         slices: tuple[Slice, ...] = ()
         dropped: tuple[bytes, ...] = ()
         if self.encoder is not None and self.encoder.busy:
@@ -418,13 +369,13 @@ class Scheduler:
         return StepPlan(step, tuple(f.work for f in flights), chain, slices=slices, dropped=dropped)
 
     def _aligned(self, request: Request, count: int) -> int:
-        """`count` positions of a running request, or fewer where those would cut a picture."""
+        """`count`, or fewer so that the step's positions do not end inside a picture."""
         return self.encoder.align(request, count) if request.pictures and self.encoder is not None else count
 
-    def _admit(self, request: Request, hits: list[int]) -> None:
-        """Starts a waiting request that fits."""
+    def _start(self, request: Request, hits: list[int]) -> None:
+        """Gives a request that was taken out of the queue a slot, and the cached blocks `hits`."""
         self.blocks.start(request, heapq.heappop(self._slots), hits)
-        if request.life == 0:  # a request that finds its own blocks again after a preemption is no hit
+        if request.life == 0:  # blocks that a preempted request finds again are its own, not prefix cache hits
             request.cached_tokens = request.computed
             request.queue_seconds = time.monotonic() - request.submitted
             self._prompt_tokens += request.prompt_len
@@ -458,7 +409,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._give_back(request)
-        insort(self._waiting, request, key=_rank)
+        self._queue.add(request)
         self._preemptions += 1
 
     def _give_back(self, request: Request) -> None:
@@ -473,9 +424,9 @@ class Scheduler:
         if request.pictures and self.encoder is not None:
             self.encoder.close(request)
         if request.restoring:
-            return  # what is being copied for it is cached when it arrives
+            return  # it is in no queue; blocks being restored for it enter the prefix cache when they arrive
         if request.slot is None:
-            self._waiting.remove(request)
+            self._queue.remove(request)
         else:
             self._running.remove(request)
             self._give_back(request)
@@ -485,7 +436,7 @@ class Scheduler:
     def _land(self, flight: _Flight, output: Output | None) -> Delta | None:
         request, work = flight.request, flight.work
         if request.finished or flight.void:
-            return None  # ended, or went on from a failed token, after this step was planned
+            return None  # the request ended, or the token before this work failed, after this step was planned
         request.pending -= work.sample
         brought, again, error = ((), False, None) if output is None else (output.tokens, output.again, output.error)
         accepted = len(brought) if again else max(len(brought) - 1, 0)
@@ -504,7 +455,7 @@ class Scheduler:
         scores: tuple[TokenLogprob, ...] = ()
         if error is None:
             assert brought or again or not work.sample, f"request {work.rid}: step brought no token"
-            if request.life == flight.life:  # otherwise it was preempted since: the tokens are good, the blocks gone
+            if request.life == flight.life:  # else preempted since: its tokens are valid, but its blocks are released
                 if again:
                     self._void(request)
                 request.land(work.count - work.drafts, work.drafts, accepted, again)
@@ -526,7 +477,7 @@ class Scheduler:
         return delta
 
     def _void(self, request: Request) -> None:
-        """Cancels the request's work in flight, which goes on from a token that could not be sampled."""
+        """Voids the request's later work in flight, which continues from a token that could not be sampled."""
         for _, flights in self._flying:
             for flight in flights:
                 if flight.request is request:

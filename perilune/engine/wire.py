@@ -1,7 +1,7 @@
-"""How messages travel between the server process and the engine process: length-prefixed msgpack frames.
+"""The encoding of messages between the server process and the engine process: length-prefixed msgpack frames.
 
-Nothing is ever executed on receipt (no pickle), a frame has a bounded size, and every payload is checked against the
-dataclass it claims to be.
+No code is executed on receipt (no pickle), a frame has a bounded size, and every payload is checked against the
+dataclass that it names.
 """
 
 import dataclasses

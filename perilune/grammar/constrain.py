@@ -19,6 +19,7 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
 MAX_CHOICES = 1024
+MAX_GRAMMAR_CHARS = 65_536  # of a grammar, an expression or all choices: 1,000,000 took a minute to compile
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
@@ -173,6 +174,7 @@ def _answer(compile: Compile, answer: AnswerFormat) -> tuple[str, int]:
         case "regex":
             if not isinstance(value, str) or not value:
                 raise RequestError(f"the expression must be a non-empty string, not {show(value)}", param=where)
+            _check_chars(len(value), where, "the expression")
             if (least := length(value)) > MAX_BYTES:
                 raise RequestError(
                     f"the expression cannot be enforced: its shortest match has {least} characters, at most {MAX_BYTES}"
@@ -185,12 +187,23 @@ def _answer(compile: Compile, answer: AnswerFormat) -> tuple[str, int]:
             fine = isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_CHOICES
             if not fine or not all(isinstance(v, str) and v for v in value):
                 raise RequestError(f"choices must be 1 to {MAX_CHOICES} non-empty strings", param=where)
+            _check_chars(sum(map(len, value)), where, "the list of choices")
             text = "|".join("".join(f"\\x{{{ord(c):x}}}" for c in choice) for choice in value)
             return _compiled(compile, regex_grammar, text, where, "the choices"), max(len(v) for v in value) * 4
         case "grammar":
             if not isinstance(value, str) or not value.strip():
                 raise RequestError(f"the grammar must be a non-empty string, not {show(value)}", param=where)
+            _check_chars(len(value), where, "the grammar")
             return _compiled(compile, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
+
+
+def _check_chars(count: int, where: str, what: str) -> None:
+    if count > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"{what} has {count} characters, at most {MAX_GRAMMAR_CHARS} can be enforced: make it shorter",
+            param=where,
+            code="unsupported_schema",
+        )
 
 
 def _begun(compile: Compile, grammar: str, answer: AnswerFormat, text: str) -> str:

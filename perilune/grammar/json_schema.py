@@ -494,8 +494,8 @@ FORMATS: Mapping[str, str] = {
 
 _LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254, "idn-hostname": 253, "idn-email": 254}
 
-# Formats of OpenAPI that say how a field is shown or sent, not what it holds.
-HINTS = ("password", "binary", "textarea", "markdown")
+# Formats of OpenAPI that say how a field is shown or sent, not what it holds, or that say nothing about strings.
+HINTS = ("password", "binary", "textarea", "markdown", "int32", "int64", "float", "double")
 
 # Expressions with look-ahead that well-known generators write, in others' words.
 EQUIVALENT: Mapping[str, str] = {

@@ -19,21 +19,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from perilune.grammar.expressions import example
-from perilune.grammar.shortest_end import MAX_BYTES, completions
-from perilune.grammar.unordered import required_keys, rules
+from perilune.grammar.clues import clues
+from perilune.grammar.shortest_end import completions
+from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
 MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to 120 MB as its states are met
-MAX_HINTS = 32
-MAX_KEYS = 256
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 _LIMITS = LLParserLimits(verbose_errors=False)
 # Fuel is refilled when a mask is computed, which steps over single bytes need not do.
 _BYTE_LIMITS = LLParserLimits(verbose_errors=False, step_lexer_fuel=10_000_000)
-_COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text of a grammar
 _SPACED = '"item_separator": ", ?"'  # in that of one which has blanks
 _FILLER = re.compile(r'[^"\\\x00-\x1f\x7f]+')  # text that may be anywhere in a string of JSON
 _REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
@@ -208,7 +205,7 @@ class Matcher:
         _check(self._single)
         self._tokens.deep_copy().compute_bitmask()  # what takes too long there would do so in an answer
         _check(self._tokens)
-        self._hints, self._keys, self._count = _hints(grammar), _keys(grammar), _count(grammar)
+        self._clues = clues(grammar)
         self._spaced = _SPACED in grammar
         found = self.completion()
         if found is None:
@@ -278,7 +275,7 @@ class Matcher:
         Any way of up to `enough` tokens will do.
         """
         best: list[int] | None = None
-        for text in completions(self._single, self._hints, self._keys, self._count):
+        for text in completions(self._single, self._clues):
             tokens = self._fewest(text)
             if best is None or len(tokens) < len(best):
                 best = tokens
@@ -304,7 +301,7 @@ class Matcher:
 
     def escape(self) -> list[int] | None:
         """A completion that is found without what `fill` needs."""
-        text = next(completions(self._single, self._hints, self._keys, self._count), None)
+        text = next(completions(self._single, self._clues), None)
         return None if text is None else self._vocabulary.encode(text)
 
     def _fewest(self, text: bytes) -> list[int]:
@@ -441,26 +438,6 @@ def lark_grammar(text: str) -> str:
     return str(LLMatcher.grammar_from_lark(text))
 
 
-def _hints(grammar: str) -> tuple[bytes, ...]:
-    """A short match of each pattern in the schemas of a grammar: one that is not anchored cannot be found by trying.
-
-    Where several patterns have to match at once, their matches in a row may do.
-    """
-    found: dict[bytes, None] = {}
-    level: list[Any] = [json.loads(grammar)] if grammar.startswith('{"grammars"') else []
-    while level:
-        value = level.pop()
-        if isinstance(value, dict):
-            more = value.get("allOf")
-            together = [value, *(n for n in more if isinstance(n, dict))] if isinstance(more, list) else [value]
-            matches = [example(p) for n in together if isinstance(p := n.get("pattern"), str)]
-            for text in (*matches[:1], b"".join(matches)):
-                if text:
-                    found[json.dumps(text.decode(), ensure_ascii=False)[1:-1].encode()] = None
-        level += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return tuple(found)[:MAX_HINTS]
-
-
 def _choices(grammar: str) -> Iterator[bytes]:
     """The texts of a grammar that is nothing but short alternatives."""
     if found := _ALTERNATIVES.search(grammar):
@@ -468,38 +445,6 @@ def _choices(grammar: str) -> Iterator[bytes]:
             characters = _CODE.findall(choice)
             if len(characters) <= _MOST_CHOSEN:
                 yield "".join(chr(int(code, 16)) for code in characters).encode()
-
-
-def _count(grammar: str) -> int:
-    """The highest number of characters or items that a grammar asks for."""
-    counts = (int((found[1] or found[2])[:9]) for found in _COUNT.finditer(grammar))
-    return min(max(counts, default=0), MAX_BYTES)
-
-
-def _keys(grammar: str) -> tuple[bytes, ...]:
-    """The keys that every object which knows them has to have, as they are written between their quotes."""
-    if not grammar.startswith('{"grammars"'):
-        return ()
-    level: list[Any] = list(json.loads(grammar)["grammars"])
-    found = dict.fromkeys(key for part in level for key in required_keys(part["lark_grammar"] or ""))
-    optional: set[str] = set()
-    while level:
-        value = level.pop()
-        if isinstance(value, dict):
-            names = [name for name in _list(value.get("required")) if isinstance(name, str)]
-            found |= dict.fromkeys(names)
-            optional.update(name for name in _dict(value.get("properties")) if name not in names)
-        level += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    keys = [key for key in found if key not in optional][:MAX_KEYS]
-    return tuple(json.dumps(key, ensure_ascii=False)[1:-1].encode() for key in keys)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -6,11 +6,16 @@ is always a completion; that there is no shorter one is likely, not certain.
 
 import functools
 import heapq
+import time
 from collections.abc import Iterator, Sequence
 
 from llguidance import LLMatcher
 
-MAX_BYTES = 65_536  # of a completion
+from perilune.grammar.clues import MAX_BYTES, Clues
+
+# Of CPU time for all attempts at one end. Ordinary schemas take milliseconds; where thousands of alternatives may be
+# meant at once, each of 4,000 states takes up to 0.1 s.
+MAX_SECONDS = 5.0
 _BEAM = 4  # states of one length that are looked into
 _FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
 _GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they are longer than the shortest
@@ -23,40 +28,38 @@ _USUAL = _VALUES + b"aAzZ_@:./, +eE\\}]"
 _FILLERS = b" -a0A_xf~/"  # to repeat in a string
 
 
-def completions(
-    start: LLMatcher, hints: Sequence[bytes] = (), keys: Sequence[bytes] = (), count: int = 0
-) -> Iterator[bytes]:
-    """Byte strings that complete the text of a matcher over single bytes, which stays as it is: short ones, any first.
+def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
+    """Byte strings that complete the text of a matcher over single bytes, which stays as it is.
 
-    `hints` are pieces worth trying inside strings, `keys` those that have to be written where several might be, `count`
-    the highest number of characters or items that the grammar asks for.
+    Short ones, any first; none after MAX_SECONDS.
     """
     if start.is_accepting():
         yield b""
         return
-    found = _greedy(start, hints, keys, count, _FREE_CHOICES)
+    deadline = time.thread_time() + MAX_SECONDS
+    found = _greedy(start, clues, _FREE_CHOICES, deadline)
     if found is not None:
         yield found
-    for text in _search(start, hints, keys, count, MAX_BYTES if found is None else len(found) + _LONGER, few=True):
+    for text in _search(start, clues, MAX_BYTES if found is None else len(found) + _LONGER, deadline, few=True):
         found = text
         yield text
     if found is not None:
         return
-    found = _greedy(start, hints, keys, count, 10 * _FREE_CHOICES)
+    found = _greedy(start, clues, 10 * _FREE_CHOICES, deadline)
     if found is not None:
         yield found
     else:
-        yield from _search(start, hints, keys, count, MAX_BYTES, few=False)
+        yield from _search(start, clues, MAX_BYTES, deadline, few=False)
 
 
-def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], count: int, choices: int) -> bytes | None:
+def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> bytes | None:
     """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
 
     In a string that may not end yet it repeats a character if a count asks for it, takes the end of a hint that ends
     it, or goes where it has not been, the first few times. What it writes three times in a row it writes as often as
     that changes nothing.
     """
-    state, text = start.deep_copy(), bytearray()
+    state, text, count = start.deep_copy(), bytearray(), clues.count
     seen: set[bytes] = set()
     stuck: set[bytes] = set()  # what may come where repeating one character led nowhere
     met: dict[bytes, tuple[int, bytes, LLMatcher]] = {}  # what may come: where that was last, and what was before
@@ -64,7 +67,9 @@ def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], cou
         if state.is_accepting():
             return bytes(text)
         piece = bytes(state.compute_ff_bytes())
-        if not piece:
+        if value := _value(state, piece, clues.values):
+            piece = value
+        elif not piece:
             mask = bytes(state.compute_bitmask())
             back = mask in met
             at, written, there = met.get(mask, (len(text), b"", state))
@@ -78,13 +83,13 @@ def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], cou
             pieces = _continuations(mask, True)[:_TRIED]
             piece = pieces[0] if pieces else b""
             again = text[-2:] == 2 * piece
-            if named := _key(state, bytes(text), mask, keys):
+            if named := _key(state, bytes(text), mask, clues.keys):
                 piece = named
             elif piece and piece not in _CLOSERS and (again or back or _inside_string(mask)):
                 run = _run(state, mask, count) if count > 1 and mask not in stuck else b""
                 if run:
                     piece = run
-                elif ending := _ending(state, mask, hints):
+                elif ending := _ending(state, mask, clues.hints):
                     piece = ending
                 elif len(seen) < _NEW:
                     piece = _unseen(state, pieces, seen) or piece
@@ -93,7 +98,8 @@ def _greedy(start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], cou
                     piece = pieces[len(text) % len(pieces)]
                 if not run:
                     stuck.add(mask)
-        if not piece or len(text) > MAX_BYTES or not state.consume_tokens(list(piece)):
+        late = time.thread_time() > deadline
+        if late or not piece or len(text) > MAX_BYTES or not state.consume_tokens(list(piece)):
             return None
         text += piece
     return None
@@ -150,6 +156,20 @@ def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> b
     return b""
 
 
+def _value(state: LLMatcher, forced: bytes, values: Sequence[bytes]) -> bytes:
+    """The first of `values` that can be written here; empty if none can, or where something shorter may come."""
+    if not values or (forced and forced[0] not in b"{["):
+        return b""
+    mask = b"" if forced else bytes(state.compute_bitmask())
+    if mask and (not any(_has(mask, opener) for opener in b"{[") or any(_has(mask, byte) for byte in _SHORTER)):
+        return b""
+    for value in values:
+        likely = not mask or _has(mask, value[0])
+        if likely and state.deep_copy().try_consume_tokens(list(value)) == len(value):
+            return value
+    return b""
+
+
 def _ending(state: LLMatcher, mask: bytes, hints: Sequence[bytes]) -> bytes:
     """The shortest end of a hint after which the string may end, with its quote; empty if there is none."""
     endings = sorted({hint[i:] for hint in hints for i in range(len(hint)) if _has(mask, hint[i])}, key=len)
@@ -168,9 +188,7 @@ def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> byte
     return b""
 
 
-def _search(
-    start: LLMatcher, hints: Sequence[bytes], keys: Sequence[bytes], count: int, bound: int, *, few: bool
-) -> Iterator[bytes]:
+def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few: bool) -> Iterator[bytes]:
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
 
     Gives the cheapest, and some that cost a little more, which may take fewer tokens.
@@ -196,12 +214,14 @@ def _search(
         if not pieces[0]:
             mask = bytes(state.compute_bitmask())
             stuck = _inside_string(mask) and not _has(mask, _QUOTE)
-            named = _key(state, text, mask, keys)
+            named = _key(state, text, mask, clues.keys)
             if named:
                 pieces = [named]
             else:
-                pieces = [*_continuations(mask, few), *(h for h in hints if stuck and _has(mask, h[0]))]
+                pieces = [*_continuations(mask, few), *(h for h in clues.hints if stuck and _has(mask, h[0]))]
         for piece in pieces:
+            if time.thread_time() > deadline:
+                return
             child = state.deep_copy()  # which takes longer behind a long text
             reached += 1 + len(text) // 256
             if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):
@@ -212,7 +232,7 @@ def _search(
                 continue
             seen.add(key)
             if mask and after == mask and stuck and len(piece) == 1:
-                child, times = _repeated(child, piece, count, _along(child, piece))
+                child, times = _repeated(child, piece, clues.count, _along(child, piece))
                 piece += piece * times
             free = bool(mask) and piece not in _CLOSERS and not named
             cost_there = cost + len(piece) * (1 + free)
@@ -222,6 +242,7 @@ def _search(
 
 _QUOTE = ord('"')
 _CLOSERS = (b'"', b"}", b"]", b",")
+_SHORTER = b'"0123456789tfn}],'  # than an object or an array
 
 
 def _has(mask: bytes, byte: int) -> bool:

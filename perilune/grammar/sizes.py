@@ -5,6 +5,7 @@ be written. Where such a part may be left out it is forbidden, so that a model c
 may not, the schema is refused. Expects schemas as `references.resolved` leaves them.
 """
 
+import itertools
 import json
 import math
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from perilune.grammar.expressions import length
-from perilune.grammar.references import SchemaError, target, with_parts
+from perilune.grammar.references import SchemaError, mapping, target, with_parts
 
 MAX_BYTES = 32_768  # of the shortest value: near what a grammar of counted characters can hold in memory
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
@@ -139,7 +140,16 @@ class _Bounded:
             for part in parts:
                 member = _both(member, self._of(_member(part, name)))
             size += len(json.dumps(name, ensure_ascii=False)) + 1 + min(member)
-        return size + 6 * max(min(_count(node, "minProperties"), MAX_BYTES) - len(names), 0)
+        more = int(min(_count(node, "minProperties"), MAX_BYTES)) - len(names)
+        return size + sum(sorted(self._more(node, names, more))[:more]) if more > 0 else size
+
+    def _more(self, node: Mapping[str, Any], names: Mapping[str, None], count: int) -> Iterator[float]:
+        """Sizes of `count` or more members beyond those of some names, with their commas."""
+        for name, part in mapping(node.get("properties")).items():
+            if name not in names:
+                yield len(json.dumps(name, ensure_ascii=False)) + 2 + min(self._of(part))
+        other = True if node.get("patternProperties") else node.get("additionalProperties", True)
+        yield from itertools.repeat(5 + min(self._of(other)), count)
 
     # ---- what is left
 
@@ -209,6 +219,8 @@ class _Bounded:
                     properties = part.get("properties")
                     listed = isinstance(properties, Mapping) and name in properties
                     yield step + (f"/properties/{name}" if listed else "/additionalProperties"), _member(part, name)
+        if not _list(node.get("required")) and _count(node, "minProperties") > 0:
+            yield from ((f"/properties/{name}", part) for name, part in mapping(node.get("properties")).items())
         firsts = _list(node.get("prefixItems"))
         for i, part in enumerate(firsts[: min(int(_count(node, "minItems")), len(firsts))]):
             yield f"/prefixItems/{i}", part

@@ -1,4 +1,4 @@
-"""KV blocks by number: which are free, and how many hold each of the others. Policy only: the memory is elsewhere."""
+"""KV blocks by number: free list and reference counts. Policy only: their memory is kv/pages.py."""
 
 _FREE = -1
 
@@ -6,14 +6,15 @@ _FREE = -1
 class BlockPool:
     """A fixed number of blocks. A block is free, referenced, or idle.
 
-    Idle is unreferenced but not free: the owner of the last reference decides whether the block's content is worth
-    keeping (then it stays idle until referenced again) or gives it back with `free`. Every operation is O(1).
+    Idle: no reference, but not free. The caller that releases the last reference decides whether to keep the content
+    (the block stays idle until it is referenced again, as a cached prefix) or to give the block back with `free`. Every
+    operation is O(1).
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, num_blocks
         self._references = [_FREE] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used first
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is allocated first
         self._referenced = 0
 
     @property
@@ -29,11 +30,11 @@ class BlockPool:
         return self._referenced
 
     def references(self, block: int) -> int:
-        """How many hold the block; 0 when it is idle or free."""
+        """Number of references to the block; 0: it is idle or free."""
         return max(self._references[block], 0)
 
     def allocate(self) -> int:
-        """A free block, with one reference. The caller has checked `num_free`."""
+        """Takes a free block and returns it with one reference. The caller has checked `num_free`."""
         assert self._free, "no free block"
         block = self._free.pop()
         self._references[block] = 1
@@ -41,14 +42,14 @@ class BlockPool:
         return block
 
     def retain(self, block: int) -> None:
-        """One more reference to a referenced or idle block."""
+        """Adds a reference to a referenced or idle block."""
         count = self._references[block]
         assert count >= 0, f"block {block} is free"
         self._referenced += count == 0
         self._references[block] = count + 1
 
     def release(self, block: int) -> bool:
-        """One reference less; true if it was the last one and the block is idle now."""
+        """Removes a reference; true if it was the last one, so that the block is idle now."""
         count = self._references[block]
         assert count > 0, f"block {block} has no reference to release"
         self._references[block] = count - 1
@@ -56,13 +57,13 @@ class BlockPool:
         return count == 1
 
     def free(self, block: int) -> None:
-        """An idle block becomes free."""
+        """Makes an idle block free."""
         assert self._references[block] == 0, f"block {block} has {self._references[block]} references"
         self._references[block] = _FREE
         self._free.append(block)
 
     def check(self) -> None:
-        """Asserts that the counters and the free list tell the same story."""
+        """Asserts that the counters agree with the free list."""
         assert len(set(self._free)) == len(self._free), "a block is free twice"
         assert all(self._references[b] == _FREE for b in self._free)
         assert sum(r == _FREE for r in self._references) == len(self._free)

@@ -24,8 +24,8 @@ Pair = tuple[int, Bytes]  # (block, row)
 class Copier(Protocol):
     """One direction's queue; used by one thread.
 
-    block_seconds  how long queueing a block takes at least; 0: as quickly as it can. Paced, the queue stays short, so
-                   that other copies of the device wait for few blocks and other threads for few calls of the driver
+    block_seconds  smallest time from one block's copy to the next; 0: no pacing. With pacing the queue stays short, so
+                   that a step's own copies wait behind few blocks, and other threads behind few calls of the driver
     """
 
     block_seconds: float
@@ -39,11 +39,11 @@ class Copier(Protocol):
         ...
 
     def mark(self) -> object:
-        """What `wait` takes: all that was queued until now."""
+        """A point in the queue, for `wait`: after all copies queued so far."""
         ...
 
     def wait(self, mark: object = None) -> None:
-        """Until what was queued before the mark is complete; without one, all that was queued."""
+        """Waits until the copies queued before `mark` are complete; None: all queued so far."""
         ...
 
 
@@ -67,7 +67,7 @@ def copier(caches: Sequence[Tensor]) -> Copier:
 
 class CpuCopier:
     def __init__(self, caches: Sequence[Tensor]) -> None:
-        self.block_seconds = 0.0  # copies are over when they are queued
+        self.block_seconds = 0.0  # not used: copies are made at once
         self._pages = [view.numpy() for view in page_views(caches)]
 
     def out(self, pairs: Sequence[Pair]) -> None:
@@ -94,8 +94,8 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """Queues on a stream of its own. The caller knows that no step writes to the blocks: their last step is committed,
-    and none that was launched later has them."""
+    """Queues copies on its own CUDA stream. The caller guarantees that no step writes to the blocks: the last step that
+    had them is committed."""
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self.block_seconds = 0.0
@@ -107,7 +107,7 @@ class CudaCopier:
         self._driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
-            torch.cuda.Event().record(self._stream)  # from here on the device's context belongs to this thread
+            torch.cuda.Event().record(self._stream)  # makes the device's context current in this thread
             self._context = ctypes.c_void_p()
             self._check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)))
 
@@ -129,7 +129,7 @@ class CudaCopier:
         event.synchronize()
 
     def _queue(self, pairs: Sequence[Pair], *, out: bool) -> None:
-        self._check(self._driver.cuCtxSetCurrent(self._context))  # a thread begins without one
+        self._check(self._driver.cuCtxSetCurrent(self._context))  # a new thread has no current context
         stream = self._stream.cuda_stream
         run, pace = self._driver.cuMemcpy2DAsync_v2, self.block_seconds
         self._check(host_rows.copy(run, stream, pairs, self._pages, out=out, block_seconds=pace))

@@ -4,8 +4,8 @@
     DIR/FINGERPRINT/ab/DIGEST-FIRST.kv       blocks of one model, format, layout and block size
     DIR/FINGERPRINT/PID-NUMBER.part          a file being written: renamed when it is whole, deleted at the next start
 
-A file is a header of 4,096 bytes and the bytes of one row of host memory. The content is users' text in another form:
-the directory and its files are readable by their owner only.
+A file is a header of 4,096 bytes and the bytes of one row of host memory. KV can reveal the users' text: only the owner
+may read the directory and its files.
 """
 
 import contextlib
@@ -70,14 +70,14 @@ class Directory:
         return HEADER_BYTES + self.payload_bytes
 
     def found(self) -> list[Found]:
-        """The blocks of this fingerprint, the least recently used first. Their content is not looked at."""
+        """The blocks of this fingerprint, the least recently used first. Reads file names and times, not contents."""
         now = time.time()
         names = [(stat.st_mtime, name) for path, stat in _files(self._own) if (name := _name_of(path)) is not None]
         return [Found(name, max(now - used, 0.0)) for used, name in sorted(names, key=lambda one: one[0])]
 
     def shrink_others(self, limit_bytes: int, own: Sequence[bytes]) -> int:
         """Deletes blocks of other fingerprints than `own`, the least recently used first, until they take at most
-        `limit_bytes`; returns what they take then."""
+        `limit_bytes`; returns the bytes that they take then."""
         kept = {fingerprint.hex() for fingerprint in own}
         others = sorted(
             (
@@ -97,7 +97,8 @@ class Directory:
         return total
 
     def write(self, name: Name, payload: memoryview, checksum: int) -> None:
-        """Makes the block's file, whole or not at all. OSError; FileNotFoundError: the directory is gone."""
+        """Writes the block's file, whole or not at all. Raises OSError; FileNotFoundError: the directory was
+        deleted."""
         header = _HEADER.pack(
             _MAGIC, self.fingerprint, name.digest, name.first, self.payload_bytes, checksum
         )  # fmt: skip
@@ -128,11 +129,11 @@ class Directory:
             size = os.fstat(file.fileno()).st_size
             if size != self.file_bytes:
                 raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
-            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # at a page's beginning, as O_DIRECT wants it
+            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # aligned to a page, as O_DIRECT needs it
             if not _fill(file.fileno(), header, payload):
                 raise DamagedFile(f"{path.name} ended while it was read")
             with contextlib.suppress(OSError):
-                os.utime(file.fileno())  # its age is counted from its last use, also after a restart
+                os.utime(file.fileno())  # the file's time is its last use, from which its age counts after a restart
         (crc,) = _CRC.unpack_from(header, _HEADER.size)
         magic, fingerprint, digest, first, length, checksum = _HEADER.unpack_from(header)
         if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
@@ -168,13 +169,13 @@ def clear(root: Path) -> tuple[int, int]:
             path.unlink(missing_ok=True)
             files, total = files + 1, total + stat.st_size
         for folder in sorted((p for p in root.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
-            with contextlib.suppress(OSError):  # not empty: it is not ours
+            with contextlib.suppress(OSError):  # not empty: it has files that are not KV blocks
                 folder.rmdir()
     return files, total
 
 
 def _locked(root: Path, *, create: bool) -> BinaryIO:
-    """The open lock file of the directory, which is made if it is to be."""
+    """The open, locked lock file of the directory. `create`: make the directory if there is none."""
     try:
         if create:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -187,6 +188,10 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
             root.chmod(0o700)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.fdopen(os.open(root / LOCK, flags, 0o600), "r+b")
+    except (FileExistsError, NotADirectoryError) as e:  # a file, or a link that leads nowhere, is in the way
+        raise ConfigError(
+            f"kv_disk={str(root)!r} cannot be used: it is no directory; give an empty or a new one"
+        ) from e
     except OSError as e:
         raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
     try:
@@ -200,8 +205,8 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
 
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
-    """Reads a file's header and payload; False if it is shorter. From the page cache if all of it is there, else past
-    it, because the kernel reads ahead by 128 KB alone (docs/LOG.md has the speeds)."""
+    """Reads a file's header and payload; False if the file is shorter. Reads from the page cache if all of the file is
+    there, else with O_DIRECT: the kernel's read-ahead of 128 KB is slower (docs/LOG.md has the speeds)."""
     total = len(header) + len(payload)
     with contextlib.suppress(OSError):
         if os.preadv(file, (header, payload), 0, os.RWF_NOWAIT) == total:
@@ -225,7 +230,7 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files of blocks below a folder, those being written too; a file that goes away meanwhile is left out."""
+    """All files of blocks below a folder, also those being written; a file that is deleted meanwhile is left out."""
     for pattern in ("**/*.kv", "**/*.part"):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 log = logging.getLogger("perilune.kv")
 
 ALIGNED_BYTES = 4096  # A row begins on a page of memory and is a whole number of them.
-PIECE_BYTES = 256 << 20  # Larger: fewer calls that pin; the first rows are usable later.
+PIECE_BYTES = 256 << 20  # Pinned per call. Larger: fewer calls, but the first rows are usable later.
 
 Bytes = NDArray[np.uint8]
 
 
 class HostMemory:
-    """`limit` rows of `row_bytes` bytes, a multiple of ALIGNED_BYTES; rows beyond `used_bytes` are zeros there.
+    """`limit` rows of `row_bytes` bytes, a multiple of ALIGNED_BYTES; the bytes of a row from `used_bytes` on are zero.
 
-    at_once  rows that are usable when the constructor returns
-    ready    rows that are usable: they are allocated in order
+    at_once  number of rows that are usable when the constructor returns
+    ready    number of rows that are usable now: they are allocated in order
     """
 
     def __init__(self, limit: int, row_bytes: int, used_bytes: int, device: torch.device, *, at_once: int = 1) -> None:
@@ -38,17 +38,17 @@ class HostMemory:
             self._grow()
 
     def start(self) -> None:
-        """From now on the other rows are allocated in the background. Copies are slow meanwhile: the driver pins."""
+        """Begins to allocate the other rows in the background. Copies are slow meanwhile, because the driver pins."""
         self._thread.start()
 
     def row(self, index: int) -> Bytes:
-        """[row_bytes] uint8"""
+        """The row's bytes: [row_bytes] uint8."""
         piece, at = divmod(index, self._rows_per_piece)
         found: Bytes = self._pieces[piece][at]
         return found
 
     def close(self) -> None:
-        """Gives the memory back; no transfer may be in flight."""
+        """Frees the memory; no transfer may be in flight."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -74,7 +74,7 @@ class HostMemory:
         raw = np.empty(count * self.row_bytes + ALIGNED_BYTES, np.uint8)
         begin = -raw.ctypes.data % ALIGNED_BYTES
         piece = raw[begin : begin + count * self.row_bytes].reshape(count, self.row_bytes)
-        piece[:, self._used_bytes :] = 0  # what checksums and files see of it is always the same
+        piece[:, self._used_bytes :] = 0  # checksums and files include the padding, so its bytes must be fixed
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 status = torch.cuda.cudart().cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)

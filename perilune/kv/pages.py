@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """`data` [layers, blocks, block_size / shards, width], its rows as ops/layouts/latent_cache.py has them: of each
-    block the tokens of this one of `shards` ranks (dist/kv_shards.py).
+    """`data` [layers, blocks, block_size / shards, width]; ops/layouts/latent_cache.py defines the bytes of a row. With
+    KV sharded over `shards` ranks, each holds its part of the tokens of every block (dist/kv_shards.py).
 
-    Which block belongs to whom is kv.blocks' business.
+    The owners of blocks are in kv/blocks.py and kv/prefix.py.
     """
 
     data: Tensor
@@ -28,7 +28,7 @@ class Pages:
         device: torch.device,
         shards: int = 1,
     ) -> "Pages":
-        # Left as it comes: ops never read a position that no token of the request was written to.
+        # Not initialised: ops never read a position that was not written for the request.
         return cls(torch.empty(layers, blocks, block_size // shards, width, dtype=dtype, device=device), shards)
 
     @staticmethod

@@ -1,12 +1,13 @@
-"""Which KV blocks hold which token prefixes, so that prompts that begin alike are computed once.
+"""The prefix cache: which KV blocks hold which token prefixes, so that a shared beginning of prompts is computed once.
 
 A full block is named by a chained digest: of its predecessor's digest, its own token ids and the pictures that lie in
 it, hence of everything before it. The first block's predecessor is the digest of the request's cache keys (`root_of`):
 adapter, tenant's salt.
-The tree has at most one block per digest, and a request that references a block references all its predecessors: a
-request that finds its freshly computed block already known adopts the known one (`insert`). With blocks released
-last-to-first, a block therefore always falls idle before its predecessor does, and the queue of idle blocks in the
-order they fell idle is at once least-recently-used first and leaf first: eviction is O(1) and never leaves a hole.
+The tree has at most one block per digest, and a request that references a block references all its predecessors: if a
+request has computed a block that is already known, it takes the known one instead (`insert`). Blocks of a request are
+released last to first, so a block always becomes idle before its predecessor does. The queue of idle blocks, in the
+order in which they became idle, is therefore both least recently used first and leaf first: eviction is O(1) and never
+removes a block before those that follow it.
 """
 
 import itertools
@@ -24,10 +25,10 @@ _DIGEST_BYTES = 16
 
 
 def root_of(keys: Sequence[str]) -> bytes:
-    """What the digests of a request with these cache keys begin with: 16 bytes, b"" without keys."""
+    """The parent digest of the first block of a request with these cache keys: 16 bytes; b"" without keys."""
     if not keys:
         return b""
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"cache keys")  # so that no block's digest is equal to it
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"cache keys")  # `person`: differs from every block's digest
     for key in keys:
         encoded = key.encode("utf-8", "surrogatepass")
         digest.update(struct.pack("<Q", len(encoded)) + encoded)
@@ -35,7 +36,7 @@ def root_of(keys: Sequence[str]) -> bytes:
 
 
 class Extent(Protocol):
-    """A picture at positions start up to stop, of which all ids are the same; 32 bytes say which."""
+    """A picture at positions start .. stop - 1. All its token ids are equal, so `digest` (32 bytes) identifies it."""
 
     @property
     def start(self) -> int: ...
@@ -76,23 +77,23 @@ class _Node:
     digest: bytes
     block: int
     parent: "_Node | None"
-    first: bytes  # the digest of the first block of its chain
-    turn: int  # how many known texts the text that it ends was built on, one after the other
+    first: bytes  # digest of the first block of its chain
+    turn: int  # turn of the conversation that computed it, as far as the cache knows (kv/retention.py)
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
 class PrefixTree:
-    """The one way to the pool's blocks: hands them out, takes them back, and keeps registered ones as long as it can.
+    """Allocates and releases the pool's blocks, and caches registered ones as long as it can.
 
-    A block without references is cached if it is registered here, and evicted when a new block is wanted and none is
-    free; otherwise it goes back to the pool at once.
+    A block without references is cached if it is registered here, and evicted when a new block is needed and none is
+    free; otherwise it is free at once.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._by_digest: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
-        self._idle: OrderedDict[int, _Node] = OrderedDict()  # by block, in the order they fell idle
+        self._idle: OrderedDict[int, _Node] = OrderedDict()  # by block, in the order in which they became idle
 
     @property
     def num_cached(self) -> int:
@@ -145,7 +146,7 @@ class PrefixTree:
         return blocks
 
     def count_known(self, digests: Sequence[bytes]) -> int:
-        """How many blocks `match` would return, for a few lookups: no block is known without those before it."""
+        """How many blocks `match` would return, by binary search: no block is known without those before it."""
         return bisect_left(digests, True, key=lambda digest: digest not in self._by_digest)
 
     def idle_among(self, blocks: Sequence[int]) -> int:
@@ -159,8 +160,8 @@ class PrefixTree:
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives back one reference to each block of a request's table (in table order)."""
-        for block in reversed(blocks):  # last first: see the module's docstring
+        """Releases one reference to each block of a request's table, given in table order."""
+        for block in reversed(blocks):  # last first, so that eviction is leaf first: see the module's docstring
             if self._pool.release(block):
                 node = self._by_block.get(block)
                 if node is None:
@@ -172,8 +173,8 @@ class PrefixTree:
         """Registers a full, computed block that the caller references, after `parent` (None: first of its chain).
         `turn` is for the tiers (kv/retention.py).
 
-        Returns the block the caller references from now on: its own, or the one already known by this digest, with the
-        caller's own given back. None when the parent was forgotten, and with it everything that would follow.
+        Returns the block that the caller references from now on: its own, or the one already known by this digest, in
+        which case its own is released. None if the parent was forgotten: then no block after it can be registered.
         """
         above = None if parent is None else self._by_block.get(parent)
         if above is None and parent is not None:
@@ -194,13 +195,13 @@ class PrefixTree:
     def forget(self, digest: bytes) -> None:
         """Unregisters the block of this digest, if known, and all that follow it: no request will find them again.
 
-        Blocks still referenced stay with those who hold them.
+        Referenced blocks stay with the requests that reference them.
         """
         node = self._by_digest.get(digest)
         if node is None:
             return
         order = [node]
-        for above in order:  # grows while it is walked: every descendant, predecessors first
+        for above in order:  # `order` grows in the loop, up to all descendants, predecessors first
             order.extend(above.children.values())
         for below in reversed(order):
             self._remove(below)

@@ -1,4 +1,4 @@
-"""KV blocks beyond the GPU's pages: which digests host memory and disk hold, and what is to be moved. Policy only.
+"""The index of the KV tiers: which blocks host memory and disk hold, and which to copy next. Policy only.
 
 A block leaves the pages when it is evicted from the prefix tree: it is copied to a row of host memory (`evict`), and
 its pages are free once the copy is complete. Rows that fall out of host memory are written to files ahead of need. A
@@ -25,16 +25,16 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 32  # More: files are written in larger bursts, and more rows wait for the disk.
+WRITES_AT_ONCE = 32  # Files being written at a time. More: larger bursts, and more rows wait for the disk.
 WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out; at most WRITE_AHEAD_ROWS.
 WRITE_AHEAD_ROWS = 256
-PAUSE_SECONDS = 60.0  # After a full disk nothing is written for so long.
-EXPIRE_SECONDS = 10.0  # How often blocks beyond their time to live are looked for.
+PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
+EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A block's digest (kv/prefix.py) and that of the first block of its chain: what is forgotten together."""
+    """A block's digest (kv/prefix.py) and that of the first block of its chain: `forget` drops a whole chain."""
 
     digest: bytes
     first: bytes
@@ -183,21 +183,21 @@ class Tiers:
         self._known_rows = 0  # rows the mover has ever offered
         self._free: list[int] = []
         self._filling: dict[int, _Row] = {}  # by row: stores in flight
-        self._limbo: dict[int, _Row] = {}  # by row: forgotten, but still in use
+        self._limbo: dict[int, _Row] = {}  # by row: forgotten, but a transfer still uses the row
         self._writing: dict[bytes, _Row] = {}
         self._leaving: set[int] = set()  # blocks with pages that are being copied
         self._stores: list[tuple[Name, int, int]] = []  # not sent yet
         self._restores: dict[int, _Restore] = {}
         self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # files that are too old are never read
         self._warned: set[str] = set()
-        self.dropped = 0  # blocks lost to want of a row or of space
-        self.damaged = 0  # blocks found damaged or missing
+        self.dropped = 0  # blocks dropped for lack of a row or of disk space
+        self.damaged = 0  # blocks found damaged or missing when they were restored
         while len(self._disk) > self._file_limit:
             self._drop_file(next(iter(self._disk.values())))
 
     @property
     def leaving(self) -> set[int]:
-        """Blocks on their way to host memory: their pages are being read."""
+        """Blocks being copied to host memory: their pages must not be overwritten yet."""
         return self._leaving
 
     @property
@@ -311,7 +311,7 @@ class Tiers:
         return freed, ended
 
     def flush(self) -> None:
-        """Gives the mover what was evicted."""
+        """Sends the mover the blocks evicted since the last call, in one record."""
         if self._stores:
             stores, self._stores = self._stores, []
             self._mover.store(stores)
@@ -384,7 +384,7 @@ class Tiers:
             self._free.append(held.row)
 
     def _leave(self, held: _Row) -> None:
-        """One user less."""
+        """A transfer no longer uses the row."""
         held.users -= 1
         if held.forgotten and not held.users:
             del self._limbo[held.row]
@@ -483,7 +483,7 @@ class Tiers:
             self._drop_file(file)
 
     def _warn(self, kind: str, text: str) -> None:
-        """Once for each kind: a damaged disk has many damaged files."""
+        """Logs a warning once per kind: a damaged disk would give one for each of many files."""
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("%s (said once)", text)

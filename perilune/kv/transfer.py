@@ -1,9 +1,10 @@
 """Moves KV blocks in the background: pages to host memory and back, host memory to files and back.
 
-Each direction has a thread of its own, and on a GPU a stream of its own, so that storing, restoring and steps overlap.
-A row's checksum is computed when it has arrived and compared whenever it is read, by several threads, because one does
-about 10 GB/s and PCIe 5 brings 45. Blocks are stored in windows, of which one is copied while the last one is waited
-for. Of blocks that come from files, half as many as there are staging rows are read ahead of the copies to the pages.
+Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
+checksum is computed when it has arrived and compared whenever it is read, by several threads, because one thread does
+about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: one is copied while the thread waits for the one
+before. Blocks from files go through staging rows: half of these are filled from files while the others are copied to
+the pages.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.ops.rows import host_rows
 
-STAGED_ROWS = 64  # for blocks on their way from files: half of them read ahead, half being copied
-WINDOW_BLOCKS = 32  # Larger: fewer waits for the device; blocks to be stored give their pages back later.
-CHECKING_THREADS = 8  # at most; half of the processors
-READING_THREADS = STAGED_ROWS // 2  # Fewer: a disk is asked for less at once.
-MIN_SHARE_BLOCKS = 16  # Fewer for a thread to check: most of its time it waits for Python's lock.
-MEASURED_BLOCKS = 64  # that are copied each way at the start, to know the link
-MEASUREMENTS = 3  # of which the quickest counts
-# Of the link's measured speed, what copies take of it while steps run. Larger: steps' own copies wait longer.
+STAGED_ROWS = 64  # staging rows for blocks from files: half are being read ahead, half being copied to the pages
+WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
+CHECKING_THREADS = 8  # threads that compute checksums: at most so many, and half of the processors
+READING_THREADS = STAGED_ROWS // 2  # Fewer: fewer reads in flight, so a slower disk.
+MIN_SHARE_BLOCKS = 16  # Blocks for a checksum thread, at least. Fewer: it mostly waits for the GIL.
+MEASURED_BLOCKS = 64  # blocks copied in each direction at the start, to measure the link
+MEASUREMENTS = 3  # measurements of which the fastest counts
+# Share of the link's measured speed that copies use while steps run. Larger: the steps' own copies wait longer.
 STORE_SHARE, RESTORE_SHARE = 0.5, 0.9
 
 _T = TypeVar("_T")
@@ -71,8 +72,8 @@ class Transfer:
             ThreadPoolExecutor(READING_THREADS, "perilune-kv-read") if directory is not None else self._check
         )
         self._workers = workers
-        self.steps_run = False  # so copies leave a share of the link to steps
-        self._paces = 0.0, 0.0  # seconds a block while steps run, each way
+        self.steps_run = False  # set by the engine; while true, copies leave a share of the link to steps
+        self._paces = 0.0, 0.0  # seconds per block while steps run: of storing and of restoring
         if device.type == "cuda":
             self._paces = (
                 self._block_seconds(self._outward, STORE_SHARE),
@@ -80,11 +81,11 @@ class Transfer:
             )
         self._done: deque[Done] = deque()  # bounded by the blocks and rows there are
         self._arrived = threading.Event()
-        self._memory.start()  # after the link is measured
+        self._memory.start()  # only now: pinning would have slowed the measurement of the link
 
     @property
     def rows(self) -> int:
-        return max(self._memory.ready - self._staged, 0)  # the first rows are for staging
+        return max(self._memory.ready - self._staged, 0)  # the first rows are the staging rows
 
     def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
         self._out.submit(self._store, stores)
@@ -104,15 +105,15 @@ class Transfer:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def wait(self, seconds: float) -> None:
-        """Until `poll` has something, at most so long."""
+        """Waits until `poll` has something to return, at most `seconds`."""
         self._arrived.wait(seconds)
 
     def wake(self) -> None:
-        """Ends a `wait`."""
+        """Ends a `wait` in another thread."""
         self._arrived.set()
 
     def close(self) -> None:
-        """Waits for what runs, drops what is queued, and gives the memory back."""
+        """Waits for copies that have begun, drops queued ones, and frees the memory."""
         for pool in (self._out, self._in, self._disk, self._check, self._reading):
             pool.shutdown(cancel_futures=True)
         self._memory.close()
@@ -121,7 +122,8 @@ class Transfer:
             self._directory.close()
 
     def _block_seconds(self, queue: Copier, share: float) -> float:
-        """At this share of the link's speed. Copies a block to a row and, where that is the way, back to itself."""
+        """Seconds per block at `share` of the link's speed. Measures it by copying block 0 to row 0, or, for the inward
+        direction, back from row 0 to block 0."""
         pairs = [(0, self._memory.row(0))]
         queue.out(pairs)
         queue.wait()
@@ -171,7 +173,8 @@ class Transfer:
 
     @staticmethod
     def _settle(queue: Copier) -> None:
-        """After a failure: what was queued before it must not be written once the blocks or rows have other owners."""
+        """After a failure: waits for the copies queued before it, which must not write once their blocks or rows have
+        other owners."""
         with contextlib.suppress(*_COPY_FAILED):
             queue.wait()
 
@@ -185,7 +188,7 @@ class Transfer:
             checks = [self._check.submit(self._damaged, part) for part in self._shares(held)]
             marks: deque[object] = deque()
             for first in range(0, len(held), WINDOW_BLOCKS):
-                if len(marks) == 2:  # so that a change of pace counts soon
+                if len(marks) == 2:  # at most two windows queued, so that a change of pace takes effect soon
                     self._inward.wait(marks.popleft())
                 self._inward.block_seconds = self._paces[1] if self.steps_run else 0.0
                 window = held[first : first + WINDOW_BLOCKS]
@@ -203,7 +206,7 @@ class Transfer:
         self._say([Restored(ticket, time.perf_counter() - begin, tuple(bad), error)])
 
     def _damaged(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
-        """Which of these rows do not have the checksum that they were stored with."""
+        """Blocks in host memory that no longer have the checksum they were stored with: digest -> reason."""
         rows = [p.row for p in pieces if p.row is not None]
         sums = host_rows.checksums([self._row(row) for row in rows], [p.name.digest for p in pieces])
         return {
@@ -221,14 +224,14 @@ class Transfer:
         for at in range(len(pieces) + ahead):
             if at < len(pieces):
                 if at >= staged:
-                    self._inward.wait(marks[at - staged])  # the row's last block has left it
+                    self._inward.wait(marks[at - staged])  # the staging row's last block was copied to the pages
                 reading.append(self._begin(pieces[at], self._memory.row(at % staged)))
             if at < ahead or not reading:
                 continue
             read = reading.popleft()
             if (problem := read.problem.result()) is not None:
                 bad = {read.piece.name.digest: problem}
-                for other in reading:  # its row is used again
+                for other in reading:  # wait for reads in flight: their staging rows are used again
                     if (problem := other.problem.result()) is not None:
                         bad[other.piece.name.digest] = problem
                 self._settle(self._inward)
@@ -242,7 +245,7 @@ class Transfer:
         return _Read(piece, row, self._reading.submit(self._read, piece.name, row))
 
     def _read(self, name: Name, row: Bytes) -> str | None:
-        """What is wrong with the file, None: the row holds its block."""
+        """Reads a block's file into a row; what is wrong with the file, None: nothing."""
         assert self._directory is not None
         try:
             stored = self._directory.read(name, row.data)

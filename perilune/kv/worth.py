@@ -1,4 +1,4 @@
-"""Whether restoring KV is quicker than computing it, from what both have taken so far."""
+"""Decides whether restoring KV is faster than computing it, from measured times of both."""
 
 import statistics
 from collections import deque
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from perilune.kv.tiers import DISK, HOST
 
-MEASUREMENTS = 9  # of which the median counts. More: one slow disk access matters less, a change is seen later.
-TRUSTED_MEASUREMENTS = 5  # Fewer say nothing: the first restores and the first prompts warm caches up.
-RETRY_AFTER_RESTORES = 64  # After so many refusals of a tier one restore is made after all, to measure it again.
+MEASUREMENTS = 9  # The median of so many counts. More: one slow disk access matters less, a change is noticed later.
+TRUSTED_MEASUREMENTS = 5  # With fewer there is no estimate: the first restores and prompts warm caches up.
+RETRY_AFTER_RESTORES = 64  # After so many refusals of a tier one restore is made anyway, to measure it again.
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class _Speed:
 
 @dataclass(slots=True)
 class Worth:
-    """Estimates, each None until it is measured; what is not measured is taken to be worth it.
+    """Estimates, each None until there are enough measurements; until then restoring is assumed to be faster.
 
-    saved_seconds    what restores took less than computing would have, since the start
+    saved_seconds    estimated time of computing what was restored, less the time of restoring it, since the start
     """
 
     compute: _Speed = field(default_factory=_Speed)
@@ -38,24 +38,25 @@ class Worth:
     saved_seconds: float = 0.0
 
     def computed(self, blocks: float, seconds: float) -> None:
-        """A step computed this much of prompts, and nothing else."""
+        """Learns from a step that computed `blocks` blocks of prompts, and hardly anything else, in `seconds`."""
         self.compute.learn(seconds / blocks)
 
     def restored(self, host: int, disk: int, seconds: float) -> None:
-        """A restore is complete. One of both tiers teaches about the disk, by far the slower."""
+        """Learns from a complete restore of `host` and `disk` blocks. If it had both, it is counted for the disk, which
+        is much slower."""
         expected = host * (self.tiers[HOST].seconds or 0.0) if disk else 0.0
         self.tiers[DISK if disk else HOST].learn(max(seconds - expected, 0.0) / (disk or host))
         if self.compute.latest:
             self.saved_seconds += (host + disk) * statistics.median(self.compute.latest) - seconds
 
     def pays(self, tier: str) -> bool:
-        """Whether a block of the tier is restored sooner than computed."""
+        """Whether restoring a block from the tier is faster than computing it."""
         moved, made = self.tiers[tier].seconds, self.compute.seconds
         return moved is None or made is None or moved < made
 
     def beginning(self, found: Sequence[str]) -> int:
-        """How many of these blocks, found in this order in HOST or DISK, to restore: up to the first that is computed
-        sooner. Now and then a tier that does not pay is tried again."""
+        """How many of these blocks, found in this order in HOST or DISK, to restore: those before the first that is
+        faster to compute. Every RETRY_AFTER_RESTORES refusals a tier is used anyway, to measure it again."""
         for count, tier in enumerate(found):
             if self.pays(tier):
                 continue

@@ -61,7 +61,9 @@ def load_draft(
             try:
                 stretch = Stretch(info, tensors[name].part(slicing.rank, slicing.ranks))
             except ValueError as e:
-                raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks") from e
+                raise ConfigError(
+                    f"the draft model {path} cannot be shared out evenly ({e}): run fewer ranks, or draft=suffix"
+                ) from e
             stretch.read(checkpoint, piece := stretch.empty())
             return piece.to(device, dtype)
 

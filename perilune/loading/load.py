@@ -12,7 +12,6 @@ parameters, and ops then know one kind of them.
 
 import contextlib
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -127,18 +126,26 @@ def layers(
             del layer  # nor may a job refer to it: it would be there beside the next one
 
 
+# What ranks share out, by the first letter of its dimension in the table of tensors.
+_UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
+
+
 def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
     """What a rank holds of every tensor that is split; a linear layer's name is without ".weight". ConfigError if one
     cannot be shared out evenly."""
     split = [t for t in names.tensors(config) if t.entry.axis is not None]
     if s.whole_experts:
         split = [t for t in split if names.ROUTED not in t.name]
-    try:
-        return {t.name.removesuffix(".weight") if t.entry.linear else t.name: t.part(s.rank, s.ranks) for t in split}
-    except ValueError as e:
-        units = math.gcd(*(t.units for t in split))
-        even = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if units % n == 0)
-        raise ConfigError(f"{path}: {e}, which is not even: choose another number of ranks ({even})") from e
+    if uneven := [t for t in split if t.units % s.ranks]:
+        least = min(uneven, key=lambda t: t.units)
+        what = _UNITS[least.entry.shape.split()[least.entry.axis or 0][0]]
+        fitting = [str(n) for n in range(1, MAX_RANKS + 1) if all(t.units % n == 0 for t in split)]
+        numbers = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+        raise ConfigError(
+            f"{'ep' if s.whole_experts else 'tp'}={s.ranks}: {path.name}'s {least.units} {what} cannot be shared out "
+            f"evenly over {s.ranks} ranks: give {numbers}"
+        )
+    return {t.name.removesuffix(".weight") if t.entry.linear else t.name: t.part(s.rank, s.ranks) for t in split}
 
 
 def default_threads() -> int:

@@ -1,8 +1,8 @@
-"""What fits where: bytes of weights per GPU, what they leave for the KV cache, and how many tokens that holds.
+"""Plans memory: bytes of weights per GPU, the rest for the KV cache, and how many tokens that holds.
 
-Weights are split evenly over the GPUs of a group, except what each of them needs whole: the low-rank input projections
-of attention, the router and norms. Each of them holds the whole KV cache, as the latents belong to all heads, unless it
-is sharded along the sequence. GB are 10^9 bytes.
+Weights are split evenly over the GPUs of a group, except those that each GPU holds whole: the low-rank input
+projections of attention, the router and norms. Each GPU holds the whole KV cache, because all heads read the same
+latents, unless it is sharded along the sequence. GB are 10^9 bytes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a request fixes about its answer's form: which tools it calls, how its text looks, how long it thinks."""
+"""Reads the constraints of a request on its answer: tool_choice, response_format and guided fields, thinking budget."""
 
 import asyncio
 import functools
@@ -29,7 +29,8 @@ _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice"
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The tool calls that an answer may hold. `first_index`: counter of the first call's id."""
+    """The tool calls that an answer may have. `first_index`: the number in the first call's id
+    (functions.NAME:INDEX)."""
 
     tools: Sequence[Tool] = ()
     choice: ToolChoice = "auto"
@@ -66,7 +67,7 @@ async def enforced(
         begun=begun.content,
         group="\n".join(current().account.cache_keys),
     )
-    # A grammar takes 1 ms and more to compile, which would stall all streams of the event loop.
+    # On a thread: compiling a grammar takes 1 ms or more, and would stall all streams of the event loop.
     constraint = await asyncio.to_thread(make) if calls.tools or answer is not None else make()
     if constraint is None:
         return None
@@ -102,7 +103,7 @@ def tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _allowed(value: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """The choice among tools that `allowed_tools` lists. The prompt keeps all, so that its cached KV serves."""
+    """The choice among the tools that `allowed_tools` lists. The prompt keeps all tools, so that it hits cached KV."""
     mode, listed = (value.get("mode"), value.get("tools")) if isinstance(value, Mapping) else (None, None)
     if mode not in ("auto", "required"):
         raise _wrong("tool_choice", f"allowed_tools.mode must be 'auto' or 'required', not {show(mode)}")
@@ -204,7 +205,7 @@ def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerForma
         elif name in _GUIDED:
             yield _guided(name, value, where)
         elif name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
-            continue  # choices among that server's own backends
+            continue  # options of vLLM's own grammar backends
         else:
             known = ", ".join([*_GUIDED, "json_object"])
             raise _wrong(where, f"is not supported: structured_outputs takes one of {known}")

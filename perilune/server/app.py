@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from perilune.core.errors import PeriluneError, RequestError
+from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
 from perilune.server.batches.api import (
@@ -27,6 +27,7 @@ from perilune.server.batches.api import (
     open_batches,
 )
 from perilune.server.batches.protocol import ENDPOINTS
+from perilune.server.browsers import OwnPages
 from perilune.server.call import current
 from perilune.server.description.document import openapi
 from perilune.server.limits import BodyBudget, Limit
@@ -35,7 +36,13 @@ from perilune.server.openai.chat import chat_completions
 from perilune.server.openai.completions import completions
 from perilune.server.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody, json_response
 from perilune.server.page.page import page
-from perilune.server.responses.api import cancel_response, create_response, input_items, response_by_id
+from perilune.server.responses.api import (
+    cancel_response,
+    create_response,
+    input_items,
+    input_tokens,
+    response_by_id,
+)
 from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import Service
@@ -56,6 +63,7 @@ def build_app(service: Service) -> Starlette:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", response_by_id, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
@@ -84,6 +92,7 @@ def build_app(service: Service) -> Starlette:
         middleware=[
             Middleware(Observe, service=service, paths={r.endpoint: r.path for r in routes}),
             Middleware(messages.ErrorShape),
+            Middleware(OwnPages, keys=service.keys, host=config.host, origins=config.cors_origins),
             # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
             *_cors(config.cors_origins),
             *([Middleware(ClientLimit, limit=clients)] if clients.bounds else []),
@@ -120,7 +129,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """The client left while it was still sending its body, or while its pictures were decoded."""
+    """Handles ClientGone: the client left while it sent its body, or while its pictures were decoded."""
     return Response(status_code=CLIENT_GONE)
 
 
@@ -156,7 +165,10 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Readiness: 200 while requests are taken."""
     service: Service = request.app.state.service
-    service.check_ready()
+    try:
+        service.check_ready()
+    except EngineError as e:
+        return errors.response(e)  # not raised: what has happened to the engine was logged then, once
     return json_response({"status": "ok", **service.engine.info.marks})
 
 
@@ -235,7 +247,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What clients that count tokens themselves ask for before they rely on /tokenize."""
+    """GET /tokenizer_info: clients that count tokens ask for it before they rely on /tokenize."""
     service: Service = request.app.state.service
     known = {
         role: name if service.text.tokenizer.special_id(name) is not None else None for role, name in _ROLES.items()

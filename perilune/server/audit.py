@@ -19,13 +19,13 @@ from perilune.server.call import Call
 from perilune.text.chat import PLACEHOLDER
 
 MAX_QUEUED_REQUESTS = 1024
-MAX_QUEUED_TEXTS = 64  # requests waiting to be written, from which on no text is kept: it may be megabytes each
-MAX_TEXT_CHARS = 100_000  # of one prompt or answer
-FILES = 8  # that share the bound
+MAX_QUEUED_TEXTS = 64  # With more requests waiting to be written, lines have no text: it may be megabytes each.
+MAX_TEXT_CHARS = 100_000  # Longer prompts and answers are cut.
+FILES = 8  # The files together stay within the bound of bytes; the oldest is deleted first.
 CLOSE_SECONDS = 1.0
-UNSEEN = ("/", "/health", "/health/ready", "/health/live", "/metrics")  # routes of pages and probes
+UNSEEN = ("/", "/health", "/health/ready", "/health/live", "/metrics")  # not logged: the page and probes
 HIDDEN = "[redacted]"
-_PICTURE = re.compile(rf"(?:{re.escape(PLACEHOLDER)})+")  # a picture is its placeholder thousands of times
+_PICTURE = re.compile(rf"(?:{re.escape(PLACEHOLDER)})+")  # in a prompt a picture is thousands of placeholders
 log = logging.getLogger("perilune.server")
 
 _KEY = r"(?:sk|pk|rk|plk|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|npm|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"
@@ -49,14 +49,14 @@ _NAMED = re.compile(
 
 
 def redacted(text: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
-    """The text without what looks like a key, token, password or private key, and without matches of `patterns`."""
+    """The text with everything replaced that looks like a key, token, password or private key or matches `patterns`."""
     for pattern in (*SECRETS, *patterns):
         text = pattern.sub(HIDDEN, text)
     return _NAMED.sub(rf"\1{HIDDEN}", text)
 
 
 def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
-    """ConfigError for what is no regular expression."""
+    """The compiled patterns; ConfigError for one that is no regular expression."""
     found = []
     for pattern in patterns:
         try:
@@ -67,7 +67,7 @@ def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
 
 
 class AuditLog:
-    """Writes on a thread of its own. When the disk is slower than the requests, or full, lines are lost and counted.
+    """Writes on its own thread. If the disk is full or slower than the requests, lines are lost and counted.
 
     At most `limit_bytes` in files of this directory, of which the oldest are deleted; several servers may share it.
     """
@@ -91,14 +91,14 @@ class AuditLog:
         self._file_bytes = max(limit_bytes // FILES, 1)
         self._queue: queue.Queue[Call | None] = queue.Queue(MAX_QUEUED_REQUESTS)
         self._file: int | None = None
-        self._written = 0  # bytes, to the open file
+        self._written = 0  # bytes written to the open file
         self._failing = False
         prepare(directory)
         self._thread = threading.Thread(target=self._write, name="audit", daemon=True)
         self._thread.start()
 
     def record(self, call: Call) -> None:
-        """A request has ended. Returns at once."""
+        """Queues the line of a request that has ended; does not block."""
         if call.route in UNSEEN:
             return
         if self._queue.qsize() >= MAX_QUEUED_TEXTS:
@@ -146,7 +146,7 @@ class AuditLog:
         return {"prompts": prompts, "answers": answers}
 
     def _shown(self, ids: Sequence[int]) -> str:
-        # All of the text is redacted before it is cut: half a key would not be recognised.
+        # Redact the whole text before it is cut: a key that is cut in half would not be recognised.
         text = redacted(_PICTURE.sub(PLACEHOLDER, self._decode(ids)), self._patterns)
         return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}[{len(text) - MAX_TEXT_CHARS} more]"
 
@@ -155,13 +155,13 @@ class AuditLog:
             self._next_file()
         assert self._file is not None
         written = os.write(self._file, line)
-        if written < len(line):  # the disk is full: no half line may stay
+        if written < len(line):  # the disk is full: remove the incomplete line
             os.ftruncate(self._file, self._written)
             raise OSError(28, "No space left on device")
         self._written += written
 
     def _next_file(self) -> None:
-        """Begins a file, with the oldest deleted that do not fit into the bound beside it."""
+        """Begins a file, after deleting the oldest ones so that all stay within the bound."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -175,7 +175,7 @@ class AuditLog:
             try:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 self._file = os.open(self.directory / name, flags, 0o600)
-            except FileExistsError:  # of another server
+            except FileExistsError:  # another server has this name: try the next
                 time.sleep(0.001)
 
 
@@ -190,7 +190,7 @@ def prepare(directory: Path) -> None:
 
 
 def about(call: Call, model: str) -> dict[str, Any]:
-    """Everything about a request but its text."""
+    """The fields of a line, without the text."""
     firsts = [run.first - call.started for run in call.runs if run.first]
     error = None
     if call.error is not None:

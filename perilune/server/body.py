@@ -1,7 +1,7 @@
-"""Bodies of requests: from JSON to checked objects.
+"""Bodies of requests: from JSON to validated objects.
 
-A thread alone does not keep the event loop free: one call of a C or Rust parser holds the interpreter's lock from its
-beginning to its end, 340 ms for 31 MB. A large body is therefore parsed in many short calls.
+Parsing on another thread is not enough to keep the event loop free: one call of a C or Rust parser holds the GIL until
+it returns, 340 ms for 31 MB. A large body is therefore parsed in many short calls.
 """
 
 import re
@@ -18,42 +18,44 @@ from perilune.server import fields
 from perilune.server.errors import from_validation, not_json
 from perilune.server.fields import Fields
 
-MIN_VALUES = 500_000  # lists, objects and further members that any body may have: some 60 MB of memory
-COUNTED_CONTEXTS = 2  # of tokens, up to which a prompt is tokenized: 0.7 us of CPU and 36 bytes of memory each
-WHOLE_BYTES = 1 << 20  # parsed in one call, which takes up to 10 ms; more bytes lengthen the pauses of all streams
-_LEVELS = 4  # of nesting taken apart: messages, a message, its parts, a part. Each level reads the bytes once more.
+MIN_VALUES = 500_000  # Any body may have so many JSON values (about 60 MB of memory).
+# A prompt is tokenized only up to so many times the model's context: 0.7 us of CPU and 36 bytes of memory per token.
+COUNTED_CONTEXTS = 2
+WHOLE_BYTES = 1 << 20  # Parsed in one call, up to 10 ms. More: longer pauses of all streams.
+_LEVELS = 4  # levels of nesting parsed apart: messages, a message, its parts, a part. Each reads the bytes once more.
 _OBJECT = re.compile(rb"\s*\{")
-_OBJECTS = re.compile(rb"\s*\[\s*\{")  # no numbers or short strings: every element costs an object of 60 bytes
+_OBJECTS = re.compile(rb"\s*\[\s*\{")  # a list of objects; lists of numbers would cost 60 bytes per element
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_MARKS = (b",", b"[", b"{")  # what begins a value or separates two
-_WINDOW_BYTES = 64 << 10  # looked at in calls of up to 3 ms, for a window of quotes alone
-_LONGEST_ESCAPE_BYTES = 6  # of JSON for one byte of UTF-8: \u0041
+_MARKS = (b",", b"[", b"{")  # their number bounds the number of values
+_WINDOW_BYTES = 64 << 10  # bytes scanned per call: up to 3 ms, if all are quotation marks
+_LONGEST_ESCAPE_BYTES = 6  # the longest JSON of one byte of UTF-8: \u0041
 _Raw = bytes | bytearray | msgspec.Raw
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What bounds a prompt: the model's context of `tokens`, and the bytes of its longest token."""
+    """The bound of a prompt: the model's context of `tokens` tokens, and the bytes of the longest token."""
 
     tokens: int
     token_bytes: int
 
     @property
     def text_bytes(self) -> int:
-        """More bytes, and so more characters, cannot fit."""
+        """Bytes of text that may fit the context; a longer text never does."""
         return self.tokens * self.token_bytes
 
     def check(self, size: int, param: str, tokens: int = 0) -> None:
-        """RequestError for a prompt that cannot fit: of at least `size` bytes, however it is tokenized, or of at least
-        `tokens` tokens. One that is hardly too long is tokenized to its end, so that its error says how long it is."""
+        """RequestError for a prompt that cannot fit: it has at least `size` bytes, or at least `tokens` tokens. A
+        prompt that is only a little too long passes and is tokenized to its end, so that its error can name its
+        length."""
         least = max(-(-size // self.token_bytes), tokens)
         if size > self.text_bytes or tokens > COUNTED_CONTEXTS * self.tokens:
             raise prompt_too_long(least, self.tokens, param, exact=False)
 
 
 class Body(BaseModel):
-    """An object of a request. `FIELDS`: what becomes of fields that are not declared. `PROMPT`: names of the fields
-    with text that must fit the context."""
+    """A JSON object of a request. `FIELDS`: the table for fields that are not declared (fields.py). `PROMPT`: names of
+    the fields with text that must fit the context."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), validate_assignment=True)
     FIELDS: ClassVar[Fields] = {}
@@ -96,7 +98,7 @@ def parse(kind: type[B], raw: bytes | bytearray, *, lenient: bool = False, conte
 
 
 def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) -> B:
-    """The same body, parsed in short calls: large lists of objects are put in after the rest has been validated."""
+    """As `parse`, in short calls: large lists of objects are decoded and set after the rest was validated."""
     _check_values(raw, max(MIN_VALUES, 4 * context.tokens if context else 0))
     given = _taken_apart(raw)
     if context is not None and "truncate_prompt_tokens" not in given:
@@ -111,19 +113,19 @@ def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) ->
 
 
 def _check_values(raw: bytes | bytearray, most: int) -> None:
-    """RequestError for a body of more values than `most`: decoded, each takes up to 30 times its bytes.
+    """RequestError for a body of more JSON values than `most`: a decoded value takes up to 30 times its bytes.
 
-    Takes time in proportion to the body's length, whatever it holds. What is no JSON may pass: decoding refuses it.
+    Time is linear in the length of the body. A body that is not JSON may pass: decoding refuses it.
     """
     windows = range(0, len(raw), WHOLE_BYTES)
     marks = accumulate(raw.count(mark, at, at + WHOLE_BYTES) for at in windows for mark in _MARKS)
     if not any(count > most for count in marks):
         return
-    values = at = 0  # of these marks some may be in strings
-    in_string = False  # where the window begins
+    values = at = 0  # an upper bound, as some marks may be inside strings
+    in_string = False  # whether the window begins inside a string
     while at < len(raw):
         window = raw[at : at + _WINDOW_BYTES]
-        if (len(window) - len(window.rstrip(b"\\"))) % 2:  # the last one escapes what comes next
+        if (len(window) - len(window.rstrip(b"\\"))) % 2:  # the last backslash escapes the byte after the window
             window = raw[at : at + _WINDOW_BYTES + 1]
         at += len(window)
         texts = window.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # in strings and outside, by turns
@@ -135,9 +137,9 @@ def _check_values(raw: bytes | bytearray, most: int) -> None:
 
 
 def _least_bytes(value: _Raw, *, together: bool) -> int:
-    """The fewest bytes of UTF-8 that the texts of a prompt, or of a list of messages, can have.
+    """A lower bound, in bytes of UTF-8, of the texts of a prompt or of a list of messages.
 
-    `together`: of all parts of a list; otherwise of its longest.
+    `together`: for all parts of a list together; else for its longest part.
     """
     try:
         match bytes(memoryview(value)[:64]).lstrip()[:1]:
@@ -149,7 +151,7 @@ def _least_bytes(value: _Raw, *, together: bool) -> int:
             case b"{":
                 members = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
                 return sum(_least_bytes(members[n], together=True) for n in ("content", "text") if n in members)
-    except (msgspec.DecodeError, RecursionError):  # malformed: what decodes it says how
+    except (msgspec.DecodeError, RecursionError):  # malformed: decoding raises the error for the client
         pass
     return 0
 
@@ -165,13 +167,12 @@ def _taken_apart(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
         if (half := _half(raw)) is not None:  # the error itself may say anything
             spelled = raw[half : half + 6].decode().lower()
             raise RequestError(f"lone surrogate {spelled} at byte {half}: not Unicode text", code="invalid_json") from e
-        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+        raise not_json(str(e), bytes(raw[:4])) from e
 
 
 def _decoded(value: _Raw, levels: int, at: str) -> Any:
-    """JSON data, decoded in calls of at most WHOLE_BYTES each wherever objects nested `levels` deep allow it.
-
-    `at`: its place in the body.
+    """Decoded JSON. Objects nested up to `levels` deep are decoded one by one, so that a call has at most WHOLE_BYTES
+    if no single object has more. `at`: path in the body, for errors.
     """
     try:
         if levels and _size(value) > WHOLE_BYTES:
@@ -187,7 +188,7 @@ def _decoded(value: _Raw, levels: int, at: str) -> Any:
 
 
 def _half(raw: bytes | bytearray) -> int | None:
-    """Where the first escape of half a surrogate pair begins."""
+    """Index of the first JSON escape that is half a surrogate pair; None: there is none."""
     high: int | None = None
     for escape in _ESCAPE.finditer(raw):
         code = int(escape[1] or b"0", 16)

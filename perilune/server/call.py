@@ -1,6 +1,6 @@
-"""One HTTP request on its way through the server: its id, its key, and what logs, metrics and traces say about it.
+"""The record of one HTTP request: its id, its key, and what logs, metrics and traces report about it.
 
-The call of the running task is a context variable, because log lines and errors are made far from the request.
+The record of the running task is a context variable, because log lines and errors are made far from the request.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from perilune.server.keys import Account, Grant
 
-MAX_TOOLS = 128  # names kept of the tools that one answer calls
+MAX_TOOLS = 128  # names of called tools that are kept for one answer, at most
 MAX_NAME_CHARS = 128
 _ID = re.compile(r"[!-~]{1,128}")
 
@@ -46,7 +46,8 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`error`: what the client was answered instead, or what ended its stream. `traceparent`, `tracestate`: headers."""
+    """`error`: the error that the client got instead of an answer, or that ended its stream. `traceparent`,
+    `tracestate`: request headers."""
 
     account: Account
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -68,7 +69,7 @@ class Call:
         self.runs.append(run)
 
     def apart(self, route: str) -> "Call":
-        """The call of work that this one begins and does not wait for: the same client, key and id."""
+        """A call for background work that this one starts: the same client, key and id."""
         made = Call(self.account, self.id, self.client, self.method, route, keeps_text=self.keeps_text)
         made.trace = self.trace
         return made
@@ -82,7 +83,7 @@ _current: ContextVar[Call] = ContextVar("call")
 
 
 def current() -> Call:
-    """The call of this task; outside of a request, one that no log or metric shows."""
+    """The call of this task; outside of a request an empty one, which no log or metric reports."""
     return _current.get(None) or Call(Account(Grant("")))
 
 

@@ -1,8 +1,8 @@
 """One client's connection: HTTP/1.1 in, ASGI out, with a bound on how long and how large everything may be.
 
-h11 parses one request at a time. Its head is given to h11 only when it is complete and unambiguous: what two programs
-in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the connection is
-closed, so that no proxy and this server can disagree where a request ends.
+h11 parses the head of one request at a time, and is given it only when it is complete and unambiguous: what two
+programs in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the
+connection is closed, so that no proxy and this server can disagree where a request ends.
 """
 
 import asyncio
@@ -18,22 +18,23 @@ import h11
 
 from perilune.core.errors import RequestError
 from perilune.server import errors
+from perilune.server.chunks import Chunks
 
 if TYPE_CHECKING:
     from perilune.server.listener import Listener
 
 log = logging.getLogger("perilune.server")
 
-HEAD_BYTES = 64 << 10  # of a request line with its headers; also of a request that is sent ahead of its turn
+HEAD_BYTES = 64 << 10  # bound of a request line with its headers, and of bytes of the next request sent ahead
 HEADER_LINES = 100
-READ_BYTES = 256 << 10  # taken from a socket at a time; more lengthen the pauses of all streams
-READ_AHEAD_BYTES = 256 << 10  # of a body that its handler has not asked for yet; then the socket is not read
-LINGER_SECONDS = 5.0  # for which the rest of a refused body is read and thrown away, so that its sender sees the answer
+READ_BYTES = 256 << 10  # Read from a socket at a time. More: longer pauses of all streams.
+READ_AHEAD_BYTES = 256 << 10  # If so much of a body waits for its handler, the socket is not read (backpressure).
+LINGER_SECONDS = 5.0  # How long the rest of a refused body is read and discarded, so that its sender sees the answer.
 _END = b"\r\n\r\n"
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]")  # bare LF or CR, folded line
-_QUOTED = re.compile(r"bytearray\(b(?=['\"])(.*)\)", re.DOTALL)  # how h11 quotes a line
-_ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)  # of a target as proxies are sent it
-_TLS_RECORD = b"\x16"  # first byte of a client that speaks TLS
+_QUOTED = re.compile(r"bytearray\(b(?=['\"])(.*)\)", re.DOTALL)  # a line quoted in an error message of h11
+_ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)  # the beginning of an absolute target, as sent to proxies
+_TLS_RECORD = b"\x16"  # first byte of a TLS handshake
 _WITHOUT_BODY_STATUSES = (204, 304)
 
 Message = MutableMapping[str, Any]
@@ -41,13 +42,15 @@ Message = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """head_seconds           from the first byte of a request (of a connection: its start) to the end of its headers
-    body_seconds           without a byte of the body
-    body_bytes_per_second  of the body on average, once body_seconds have passed
-    idle_seconds           between requests. Longer than clients keep idle connections (httpx and the SDKs 5 s, browsers
-                           a minute), so that they end them: a request on its way into a connection that the server
-                           is just closing would be lost
-    write_seconds          in which the client takes nothing of what was sent
+    """Timeouts of a connection.
+
+    head_seconds           from the first byte of a request (a new connection: from its start) to the end of its headers
+    body_seconds           longest time without a byte of the body
+    body_bytes_per_second  lowest average rate of the body, once body_seconds have passed
+    idle_seconds           longest time between requests. Longer than clients keep idle connections (httpx and the SDKs
+                           5 s, browsers a minute), so that clients close them: a request that is sent while the server
+                           closes the connection would be lost
+    write_seconds          longest time in which the client reads nothing of what was sent
     """
 
     head_seconds: float = 10.0
@@ -58,8 +61,8 @@ class Timeouts:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Belongs to a Listener, which calls `check` about once a second. All connections read into one buffer: what came
-    is copied once, to where it is kept."""
+    """Belongs to a Listener, which calls `check` about once a second. All connections read into one shared buffer, from
+    which received bytes are copied once."""
 
     def __init__(self, listener: "Listener") -> None:
         self.listener = listener
@@ -68,10 +71,10 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange: Exchange | None = None
         self._head = bytearray()  # of the next request
         self._served = 0
-        self._since = time.monotonic()  # of the phase: connected, first byte of a head, end of an answer, linger
+        self._since = time.monotonic()  # start of the phase: connected, first byte of a head, end of an answer, linger
         self._lingering = False
         self._paused = False
-        self._written = self._taken = 0  # bytes: given to the transport; of these, accepted by the system
+        self._written = self._taken = 0  # bytes given to the transport; of these, bytes that the kernel has taken
         self._progress_at = self._since
         self._writable = asyncio.Event()
         self._writable.set()
@@ -86,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self.listener.admit(self):
             why = "too many connections: try again shortly"
             self._write_error(RequestError(why, code="too_many_connections", status=503))
-            self.transport.close()  # at once: waiting for it to read would take the descriptors that are left
+            self.transport.close()  # at once: lingering would use up the last file descriptors
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.listener.connections.discard(self)
@@ -135,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def _begin(self, seen: int = 0) -> None:
-        """Starts the next request if its head has come. The first `seen` bytes were looked at before."""
+        """Starts the next request if its head is complete. The first `seen` bytes were searched before."""
         while self._head.startswith(b"\r\n"):  # allowed between requests
             del self._head[:2]
             seen = 0
@@ -146,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(_malformed(why))
             return
         end = self._head.find(_END)
-        # What is wrong already is not waited for: of a client that ends lines with LF alone, the end would never come.
+        # Refuse a malformed head before it is complete: if lines end with LF only, its end would never be found.
         last = end if end >= 0 else len(self._head) - self._head.endswith(b"\r")
         if _AMBIGUOUS.search(self._head, max(seen - 2, 0), last):
             self._refuse(_malformed("lines end with CR LF and are not folded"))
@@ -190,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
         await self._writable.wait()
 
     def answered(self, exchange: "Exchange") -> None:
-        """The response is complete: on to the next request, or the end."""
+        """Called when a response is complete: starts the next request, or ends the connection."""
         self.exchange = None
         self._since = time.monotonic()
         if self.transport.is_closing():
@@ -206,7 +209,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._begin()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answers what never became a request, and ends the connection."""
+        """Answers a malformed head or a failed TLS handshake with an error, and ends the connection."""
         self._write_error(error)
         self._linger()
 
@@ -219,7 +222,8 @@ class Connection(asyncio.BufferedProtocol):
         self.write(b"\r\n".join(lines) + _END + bytes(response.body))
 
     def _linger(self) -> None:
-        """Ends the connection after what was written has been read: closing with unread input would discard it."""
+        """Ends the connection once the client has read the answer: closing a socket with unread input would send a
+        reset and discard the answer."""
         if not self.transport.can_write_eof():  # TLS
             self.transport.close()
             return
@@ -236,7 +240,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- time
 
     def check(self, now: float) -> None:
-        """Ends what takes too long."""
+        """Ends the connection if its phase takes longer than allowed."""
         limits = self.listener.timeouts
         taken = self._written - self.transport.get_write_buffer_size()
         if taken == self._written or taken != self._taken:
@@ -280,7 +284,8 @@ class Exchange:
         self.connection = connection
         self.receiving = True
         self._parser = parser
-        self._left: int | None = None  # bytes of a body with a length that are to come; h11 takes apart chunks alone
+        self._chunks: Chunks | None = None  # of a body without a length
+        self._left = 0  # bytes of a body with a length that are to come
         self._ahead = b""  # of the next request
         self._method = request.method
         self._current = request.http_version == b"1.1"
@@ -289,9 +294,11 @@ class Exchange:
         asked = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
         self.last = not self._current or b"close" in [option.strip() for option in asked]
         self._body = bytearray()
-        if not any(name == b"transfer-encoding" for name, _ in headers):
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            self._chunks = Chunks()
+        else:
             self._left = int(next((value for name, value in headers if name == b"content-length"), b"0"))
-        self._ended = False  # the handler has had the end of the body
+        self._ended = False  # whether the handler has received the end of the body
         self._failure: RequestError | None = None
         self._gone = False
         self._status = 0
@@ -335,38 +342,29 @@ class Exchange:
 
     def begin(self) -> None:
         """Takes what came with the head."""
-        if self._left is None:
-            self._advance()
-        else:
-            self.feed(memoryview(self._parser.trailing_data[0]))
+        self.feed(memoryview(self._parser.trailing_data[0]))
 
     def feed(self, data: memoryview) -> None:
-        if self._left is None:
-            self._parser.receive_data(bytes(data))
-            self._advance()
-            return
-        part = data[: self._left]
-        self._left -= len(part)
-        self._take(part)
-        if not self._left:
-            self.receiving, self._ahead = False, bytes(data[len(part) :])
+        if self._chunks is not None:
+            self._advance(self._chunks, data)
+        else:
+            part = data[: self._left]
+            self._left -= len(part)
+            self._take(part)
+            if not self._left:
+                self.receiving, self._ahead = False, bytes(data[len(part) :])
         self._news.set()
 
-    def _advance(self) -> None:
-        """Takes what h11 has of a body in chunks."""
+    def _advance(self, chunks: Chunks, data: memoryview) -> None:
+        if self._failure is not None:
+            return
         try:
-            while self.receiving:
-                event = self._parser.next_event()
-                if isinstance(event, h11.Data):
-                    self._take(event.data)
-                elif isinstance(event, h11.EndOfMessage):
-                    self.receiving, self._ahead = False, self._parser.trailing_data[0]
-                else:
-                    break
-        except h11.RemoteProtocolError as e:
+            self._take(chunks.feed(data))
+        except ValueError as e:
             self._failure = _malformed(str(e))
             self.last = True
-        self._news.set()
+        if chunks.complete:
+            self.receiving, self._ahead = False, chunks.rest
 
     def _take(self, part: bytes | bytearray | memoryview) -> None:
         if part:
@@ -378,7 +376,7 @@ class Exchange:
 
     def check(self, now: float, limits: Timeouts) -> None:
         """The handler's next `receive` fails if the body comes too slowly."""
-        if len(self._body) > READ_AHEAD_BYTES:  # the handler is slow, not the client
+        if len(self._body) > READ_AHEAD_BYTES:  # the socket is not read: the handler is slow, not the client
             self._begun, self._last_byte, self._received = now, now, 0
             return
         took, rate = now - self._begun, limits.body_bytes_per_second
@@ -392,7 +390,7 @@ class Exchange:
         self._news.set()
 
     def rest(self) -> bytes:
-        """What came after the request."""
+        """Bytes that came after the request."""
         return self._ahead
 
     def leave(self) -> None:
@@ -420,7 +418,7 @@ class Exchange:
     # ---- the response
 
     async def send(self, message: Message) -> None:
-        """ASGI's. What a client that has left would get is dropped."""
+        """ASGI's send. Messages for a client that has left are dropped."""
         await self.connection.writable()
         if self._gone or self._complete:
             return
@@ -454,7 +452,7 @@ class Exchange:
                 self._chunked = True
                 headers.append((b"transfer-encoding", b"chunked"))
             else:
-                self.last = True  # its end is the end of the connection
+                self.last = True  # without a length, the end of the connection marks the end of the body
         if self.last:
             headers.append((b"connection", b"close"))
         headers.append((b"date", self.connection.listener.date()))

@@ -1,4 +1,4 @@
-"""Chat messages put together from what other APIs send: the ground the Responses and the Messages API share."""
+"""Builds chat messages from the items of other APIs; shared by the Responses and the Messages API."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,18 +25,18 @@ class Conversation:
 
     @property
     def spoken(self) -> bool:
-        """Whether the assistant's message being put together has text or calls: a new thought is not part of it."""
+        """Whether the open assistant message has text or calls: a thought then begins a new message."""
         return self._turn is not None and bool(self._turn["content"] or "tool_calls" in self._turn)
 
     def close(self) -> None:
         self._turn = None
 
     def resume(self) -> None:
-        """The last message, which is the assistant's, grows on."""
+        """Reopens the last message, which is the assistant's."""
         self._turn = self.messages[-1] = dict(self.messages[-1])
 
     def say(self, role: str, content: Content) -> None:
-        """A message of the system, the developer or the user."""
+        """Adds a message of the system, the developer or the user."""
         self.close()
         self.messages.append({"role": role, "content": content})
 
@@ -54,7 +54,7 @@ class Conversation:
         self._calls.add(id)
 
     def result(self, id: str, content: Content, where: str) -> None:
-        """What a tool gave back; RequestError names `where` if no earlier call has this id."""
+        """Adds the result of a tool call; RequestError names `where` if no earlier call has this id."""
         if id not in self._calls:
             raise wrong(where, f"{show(id)} is not the id of an earlier tool call in this conversation")
         self.close()

@@ -1,5 +1,6 @@
 """Every error leaves the server as an OpenAI error object: {"error": {"message", "type", "param", "code"}}."""
 
+import codecs
 import http
 import json
 import logging
@@ -17,6 +18,7 @@ from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
 
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # LE: as UTF-16
 MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",
@@ -29,7 +31,7 @@ KINDS = {
     415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
-    501: "invalid_request_error",  # of HTTP that this server does not speak: no fault of the server
+    501: "invalid_request_error",  # HTTP that this server does not implement: an error of the client
     503: "service_unavailable_error",
     505: "invalid_request_error",
 }
@@ -40,7 +42,7 @@ class GenerationError(PeriluneError):
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """(HTTP status, error object) of any exception. What is not meant for people is reduced to "internal error"."""
+    """(HTTP status, error object) of any exception. Exceptions without a text for users become "internal error"."""
     param: str | None = None
     code: str | None = None
     message = str(error)
@@ -75,7 +77,7 @@ def response(error: Exception) -> Response:
 
 
 def phrase(status: int) -> bytes:
-    """The words of a status line; none for a status that HTTP does not name."""
+    """The reason phrase of a status; empty for a status without one."""
     try:
         return http.HTTPStatus(status).phrase.encode()
     except ValueError:
@@ -87,14 +89,14 @@ async def handle(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         phrase = http.HTTPStatus(error.status_code).phrase.lower()
         path = request.url.path[:200]
-        error = HTTPException(error.status_code, f"{phrase}: {request.method} {path}", error.headers)
+        error = HTTPException(error.status_code, f"{phrase}: {request.method[:16]} {path}", error.headers)
     elif isinstance(error, PeriluneError):
         log_failure(request.url.path[:200], error)
     return response(error)
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """One line for what can go wrong by itself, a traceback for a bug, nothing for a client's mistake."""
+    """Logs one line for an expected failure, a traceback for a bug, nothing for a client's mistake."""
     if isinstance(error, RequestError):
         return
     if isinstance(error, PeriluneError):
@@ -104,7 +106,7 @@ def log_failure(what: str, error: Exception) -> None:
 
 
 def from_validation(error: ValidationError, body: bytes) -> RequestError:
-    """The first complaint of pydantic about a body as a RequestError that names the field."""
+    """pydantic's first error about a body as a RequestError that names the field."""
     first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     if first["type"] == "json_invalid":
         return not_json(str(first.get("ctx", {}).get("error", first["msg"])), body)
@@ -114,7 +116,7 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
         return RequestError("the body must be a JSON object", code="invalid_json")
     name = ".".join(path)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    message = message.replace("a valid dictionary", "an object")  # a value that was decoded before
+    message = message.replace("a valid dictionary", "an object")  # pydantic's words for a value already decoded
     verb = "is required" if first["type"] == "missing" else f"must be {message}"
     if first["type"] == "value_error":
         verb = message
@@ -123,6 +125,8 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
 
 def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
     """What is wrong with a body, or with its part `at`, that the parser of JSON refuses for a reason."""
+    if text.startswith(_MARKS):
+        return RequestError("the body begins with a byte order mark: send UTF-8 without one", code="invalid_json")
     if reason.lower().startswith(("recursion limit", "maximum recursion")):
         place = f"in {at}" if at else f"at {where}" if (where := reason.partition(" at ")[2]) else ""
         return RequestError(

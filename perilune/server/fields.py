@@ -148,6 +148,31 @@ RESPONSES: Fields = {
     "context_management": "the whole conversation is read, nothing is taken out",
     "image": "of generated images, which no model here makes",
 }
+_IN_A_COUNT = "it changes no prompt"
+INPUT_TOKENS: Fields = {
+    **dict.fromkeys(
+        (
+            "background",
+            "cache_salt",
+            "deadline_seconds",
+            "include",
+            "max_output_tokens",
+            "max_tool_calls",
+            "metadata",
+            "priority",
+            "store",
+            "stream",
+            "stream_options",
+            "temperature",
+            "top_logprobs",
+            "top_p",
+            "user",
+        ),
+        _IN_A_COUNT,
+    ),
+    "personality": Refused("say in instructions how to answer"),
+    "prompt": Refused("send instructions and input"),
+}
 REASONING: Fields = {
     "generate_summary": "the older name of summary",
     "context": Refused("earlier thoughts stay as the model's template wants it", ("auto", "current_turn")),
@@ -199,7 +224,7 @@ COUNT: Fields = dict.fromkeys(
         "top_p",
         "top_k",
     ),
-    "it changes no prompt",
+    _IN_A_COUNT,
 )
 THINKING: Fields = {
     "display": "thoughts are always shown",

@@ -1,4 +1,4 @@
-"""One prompt on its way through the engine, and what bounds it."""
+"""The run of one prompt in the engine, and the bound on runs in flight."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Engine(Counted, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine reads: token ids, with the pictures that the placeholders among them mean, in order.
+    """The input of the engine: token ids, and the pictures that the placeholders among them represent, in order.
 
     cache_keys  only prompts of one API key with the same ones share cached KV
     order       when it runs, compared with others
@@ -108,7 +108,7 @@ class Admission:
 
 
 def fit(prompt: Sequence[int], max_tokens: int | None, info: EngineInfo, param: str) -> int:
-    """How many tokens may follow the prompt: what was asked for, clamped to what the context still holds.
+    """How many tokens may follow the prompt: max_tokens, clamped to the rest of the context.
 
     RequestError about `param` for a prompt that cannot run.
     """
@@ -160,7 +160,8 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The engine's deltas; GenerationError if the engine gives up on this request, EngineError if it is down.
 
-        With stop strings, which the consumer looks for, one token at a time: none is counted after the end.
+        With stop strings, which the consumer looks for, each delta has one token, so that no token after the end
+        counts.
         """
         run, account = self.run, self.account
         run.started = time.perf_counter()
@@ -200,13 +201,13 @@ class Generation:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Of the prompt's tokens, those that are pictures and those that are videos, where there are any."""
+        """Numbers of the prompt's tokens that are pictures' and videos', if there are any."""
         seen = sum(picture.tokens for picture in self.pictures)
         counts = {"image_tokens": seen - self.video_tokens, "video_tokens": self.video_tokens}
         return {name: count for name, count in counts.items() if count}
 
     def add_reasoning(self, count: int) -> None:
-        """Of the tokens so far, `count` more are a thought."""
+        """Counts `count` more of the generated tokens as reasoning."""
         self.run.reasoning_tokens += count
         self.account.usage.reasoning_tokens += count
 

@@ -1,7 +1,7 @@
-"""Who may ask, and how much: the key file, the limits of each key and what each key has used.
+"""API keys: the key file, the limits of each key and what each key has used.
 
 A key file holds one key and nothing else, or TOML with a table [[key]] per key (docs/operations.md). Keys are compared
-by their SHA-256: they are random and long (`perilune key`), so that a slow hash would protect nothing.
+by their SHA-256: they are random and long (`perilune key`), so a slow password hash would add no protection.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ _COUNTS = tuple(f.name for f in fields(Limit))
 class Grant:
     """What one [[key]] of the key file allows; None: no limit.
 
-    digests      SHA-256 of the keys that are asked for: two while one replaces the other
-    expires      from then on the key is refused
+    digests      SHA-256 of the accepted keys: two while a new key replaces an old one
+    expires      the key is refused from this time on
     models       names of served models it may use
     cache_group  keys of one group share cached KV; other keys share none
     operator     it may read /metrics, and the usage of all keys
@@ -68,7 +68,7 @@ class Usage:
 
 
 class Account:
-    """One key at work: its limits, its answers in flight and its usage. Belongs to the event loop."""
+    """The state of one key: its limits, its answers in flight and its usage. Belongs to the event loop."""
 
     def __init__(self, grant: Grant, clock: Clock = time.monotonic) -> None:
         self.usage = Usage()
@@ -76,7 +76,7 @@ class Account:
         self._meter = Meter("this API key", "answers", grant.limit, clock)
 
     def renew(self, grant: Grant) -> None:
-        """Takes over what the key file says now; a limit that has not changed keeps its level."""
+        """Applies a new version of the key's entry; a limit that has not changed keeps its level."""
         self.grant = grant
         self._meter.renew(grant.limit)
 
@@ -92,7 +92,7 @@ class Account:
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """What cached KV of this key's requests is shared by, before a salt of the request."""
+        """Submit.cache_keys of this key's requests, to which a request may add a salt."""
         if not self.name:
             return ()
         group = self.grant.cache_group
@@ -110,11 +110,11 @@ class Account:
             )
 
     def take(self, count: int) -> None:
-        """Room for `count` answers in flight; LimitReached if there is none. `take(-count)` gives it back."""
+        """Takes room for `count` answers in flight; LimitReached if there is none. `take(-count)` releases it."""
         self._meter.take(count)
 
     def begin(self, prompt_tokens: int) -> None:
-        """An answer begins; 0 tokens if its prompt was counted with another answer."""
+        """Counts an answer that begins; `prompt_tokens` 0: the prompt was counted with another answer."""
         self.usage.input_tokens += prompt_tokens
         self._meter.spend(prompt_tokens)
 
@@ -165,7 +165,7 @@ class Keyring:
     def find(self, given: str) -> Account | None:
         """The account of a key, None for a wrong one; RequestError 401 for one that has expired.
 
-        Takes the same time for every wrong key, whatever part of it is right: digests are compared, with all.
+        Takes the same time for every wrong key: the digest is compared with all digests.
         """
         asked, found = digest(given), None
         for account in self._accounts.values():

@@ -1,4 +1,4 @@
-"""Limits of one client, which client a connection speaks for, and the memory that all bodies may take.
+"""Limits of each client, the client's address behind proxies, and the memory that all bodies together may take.
 
 A client is an API key (keys.py) or an address (middleware.py). What each may have in flight and use is one Meter.
 """
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from perilune.core.errors import ConfigError, RequestError
 
-MAX_NAMES = 100_000  # with meters at a time; names beyond that push out names without requests in flight
+MAX_NAMES = 100_000  # clients with meters at a time; more replace the oldest without requests in flight
 MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 SMALL_BYTES = 64 << 10  # bodies up to this size share SMALL_SHARE of the budget, which large ones never take
 SMALL_SHARE = 1 / 8
-MAPPED_BYTES = 1 << 20  # blocks of memory from this size have pages of their own; fewer cost more page faults
-_M_MMAP_THRESHOLD = -3  # mallopt's
-UNIX = "unix"  # the peer of a Unix socket, in a list of trusted proxies
+MAPPED_BYTES = 1 << 20  # malloc uses mmap for blocks from this size on. Smaller: more page faults.
+_M_MMAP_THRESHOLD = -3  # the parameter of mallopt(3)
+UNIX = "unix"  # name of a Unix socket's peer in the list of trusted proxies
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Clock = Callable[[], float]
 
 
 class LimitReached(RequestError):
-    """A client's limit, 429; `wait_seconds` from now the same request may pass."""
+    """A client's limit is reached: 429. The same request may pass `wait_seconds` from now."""
 
     def __init__(self, message: str, wait_seconds: float) -> None:
         seconds = max(math.ceil(wait_seconds), 1)
@@ -43,7 +43,7 @@ class Limit:
 
     @property
     def rates(self) -> dict[str, tuple[int, int]]:
-        """(amount, seconds) of those that are bounded, by name."""
+        """(amount, seconds) of each limited rate, by name."""
         rates = {
             "requests_per_minute": (self.requests_per_minute, MINUTE_SECONDS),
             "tokens_per_minute": (self.tokens_per_minute, MINUTE_SECONDS),
@@ -57,8 +57,8 @@ class Limit:
 
 
 class Bucket:
-    """A rate limit: `amount` may be spent at once and refills evenly over `seconds`. Below zero it is a debt: tokens of
-    an answer are known only when they have been made."""
+    """A token bucket: up to `amount` may be spent at once, and it refills evenly over `seconds`. Its level may be
+    negative, because the tokens of an answer are counted after they were generated."""
 
     __slots__ = ("_at", "_clock", "_level", "amount", "seconds")
 
@@ -79,13 +79,13 @@ class Bucket:
         self._level = self.level - count
 
     def wait_seconds(self) -> float:
-        """Until 1 may be spent; 0.0: now."""
+        """Seconds until 1 may be spent; 0.0: now."""
         return max(1 - self.level, 0.0) * self.seconds / self.amount
 
 
 class Meter:
-    """What one client has in flight and has used. Belongs to one event loop. `who` and `what` are for refusals: "this
-    API key" may have so many "answers" in flight."""
+    """What one client has in flight and has used. Belongs to one event loop. `who` and `what` are words of errors:
+    "this API key" may have at most 4 "answers" in flight."""
 
     __slots__ = ("_clock", "_concurrent", "_rates", "_tokens", "_what", "_who", "in_flight")
 
@@ -96,7 +96,7 @@ class Meter:
         self.renew(limit)
 
     def renew(self, limit: Limit) -> None:
-        """Other limits from now on; one that has not changed keeps its level."""
+        """Changes the limits; one that has not changed keeps its level."""
         before, self._rates = self._rates, {}
         for name, (amount, seconds) in limit.rates.items():
             kept = before.get(name)
@@ -114,7 +114,7 @@ class Meter:
             requests.spend(1)
 
     def take(self, count: int) -> None:
-        """Room for `count` more in flight; LimitReached if there is none. `take(-count)` gives it back."""
+        """Takes room for `count` more in flight; LimitReached if there is none. `take(-count)` releases it."""
         limit = self._concurrent
         if limit is not None and count > limit:
             why = f"{self._who} may have {limit} {self._what} in flight, and this request asks for {count}: split it"
@@ -124,7 +124,7 @@ class Meter:
         self.in_flight += count
 
     def spend(self, tokens: int) -> None:
-        """Counts tokens. What is beyond a limit delays later requests."""
+        """Counts tokens. Those beyond a limit delay later requests."""
         for bucket in self._tokens:
             bucket.spend(tokens)
 
@@ -152,7 +152,7 @@ class Limiter:
         self._meters: dict[str, Meter] = {}
 
     def take(self, name: str) -> Callable[[], None]:
-        """Counts a request of `name` and returns what ends it, to be called once; LimitReached beyond a limit."""
+        """Counts a request of `name`; LimitReached beyond a limit. Call the result once, when the request has ended."""
         meter = self._meter(name)
         meter.take(1)
         try:
@@ -164,7 +164,7 @@ class Limiter:
 
     def _meter(self, name: str) -> Meter:
         meter = self._meters.pop(name, None) or Meter("your address", "requests", self._limit, self._clock)
-        self._meters[name] = meter  # last: the first names are those not seen for longest
+        self._meters[name] = meter  # moved to the end: the first names are the least recently used
         if len(self._meters) > MAX_NAMES:
             idle = next((n for n, m in self._meters.items() if not m.in_flight and n != name), None)
             if idle is not None:
@@ -173,22 +173,23 @@ class Limiter:
 
 
 def keep_bodies_apart() -> None:
-    """Gives every block of MAPPED_BYTES and more pages of its own, so that bodies take the memory that BodyBudget
-    counts and give it back. By default glibc puts blocks of up to 32 MB on its heap once one of them was freed: there
-    three bodies of 31 MB that grow at once leave gaps, and took up to 200 MB. Changes nothing on other systems."""
+    """Makes malloc use mmap for every block of MAPPED_BYTES or more, so that bodies take only the memory that
+    BodyBudget counts, and freeing them returns it. By default glibc puts blocks of up to 32 MB on its heap once one of
+    them was freed: three bodies of 31 MB that grew at once fragmented the heap and took up to 200 MB. No effect without
+    glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 class BodyBudget:
-    """The bytes of all bodies in memory. Small bodies have a share of their own, so that large ones, however many,
-    leave room for ordinary requests."""
+    """The bytes of all bodies in memory. Small bodies have their own share, so that any number of large ones leaves
+    room for ordinary requests."""
 
     def __init__(self, limit_bytes: int, largest_bytes: int) -> None:
         """`largest_bytes`: one body of this size always fits an empty budget."""
         self._limits = (int(limit_bytes * SMALL_SHARE), max(int(limit_bytes * (1 - SMALL_SHARE)), largest_bytes))
-        self._held = [0, 0]  # by small, large bodies
+        self._held = [0, 0]  # bytes of small and of large bodies
 
     @property
     def held(self) -> int:
@@ -211,7 +212,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one body holds of the budget; `limit` is the most bytes it may have. RequestError 413 beyond."""
+    """The part of the budget that one body holds. RequestError 413 if the body has more than `limit` bytes."""
 
     def __init__(self, budget: BodyBudget, limit: int) -> None:
         self._budget, self._limit, self._size = budget, limit, 0
@@ -234,12 +235,12 @@ class BodyShare:
         self._size = size
 
     def grow(self, size: int) -> None:
-        """`size` bytes have come of a body without a declared length: what it holds doubles when they need more."""
+        """`size` bytes of a body without a declared length have come. The held part doubles when it is too small."""
         if size > self._size:
             self.hold(max(size, min(max(2 * size, 1024), self._limit)))
 
     def release(self) -> None:
-        """Gives it back; more calls change nothing."""
+        """Releases the held part; calling it again has no effect."""
         self.released = True
         self._budget.give(self._size)
         self._size = 0

@@ -22,16 +22,17 @@ App = Callable[
 
 Refuse = Callable[[RequestError, dict[str, Any]], Response]
 MAX_CONNECTIONS = 8192
-SPARE_FILES = 64  # descriptors kept for everything that is no connection
-CHECK_SECONDS = 1.0  # between looks at all connections
+SPARE_FILES = 64  # file descriptors kept free for everything that is not a connection
+CHECK_SECONDS = 1.0  # interval at which the timeouts of all connections are checked
 
 
 class Listener:
     """Serves an ASGI application on a bound socket. Belongs to one event loop.
 
-    refuse    makes the answer to what is no request, from the error and a scope with client, scheme and an empty path
-    draining  connections end with their current request
-    buffer    [READ_BYTES] of what the connection that reads now has read
+    refuse    makes the response to a head that is no valid request, from the error and a scope with client, scheme and
+              an empty path
+    draining  whether connections end with their current request
+    buffer    READ_BYTES bytes into which every connection reads; valid only inside buffer_updated
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Listener:
         return Connection(self)
 
     def admit(self, connection: Connection) -> bool:
-        """False: there are too many. Even then it is checked like all others, until its refusal is sent."""
+        """Registers a connection. False: there are too many; its timeouts are checked anyway, until the error is
+        sent."""
         self.connections.add(connection)
         return len(self.connections) <= self.max_connections
 
@@ -90,11 +92,11 @@ class Listener:
 
     @property
     def busy(self) -> int:
-        """Requests under way."""
+        """Number of requests in progress."""
         return len(self._tasks)
 
     def date(self) -> bytes:
-        """The header's value, made once a second."""
+        """The value of the Date header, formatted once a second."""
         now = int(time.time())
         if self._date[0] != now:
             self._date = (now, formatdate(now, usegmt=True).encode())
@@ -106,7 +108,7 @@ class Listener:
             connection.drain()
 
     async def close(self, seconds: float) -> None:
-        """Takes no more connections, waits up to `seconds` for those that there are, then cuts them."""
+        """Stops accepting, waits up to `seconds` for open connections to end, then aborts them."""
         self._server.close()
         self.drain()
         end = time.monotonic() + seconds
@@ -130,7 +132,7 @@ class Listener:
 
 
 def _files() -> int:
-    """Files that this process may have open, raised to what the system allows it."""
+    """The limit of open files of this process, after raising it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 2 * SPARE_FILES
     if hard != resource.RLIM_INFINITY:

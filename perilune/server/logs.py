@@ -5,6 +5,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from perilune.core.errors import printable
 from perilune.server.call import within
 
 MAX_MESSAGE_CHARS = 10_000
@@ -28,15 +29,23 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class TextLines(logging.Formatter):
+    """One line each, without control characters, which could be a line of their own or commands to a terminal. A
+    traceback follows in its own lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
 def configure(form: str, level: str) -> None:
-    """Of this process, by the server's configuration (log_format, log_level)."""
+    """Configures logging of this process by the server's configuration (log_format, log_level)."""
     handler = logging.StreamHandler(sys.stderr)
     if form == "json":
         handler.setFormatter(JsonLines())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-    # These would log URLs and headers of what they send.
+    # These libraries would log URLs and headers of their requests.
     for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -27,7 +27,7 @@ LENGTH_TOKENS = (1, 10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_
 
 
 class Counted(Protocol):
-    """What is read of engine.client.EngineClient."""
+    """The part of engine.client.EngineClient that metrics read."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -76,13 +76,13 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def watch(self, engine: Counted, keys: Keyring, model: str) -> None:
-        """Adds what the engine counts and its processes use, and the usage of keys."""
+        """Adds collectors of the engine's counters, of its processes and of the usage of keys."""
         self.registry.register(EngineCollector(engine, model))
         self.registry.register(KeyCollector(keys))
         self.registry.register(ProcessesCollector(lambda: engine.info.pids if engine.alive else ()))
 
     def observe(self, run: Run, prompt_tokens: int, *, closed: bool) -> None:
-        """A generation has ended. `closed`: by the grammar, where max_tokens ran out."""
+        """Counts a generation that has ended. `closed`: the grammar ended its form because max_tokens ran out."""
         self.finished.labels(run.finish_reason).inc()
         self.closed_by_grammar.inc(closed)
         self.whole.observe(run.last - run.started)

@@ -42,6 +42,7 @@ class Observe:
         self.app = app
         self.service = service
         self.paths = paths
+        self._probed = dict.fromkeys(PROBES, 200)  # the last status of each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +78,11 @@ class Observe:
                 # What is refused before it is routed has the path of a route, or not.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
-                _report(self.service, call)
+                # A probe every second would fill the log: it is a line where it says what the one before did not.
+                changed = call.status != self._probed.get(call.route)
+                if call.route in self._probed:
+                    self._probed[call.route] = call.status
+                _report(self.service, call, logging.INFO if changed else logging.DEBUG)
 
 
 def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
@@ -90,11 +95,11 @@ def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
         response = errors.response(error)
     call.status, call.ended = response.status_code, time.perf_counter()
     response.raw_headers.extend(_added(scope, response.raw_headers, call))
-    _report(service, call)
+    _report(service, call, logging.INFO)
     return response
 
 
-def _report(service: Service, call: Call) -> None:
+def _report(service: Service, call: Call, level: int) -> None:
     metrics = service.metrics
     metrics.requests.labels(call.route, str(call.status)).inc()
     if call.error is not None:
@@ -110,8 +115,6 @@ def _report(service: Service, call: Call) -> None:
         "output_tokens": call.total("output_tokens"),
     }
     line = "%s %s %d %.3f s id=%s key=%s"
-    # A probe every second would fill the log; one that fails says when the server was not ready.
-    level = logging.DEBUG if call.route in PROBES and call.status == 200 else logging.INFO
     access.log(level, line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
     for observer in service.observers:
         observer(call)

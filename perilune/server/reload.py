@@ -13,7 +13,7 @@ log = logging.getLogger("perilune.server")
 
 
 class Watched:
-    """Files that `load` reads. A failure is logged once, and what was read before stays in use."""
+    """Files that `load` reads. A failed load is logged once, and the contents read before stay in use."""
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], None]) -> None:
         self.what = what

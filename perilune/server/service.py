@@ -1,4 +1,4 @@
-"""What every endpoint works with: the engine, the model's text side, and the bound on requests in flight."""
+"""The state shared by all endpoints: engine, tokenizer and template, admission of requests."""
 
 import asyncio
 import json
@@ -31,13 +31,13 @@ from perilune.text.tokenizer import Tokenizer
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
 JSON = "application/json"
-OFFLOAD_BYTES = 16_384  # input from which work leaves the event loop: tokenizing that much takes a millisecond
+OFFLOAD_BYTES = 16_384  # Input of this size or more is processed on a thread: tokenizing so much takes 1 ms.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's text side. `generation_config`: the checkpoint's own sampling defaults. `default_max_tokens`: of
-    chat answers to requests without a limit; None: as many as there is room for."""
+    """Tokenizer, template and sampling defaults of the model. `generation_config`: the checkpoint's sampling defaults.
+    `default_max_tokens`: limit of chat answers to requests without one; None: the rest of the context."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -65,7 +65,7 @@ class ModelText:
         return Context(info.max_model_len, self.tokenizer.longest_bytes)
 
     def prepared(self, params: SamplingParams, info: EngineInfo) -> SamplingParams:
-        """As the engine takes them: bad words as token ids. RequestError for ids that the model does not have."""
+        """The parameters as the engine needs them: bad words as token ids. RequestError for unknown ids."""
         params = bad_words.resolved(params, self.tokenizer)
         params.check_ids(info.vocab_size)
         return params
@@ -97,19 +97,19 @@ class Service:
         self.metrics.watch(engine, self.keys, self.model)
         self.admission = Admission(engine, self.metrics, config.max_waiting)
         self.pictures = PictureReader(limits or Limits(), config)
-        self.observers: list[Callable[[Call], None]] = []  # of requests that have ended
+        self.observers: list[Callable[[Call], None]] = []  # called with each request that has ended
         self.stopping = asyncio.Event()
         self._large = asyncio.Semaphore(1)
         self.started = int(time.time())
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """The field of answers that marks random weights; none for a real model."""
+        """The field `system_fingerprint` of answers if weights are random; {} for a real model."""
         found = self.engine.info.fingerprint
         return {"system_fingerprint": found} if found else {}
 
     def drain(self) -> None:
-        """Takes no more generations; those in flight go on."""
+        """Refuses new generations from now on; those in flight go on."""
         self.admission.draining = True
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class Service:
         self.stopping.set()
 
     def report(self, call: Call) -> None:
-        """What the observers see of a call that ends now: of work that outlives the request that began it."""
+        """Passes a call that has ended to the observers; for background work, which outlives its request."""
         call.ended, call.status = time.perf_counter(), 200 if call.error is None else 500
         for observer in self.observers:
             observer(call)
@@ -138,7 +138,7 @@ class Service:
     async def receive(self, request: Request, kind: type[B]) -> tuple[B, int]:
         """The body of a request, validated, and its size in bytes; RequestError for what is wrong with it."""
         declared = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-        # As strict as OpenAI and vLLM: a page of another origin may send text/plain and forms without asking.
+        # As strict as OpenAI and vLLM: browsers let pages of any origin send text/plain and forms without a preflight.
         if declared != JSON and not declared.endswith("+json"):
             raise RequestError(
                 f"the body is declared as {quoted(declared)}: send JSON with 'Content-Type: {JSON}'",
@@ -152,7 +152,7 @@ class Service:
                 code="unsupported_media_type",
                 status=415,
             )
-        raw = bytearray()  # one copy: Request.body() keeps all pieces and their sum
+        raw = bytearray()  # one copy: Request.body() would keep the pieces and the joined body
         async for piece in request.stream():
             raw += piece
         size, lenient = len(raw), self.config.lenient_fields
@@ -165,8 +165,9 @@ class Service:
         return body, size
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:
-        """Runs `work`, whose input has `size` bytes: a small one here, a large one on a thread, as it would stall all
-        streams of the event loop. Of the largest one runs at a time: each takes several times its bytes of memory."""
+        """Runs `work` on an input of `size` bytes: from OFFLOAD_BYTES on, on a thread, because it would stall all
+        streams of the event loop. Of the largest inputs one runs at a time: each needs several times its bytes of
+        memory."""
         if size < OFFLOAD_BYTES:
             return work()
         if size < WHOLE_BYTES:
@@ -178,10 +179,10 @@ class Service:
 def sampling_defaults(
     generation_config: Mapping[str, float], template: ChatTemplate | None = None, *, thinking: bool | None = None
 ) -> dict[str, float]:
-    """Sampling parameters of requests that bring none: the checkpoint's own, else the vendor's advice for the mode.
+    """Default sampling parameters: the checkpoint's own, else the vendor's recommendation for the mode.
 
-    `template` says which member's advice, K2.6's without one; `thinking` is None for raw completions, which have no
-    mode.
+    `template` selects the family member of the recommendation, None: K2.6; `thinking` None: a raw completion, which has
+    no mode.
     """
     if thinking is None:
         return dict(generation_config)

@@ -1,4 +1,4 @@
-"""Server-sent events, and the race of an answer against the client that may leave and the server that may stop."""
+"""Server-sent events; cancels the work on an answer when its client leaves or the server stops."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ E = TypeVar("E")
 T = TypeVar("T")
 QUEUED_PIECES = 64
 PING_SECONDS = 10.0  # well below the idle limits of common proxies (30 s and more)
-CLIENT_GONE = 499  # the usual status in logs for a client that left; it is never received
+CLIENT_GONE = 499  # status in logs for a client that left, as in nginx; it is never sent
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects chunks would undo streaming
+    (b"x-accel-buffering", b"no"),  # keeps nginx from buffering the stream
 )
 _encode = msgspec.json.Encoder().encode
 
@@ -82,7 +82,7 @@ async def gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
-    """The frames of all sources as they come; the first failure, or closing this, ends every source."""
+    """The frames of all sources as they come; an exception in one, or closing this generator, closes every source."""
     return sources[0] if len(sources) == 1 else _interleaved(sources)
 
 
@@ -120,8 +120,8 @@ class EventStream(Response, Generic[E]):
     """Sends each of `events` the moment it exists, one ASGI message per event, and `ping` when PING_SECONDS were quiet.
 
     `events` is closed as soon as the client leaves or the server stops, which cancels the request in the engine. The
-    status line is already out when an exception comes: it ends the stream with the event that `failure` makes of it.
-    `end` follows the last event. `on_close` runs in every case.
+    status line is already sent when an exception comes, so the stream ends with the event that `failure` makes of it.
+    `end` is sent after the last event. `on_close` runs in every case.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from perilune.core.errors import ConfigError
 
 
 class Certificate:
-    """The TLS context of the server. Connections made after `load` get the certificate that lies in the files then."""
+    """The TLS context of the server. Connections made after `load` get the certificate that `load` has read."""
 
     def __init__(self, cert: str, key: str) -> None:
         """PEM files: the chain, the server's own certificate first, and its key. ConfigError if they cannot be used."""
@@ -16,7 +16,7 @@ class Certificate:
         self.load()
 
     def load(self) -> None:
-        """Reads the files again. ConfigError if they cannot be used: the certificate before stays."""
+        """Reads the files again. ConfigError if they cannot be used: the old certificate stays in use."""
         self._load_into(self._new())
         self._load_into(self.context)
 

@@ -14,7 +14,7 @@ SERVER_ERRORS = 500  # a status below is the client's mistake
 
 
 class Traces:
-    """Spans are made when a request has ended, from the times that its call noted, so that they cost an answer nothing.
+    """Makes spans after a request has ended, from the times in its Call, so that tracing does not delay answers.
 
     The request's `traceparent` is the parent; a caller that does not sample its trace gets no spans here either.
     """
@@ -44,7 +44,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("perilune", perilune.__version__)
 
     def record(self, call: Call) -> None:
-        """A request has ended."""
+        """Makes the spans of a request that has ended."""
         if call.route in UNSEEN:
             return
         span = self._tracer.start_span(
@@ -79,14 +79,14 @@ class Traces:
         span.end(_clock(call, call.ended))
 
     def close(self) -> None:
-        """Sends what is left, for CLOSE_SECONDS at most."""
+        """Sends the spans that are left, for at most CLOSE_SECONDS."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
 
 
 def phases(run: Run) -> list[tuple[str, float, float]]:
-    """(name, start, end) of what a generation went through, as times of time.perf_counter()."""
+    """The phases of a generation: (name, start, end), times of time.perf_counter()."""
     if not run.started:
         return []
     begun = run.started + run.queue_seconds

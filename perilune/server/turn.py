@@ -1,4 +1,4 @@
-"""From a validated chat body to assistant turns under way: used by every chat API."""
+"""From a validated chat body to running assistant turns; used by every chat API."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import EngineInfo, Picture, Video, pictures_of
-from perilune.core.sampling import SamplingParams, candidates, sibling
+from perilune.core.sampling import MAX_WHOLE, SamplingParams, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat, forces
 from perilune.server.answer_format import Calls, check_strict, enforced, tool_choice
@@ -38,7 +38,7 @@ class Turn:
     def __init__(
         self, generation: Generation, stream: ChatStream, *, ends: frozenset[int], echo: Sequence[Event] = ()
     ) -> None:
-        """`ends`: ids that close a thought. `echo`: what the answer gives back of the prompt, first."""
+        """`ends`: ids that close a thought. `echo`: events for the part of the prompt that the answer repeats first."""
         self.generation = generation
         self.stream = stream
         self.reasoning_tokens = 0
@@ -48,7 +48,7 @@ class Turn:
         self._echo = list(echo)
 
     async def events(self) -> AsyncGenerator[tuple[list[Event], list[TokenLogprob]], None]:
-        """Per delta of the engine: what it adds to the turn, and the log-probabilities of the tokens it came from."""
+        """Per delta of the engine: the events that it adds to the turn, and the log-probabilities of its tokens."""
         if self._echo:
             yield self._echo, []
         async with contextlib.aclosing(self.generation.deltas()) as deltas:
@@ -91,13 +91,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of one request, admitted; `release` gives their room back and must be called when they have ended."""
+    """The admitted turns of one request. `release` frees their room and must be called when they have ended."""
 
     turns: Sequence[Turn]
     release: Callable[[], None]
 
     def usage(self) -> dict[str, Any]:
-        """Of all turns together; they share their prompt."""
+        """The usage object of all turns together; their prompt counts once."""
         first = self.turns[0].generation
         return usage(
             len(first.prompt),
@@ -111,12 +111,12 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What a chat body asks for, read once: all work whose time grows with the conversation is done.
+    """A chat body after all work that takes time in proportion to the conversation: rendered and tokenized once.
 
-    ids        the prompt's token ids, up to where the answer begins or goes on
-    beginning  the part of the answer that the ids hold
-    calls      the tool calls that the answer may hold
-    shown      tools that the model sees
+    ids        the prompt's token ids, including the beginning of the answer if the client sent one
+    beginning  the part of the answer that is in the ids
+    calls      the tool calls that the answer may have
+    shown      tools declared in the prompt
     answer     the form of the answer's text; None: free
     budget     tokens that the thought may take; None: no bound
     """
@@ -143,10 +143,11 @@ def read(
     check_strict(declared)
     choice = tool_choice(body.tool_choice, declared)
     shown = () if choice == "none" else declared
-    # A call that must be made leaves no text that the format could apply to.
+    # If a call is required, the answer has no text to which a format could apply.
     answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
+    budget = None if budget is None else min(budget, MAX_WHOLE)  # no message has room for more
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)
@@ -255,7 +256,7 @@ async def begin(service: Service, request: Request, size: int, body: ChatBody, f
 
 
 def _siblings(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Parameters of `count` answers to one prompt, which is scored once."""
+    """Sampling parameters of `count` answers to one prompt; only the first asks for prompt log-probabilities."""
     unscored = dataclasses.replace(params, prompt_logprobs=None)
     return [sibling(unscored if i else params, i) for i in range(count)]
 

@@ -1,20 +1,20 @@
-"""Which drafts are accepted: the rule by which speculation never changes an answer.
+"""Decides which drafts are accepted, so that speculation never changes an answer.
 
 Output token number d of a request is a function of the target's logits at its position (after penalties, bias, grammar
 mask, temperature and filters) and of one random number, uniform(seed, d) (engine/sampler.py). A step with drafts
 evaluates the same function at every drafted position, each row given the drafts before it. The rows' tokens are read in
 order: while a row's token equals the next draft, the next row computed what plain decoding would have computed. The
 first token that differs is what plain decoding would have sampled; everything after it is dropped. If all drafts are
-right, the last row gives one token more. So answers are those of plain decoding token for token, with any seed and at
-any temperature, as far as the target's arithmetic gives a row the same logits beside other rows. That is stronger than
-an equal distribution, and can be tested by comparing. `accept` is for steps queued call by call; in a CUDA graph it is
-ops/drafts/accept_drafts.py.
+accepted, the last row gives one token more. So answers equal those of plain decoding token for token, with any seed and
+at any temperature, as long as the target computes the same logits for a row in any batch (in bfloat16, almost equal
+logits may swap). That is stronger than an equal distribution, and a test can compare tokens. `accept` is for steps
+queued op by op; in a CUDA graph it is ops/drafts/accept_drafts.py.
 
-No acceptance is lost by drafting one token per position. Rejection sampling accepts a draft x with probability
-min(1, p(x) / q(x)) for target p and proposal q; for a proposal with all its mass on x that is p(x), which is how often
-a token sampled from p equals x. Sampling drafts from a model's distribution q and rejecting against it would accept
-with probability sum(min(p, q)), more than the p(argmax q) here if both are flat and alike: a gain at high temperature
-only, and the tokens of an answer would then depend on what was drafted.
+Drafting the most likely token loses no acceptance against standard rejection sampling. That accepts a draft x with
+probability min(1, p(x) / q(x)) for target p and proposal q; for a proposal with all its mass on x that is p(x), which
+is how often a token sampled from p equals x. Sampling drafts from a model's distribution q and rejecting against it
+would accept with probability sum(min(p, q)), which is more than p(argmax q) only if both are flat and alike, at high
+temperature; and the tokens of an answer would then depend on what was drafted.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NONE = -2  # equals no token, nor the sampler's mark for logits that are not finite
+_NONE = -2  # padding: equals no token id, and not the sampler's FAILED (-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """S requests, R rows.
 
-    lengths  [S] int64: the accepted drafts and one token more, unless the logits of that token's row are not finite
-    spoilt   [S] bool: there is no such token, because of its row's logits
+    lengths  [S] int64: tokens that the request gets: the accepted drafts and one more, or without that one if spoilt
+    spoilt   [S] bool: the one more is missing, because the logits of its row are not finite
     """
 
     lengths: Tensor
@@ -47,7 +47,7 @@ def accept(
     allowed: Sequence[Sequence[int]],
     on_device: Callable[[NDArray[Any], torch.device], Tensor],
 ) -> Accepted:
-    """The host does not wait for the device.
+    """How many tokens each request gets. The host does not wait for the device.
 
     sampled    [R] int64: the rows of each request in order, one more than it has `drafts`; negative where the logits
                are not finite

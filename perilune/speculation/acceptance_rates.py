@@ -1,12 +1,12 @@
-"""How often drafts are accepted: a table that every generated token teaches, and a factor for each request and token.
+"""Estimates the probability that a draft is accepted: a table updated by every generated token, and two factors.
 
-Every token says whether the match before it was right, drafted or not. So the table of matches, by length of the match
-and agreement of the matches, costs nothing to learn, needs no trials, and has no bias towards what was drafted. Since a
-match grows by one with every accepted draft, the same table holds for later drafts. The drafts of a model are divided
-by the model's own confidence, and are known only where the model was asked to draft.
+The table of n-gram matches has cells by length of the match and by agreement of several matches. Every generated token
+shows whether the match before it was right, also if the match was not drafted: so the table needs no trials and has no
+bias towards what was drafted. A match grows by one with every accepted draft, so the same table serves later drafts.
+The table of a draft model has cells by the model's confidence, and learns only from chains that were drafted.
 
-Two factors come on top of the table: the request's, because some texts repeat themselves more than others, and the
-token's: commas and markers recur where they did before, digits and names less so.
+The probability of a cell is multiplied by a factor of the request, because some texts repeat themselves more than
+others, and by a factor of the token: commas and markers recur where they did before, digits and names less so.
 """
 
 from bisect import bisect_right
@@ -21,8 +21,9 @@ PRIOR_DRAFTS = 4.0  # Drafts that the initial value of a cell counts for. Larger
 FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
 REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0  # Of a request's factor. A larger prior: closer to the table.
 TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor, likewise.
-LEARN_PER_STEP = 4  # Requests per step to learn chains from where steps are chained, in turns: Python must stay below
-# the time of a step. Larger: learns faster, takes more Python per step.
+# With chained steps, learn from the chains of so many requests per step, round robin: Python must take less time than a
+# step. Larger: learns faster, takes more Python per step.
+LEARN_PER_STEP = 4
 
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
 _SHARES = (0.5, 0.8, 1.0)  # columns by share of the matches that agree; one more for a single match
@@ -30,8 +31,8 @@ _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, w
 _FIRST = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
 
 Cell = tuple[str, int, int]  # source, row and column: drafts of one cell share one acceptance rate
-Draft = tuple[int, Cell]  # its token comes first
-Observation = tuple[int, Draft, bool]  # rid, draft, and whether it was right
+Draft = tuple[int, Cell]  # (token, cell)
+Observation = tuple[int, Draft, bool]  # (rid, draft, whether it was right)
 
 
 def of_match(match: Match) -> Draft:
@@ -48,7 +49,7 @@ def of_model(token: int, position: int, confidence: float, agrees: bool | None) 
 
 @dataclass(slots=True)
 class Rate:
-    """A quotient of two sums in which `memory` samples count, recent ones more."""
+    """A mean as the quotient of two decaying sums: about the last `memory` samples count, recent ones more."""
 
     hits: float
     total: float
@@ -66,10 +67,11 @@ class Rate:
 
 
 class AcceptanceRates:
-    """How often drafts of each cell are right if those before them are.
+    """P(a draft is right, given that those before it are), by cell.
 
-    `observations` are learned at the next `apply`, and requests that have `ended` are forgotten: while a step runs,
-    because it takes Python. `by_turns`: chains of LEARN_PER_STEP requests per step only; `turn` counts the steps.
+    `apply` learns the queued `observations` and forgets the requests in `ended`; it is called while a step runs,
+    because it takes Python time. `by_turns`: learn from chains of only LEARN_PER_STEP requests per step; `turn` counts
+    the steps.
     """
 
     def __init__(self, *, by_turns: bool = False) -> None:
@@ -85,7 +87,7 @@ class AcceptanceRates:
 
     @property
     def chains(self) -> float:
-        """Chains learned from, recent ones weighted more."""
+        """Number of chains learned from, recent ones weighted more."""
         return self._positions[0].total if self._positions else 0.0
 
     def probability(self, rid: int, draft: Draft) -> float:
@@ -112,7 +114,7 @@ class AcceptanceRates:
         """P(the first k drafts are all right), k = 1 .. `length`, for a chain not drafted yet (mean over chains)."""
         alive, survival, p, factor = 1.0, [], FIRST_PROBABILITY, self._factor(rid, "eagle3")
         for position in range(length):
-            if position < len(self._positions):  # with few samples as the position before it: chains decay slowly
+            if position < len(self._positions):  # a position with few samples takes the rate of the one before it
                 rate = self._positions[position]
                 p = (rate.hits + PRIOR_DRAFTS * p) / (rate.total + PRIOR_DRAFTS)
             alive *= min(p * factor, MAX_PROBABILITY)
@@ -137,7 +139,7 @@ class AcceptanceRates:
         rate.add(hit, 1.0, MEMORY_DRAFTS)
 
     def has_turn(self, rid: int, requests: int) -> bool:
-        """Whether to learn from the chain of request `rid`, of so many in this step."""
+        """Whether to learn from the chain of request `rid` in this step of `requests` requests."""
         if not self._by_turns or requests <= LEARN_PER_STEP:
             return True
         return (rid + self.turn) % (-(-requests // LEARN_PER_STEP)) == 0
@@ -156,7 +158,7 @@ class AcceptanceRates:
 
     def _cell(self, cell: Cell) -> Rate:
         source, row, column = cell
-        if source != "suffix":  # given the confidence, the position in the chain says little
+        if source != "suffix":  # of a chain only the confidence is used: its position adds little to that
             return self._model[column]
         found = self._suffix.get(cell)
         if found is None:

@@ -1,4 +1,4 @@
-"""Drafting by measured gain: whether to wait for drafts, how many to verify, and how long the next chains are."""
+"""The drafting policy by measured gain: whether to wait for drafts, how many to verify, how long chains should be."""
 
 from collections.abc import Sequence
 
@@ -12,23 +12,22 @@ from perilune.speculation.policy import Candidates, choose
 from perilune.speculation.requests import Requests
 from perilune.speculation.step_records import StepRecords
 
-LOOKUP_SECONDS = 60e-6  # Python time of one request's matches per step, about. Larger: matches only with longer steps.
-LOOKUP_BUDGET_SHARE = (
-    0.03  # Share of a step. For requests that already have a draft chain: if n-gram lookups would take more,
-)
-# do them while the next step runs. Larger: more chains are continued by matches, and more steps wait for Python.
-LOOKUP_LIMIT_SHARE = (
-    0.1  # Share of a step. If n-gram lookups would take more where no step waits for Python (chained or plain
-)
-# steps), do none. Larger: matches are used with smaller models too, and slow their steps.
-KNOWN_CHAINS = 8.0  # Chains learned from before a batch size may begin without the draft model. Larger: later.
-PROMISING_RATIO = (
-    1.05  # A batch size then begins with the draft model if that is predicted to be 5 % faster than plain.
-)
+# Python time of n-gram lookup for one request and step, about. Larger: lookup is used only where steps are longer.
+LOOKUP_SECONDS = 60e-6
+# For requests that already have a draft chain: if n-gram lookups would take more than 3 % of a step, do them while the
+# next step runs. Larger: more chains are continued by matches, and more steps wait for Python.
+LOOKUP_BUDGET_SHARE = 0.03
+# For chained and plain steps, which do not wait for Python: if n-gram lookups would take more than 10 % of a step, do
+# none. Larger: matches are used with smaller models too, and slow their steps.
+LOOKUP_LIMIT_SHARE = 0.1
+# After so many chains were learned from, a new batch size may begin without the draft model. Larger: later.
+KNOWN_CHAINS = 8.0
+# It then begins with the draft model only if that is predicted to be 5 % faster than plain steps.
+PROMISING_RATIO = 1.05
 
 
 class Adaptive:
-    """The policy of an engine with measured costs. `longest`: tokens that a draft model can draft, 0 without."""
+    """The policy of an engine with measured step times. `longest`: tokens that the draft model can draft; 0: none."""
 
     def __init__(
         self, costs: LiveCosts, longest: int, requests: Requests, rates: AcceptanceRates, pause: Pause
@@ -44,18 +43,19 @@ class Adaptive:
         self._last_mode = Mode.ALL
 
     def can_look_up(self, requests: int) -> bool:
-        """Whether a step of so many requests leaves Python enough time to look up matches."""
+        """Whether a step of `requests` requests is long enough for Python to look up matches meanwhile."""
         if not self._requests.suffix or (self._longest and not self._costs.can_chain):
             return self._requests.suffix
         step = self._costs.verifying.base(requests) if self._longest else self._costs.plain(requests, 0)
         return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT_SHARE * step
 
     def defers_lookup(self, requests: int) -> bool:
-        """Whether requests that have a chain are looked up while the next step runs."""
+        """Whether n-gram lookup of requests that have a chain is left for when the next step runs."""
         return requests * LOOKUP_SECONDS > LOOKUP_BUDGET_SHARE * self._costs.waited.base(requests)
 
     def worth_waiting(self, running: StepPlan) -> bool:
-        """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
+        """Whether to wait for the result of `running` before the next step is planned: the expected gain of drafts is
+        then more than the overlap with planning saves."""
         if running.chain <= 0 and not self._requests.lookup:
             return False
         batch, choice = self.modes.of(running)
@@ -81,8 +81,8 @@ class Adaptive:
         return choose(candidates, costs, MAX_DRAFTS * n, choice.tokens_per_second(batch), costs.overhead(n)) > 0.0
 
     def chained(self, running: StepPlan) -> int | None:
-        """How many tokens of the chain after `running` the next step verifies, planned before they are known; None if
-        it is not planned so."""
+        """How many tokens of the chain drafted after `running` the next step verifies, if it should be planned now,
+        before these are known (a chained step); None if not."""
         drafted = any(w.drafts for w in running.work)
         if running.chain <= 0 and not drafted:
             return None
@@ -92,7 +92,7 @@ class Adaptive:
         return None if self.can_look_up(batch.requests) and self._matches_win(running, batch, choice) else running.chain
 
     def max_drafts(self, plan: StepPlan) -> int:
-        """Of one request; 0 if the step's mode has no drafts."""
+        """The largest number of drafts of one request; 0 if the step's mode has no drafts."""
         return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
@@ -121,7 +121,7 @@ class Adaptive:
         return self._lengths.choose(plan, batch, choice)
 
     def _by_promise(self, batch: Batch) -> list[Mode]:
-        """As modes.ByPromise."""
+        """The modes that the batch may use, by predicted speed (see modes.ByPromise)."""
         matches = [Mode.MATCHES] if self.can_look_up(batch.requests) else []
         if not self._longest:
             return [*matches, Mode.PLAIN]
@@ -136,12 +136,12 @@ class Adaptive:
         return [Mode.ALL, *matches, Mode.PLAIN] if best >= PROMISING_RATIO else [*matches, Mode.PLAIN, Mode.ALL]
 
     def _waiting_costs(self, choice: ModeChoice) -> KindCosts:
-        """Of steps that are planned after their predecessor landed."""
+        """Step times for steps that are planned after the result of the step before."""
         left_out = self._longest and choice.current != Mode.ALL
         return self._costs.waited_without_drafter if left_out else self._costs.waited
 
     def _matches_win(self, running: StepPlan, batch: Batch, choice: ModeChoice) -> bool:
-        """Whether matches after `running` promise more than its chains, by more than waiting for `running` costs."""
+        """Whether matches after `running` are expected to gain more than its chains, by more than waiting costs."""
         gain, longest = 0.0, 0
         for work in running.work:
             state = self._requests.states.get(work.rid)
@@ -150,7 +150,7 @@ class Adaptive:
             self._rates.observations += state.match_pending(work.rid)
             if (matcher := state.ready) is None:
                 continue
-            before = [token for token, _ in state.chain[: work.drafts]] if work.chained else list(work.guesses)
+            before = [token for token, _ in state.chain[: work.drafts]] if work.chained else list(work.draft_tokens)
             if len(before) < work.drafts:
                 continue
             matched = matcher.drafts(MAX_DRAFTS + 1, before)

@@ -1,6 +1,7 @@
-"""How long a chain the draft model shall draft, before its confidence is known: by what chains lately gained.
+"""Chooses the length of the next draft chains, before the draft model's confidence is known: by what recent chains
+gained.
 
-Where chains do not pay, a short one is drafted now and then, to see whether the text has become easier.
+While chains do not pay, a short one is drafted now and then (a probe), to see whether the text has become easier.
 """
 
 from perilune.core.step import StepPlan
@@ -11,31 +12,32 @@ from perilune.speculation.policy import ChainGain, best_length, net_gain
 from perilune.speculation.request_state import RequestState
 
 PROBE_LENGTH = 3  # Tokens drafted to test whether chains pay again. Larger: a failed test costs more.
-FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a test: at first, doubling, and at most.
-REQUEST_PRIOR_CHAINS = 6.0  # Chains that the mean of all requests counts for with a new one. Larger: adapts later.
+FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a test: 4, then 8, 16, ... up to 64.
+REQUEST_PRIOR_CHAINS = 6.0  # A new request starts with the mean of all, weighted as 6 chains. Larger: adapts later.
 MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slower to follow a change of text.
 
 
 class ChainLengths:
-    """Chains of up to `longest` tokens. `states`: the live requests by rid, which keep the gains of their chains."""
+    """Chooses lengths of chains of up to `longest` tokens. `states`: unfinished requests by rid, each with the mean
+    gain of its chains."""
 
     def __init__(self, longest: int, costs: LiveCosts, rates: AcceptanceRates, states: dict[int, RequestState]) -> None:
         self._longest = longest
         self._costs = costs
         self._rates = rates
         self._states = states
-        self._gain: ChainGain | None = None  # of all requests
-        self._paying: tuple[int, int] | None = None  # requests, and the length last chosen for so many, while it holds
-        self._steps_without, self._patience = 0, FIRST_PROBE_STEPS  # patience: steps without a chain until a probe
-        self._probing = False  # the last chain was a probe
+        self._gain: ChainGain | None = None  # mean over all requests
+        self._paying: tuple[int, int] | None = None  # (requests, length) last chosen; None: choose anew
+        self._steps_without, self._patience = 0, FIRST_PROBE_STEPS  # steps without a chain: so far, and until a probe
+        self._probing = False  # whether the last chain was a probe
 
     def drafter_left_out(self) -> None:
-        """The step is planned without the draft model; the first one with the model again has a chain."""
+        """Call it when a step is planned without the draft model; the next step with the model then has a chain."""
         self._steps_without = self._patience = FIRST_PROBE_STEPS
         self._paying = None
 
     def choose(self, plan: StepPlan, batch: Batch, choice: ModeChoice) -> int:
-        """Tokens of the chains after this step; at least a probe while the mode is on trial."""
+        """Length of the chains drafted after this step; at least PROBE_LENGTH while a trial of the mode runs."""
         trying = choice.trial is not None
         if not trying and self._paying is not None and self._paying[0] == batch.requests:
             return self._paying[1]
@@ -66,7 +68,7 @@ class ChainLengths:
         return probe
 
     def record(self, plan: StepPlan, batch: Batch, choice: ModeChoice) -> None:
-        """Adds what the chains drafted after this step are expected to gain; called before they are verified."""
+        """Adds the expected gains of the chains drafted after this step; call it before they are verified."""
         verifying, drafting = self._token_costs(batch, choice)
         self._paying = None
         total = 0.0
@@ -76,9 +78,8 @@ class ChainLengths:
                 continue
             survival = self._rates.survival(work.rid, state.chain_drafts)
             drafted = len(survival)
-            if (
-                drafted == plan.chain and drafted < self._longest
-            ):  # not ended by low confidence: extended as chains go on
+            # A chain that low confidence did not end is extended by the typical course of chains.
+            if drafted == plan.chain and drafted < self._longest:
                 typical = self._rates.typical(work.rid, self._longest)
                 survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]
                 drafted = self._longest
@@ -93,7 +94,7 @@ class ChainLengths:
             self._patience = 1  # the text may have become easier: probe again
 
     def _token_costs(self, batch: Batch, choice: ModeChoice) -> tuple[list[float], float]:
-        """Costs in tokens, a request's share: of verifying 1, 2, ... drafts of each; of the model's next token."""
+        """Costs in tokens, per request: of verifying 1, 2, ... drafts of each request; of drafting one more token."""
         rate = choice.tokens_per_second(batch) / batch.requests
         base = self._costs.verifying.base
         plain = base(batch.requests)

@@ -1,8 +1,8 @@
-"""The protocol of a draft model: what it gets of a step, and what it returns.
+"""The protocol of a draft model: the inputs that it gets from a step, and the drafts that it returns.
 
-The runner calls it once per step, on the compute thread, after the step's tokens have been sampled and accepted, in the
-same queue of device work. No call may wait for the device. Its drafts come to the host with the step's tokens; how many
-of them the next step verifies is decided there (adaptive.py).
+The runner calls it once per step, on the compute thread and the step's CUDA stream, after the step's tokens have been
+sampled and accepted. No call may wait for the device. Its drafts reach the host with the step's tokens; the host
+decides how many of them the next step verifies (adaptive.py).
 
 Drafts are the model's most likely tokens, not samples: see acceptance.py.
 """
@@ -26,8 +26,8 @@ class Followed:
     features   [T, A D] the residual stream at the inputs of the drafter's A aux layers, concatenated
     following  [T] int64: the token after each row's position; the sampled one where the row samples
     sampled    indices into `work` of the S requests
-    last       [S] int64: the row of each request's last accepted position; its rows after that hold rejected drafts;
-               their slots are written again later
+    last       [S] int64: the row of each request's last accepted position; its rows after that are rejected drafts,
+               and later steps overwrite their cache slots
     """
 
     work: tuple[Work, ...]
@@ -49,11 +49,11 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the chains of S requests begin, on the device: the last accepted position of each.
+    """The state from which the chains of S requests begin, on the device: after the last accepted position of each.
 
     states, features   [S, D] inputs of the drafter's head and of its next step; `features` is overwritten
     positions          [S] int64
-    tables             [S, M] int32 the requests' blocks, padded with any block
+    tables             [S, M] int32 block tables; the padding may be any block
     """
 
     states: Tensor
@@ -63,10 +63,10 @@ class Start:
 
 
 class Drafter(Protocol):
-    """One per engine. Its own cache has the same block ids and slots as the target's.
+    """A draft model; one per engine. Its own KV cache has the same block ids and slots as the target's.
 
-    `aux_layers` are the layers, in ascending order, that it gets the inputs of; it drafts at most `longest` tokens. It
-    may be left out of any number of steps: its pages then hold zeros or old entries at those positions.
+    `aux_layers` are the target's layers, in ascending order, that it reads the inputs of; it drafts at most `longest`
+    tokens. It may skip any number of steps: its pages then hold zeros or old entries at those positions.
     """
 
     aux_layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Drafter(Protocol):
         ...
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-        """Bytes of its scratch blocks, for the positions of chains after the last token."""
+        """Bytes of its scratch blocks, which hold the KV of chains: those positions are after the last token."""
         ...
 
     def allocate(
@@ -92,22 +92,22 @@ class Drafter(Protocol):
     ) -> None: ...
 
     def cache(self) -> Tensor:
-        """[blocks, block_size, width] its own cache, once allocated; blocks beyond the target's are scratch."""
+        """Its KV cache [blocks, block_size, width]; blocks beyond the number of the target's are scratch."""
         ...
 
     def follow(self, followed: Followed) -> Start | None:
-        """Writes the step to its cache; None if no request sampled a token."""
+        """Reads a step into its cache and returns where chains begin; None if no request sampled a token."""
         ...
 
     def draft(self, start: Start, length: int, min_confidence: float = 0.0) -> Drafts:
-        """A chain of `length` tokens, at least one, after each request's last.
+        """A chain of `length` >= 1 tokens after each request's last token.
 
-        On a CPU chains end early: when the confidence in every request's chain is below `min_confidence`.
+        On a CPU all chains end early once the product of probabilities is below `min_confidence` in every one.
         """
         ...
 
     def blank(self, requests: int, width: int) -> Start:
-        """Buffers for so many requests and a block table `width`; drafting from them writes no live block."""
+        """Buffers for `requests` requests and tables of `width` blocks; drafting from them writes no block in use."""
         ...
 
     def propose(self, followed: Followed, length: int, min_confidence: float = 0.0) -> Drafts | None:

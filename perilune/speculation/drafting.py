@@ -1,12 +1,12 @@
-"""What the engine asks about drafts: requests and tokens go in, drafts for the next step come out.
+"""The speculator of an engine: requests and sampled tokens go in, drafts for the next step come out.
 
-Drafts come from matches with earlier text (suffix.py), from a draft model (drafter.py; its chain arrives with the
-tokens that it continues), or from both: the chain, continued by matches after it. How many are verified is decided by
-measured gain (adaptive.py), or fixed (fixed_length.py).
+Drafts come from matches with earlier text (suffix.py, n-gram lookup), from a draft model (drafter.py; its chain arrives
+with the tokens that it continues), or from both: the chain, continued by matches after it. The number to verify is
+chosen by measured gain (adaptive.py), or fixed (fixed_length.py).
 
 Everything runs on the planning thread. The next step waits for `propose` and `chain_length`; `maintain` is called while
-a step runs, and does what can wait. Where steps are chained (queued behind drafts in flight), what a step verifies is
-known here one step late.
+a step runs, for work that can wait. A chained step (planned while the drafts that it verifies are still being computed)
+reports here one step later which drafts it verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,17 @@ from perilune.speculation.requests import Requests
 from perilune.speculation.stats import Tally
 from perilune.speculation.step_cost import Costs
 
-MIN_CONFIDENCE = 0.4  # On a CPU, a chain ends when the model's confidence in all of it is less. Larger: shorter chains.
+# On a CPU, a chain ends when the product of its tokens' probabilities is less. Larger: shorter chains.
+MIN_CONFIDENCE = 0.4
 
 
 class Speculator:
     """Drafts for the requests of one engine.
 
-    suffix   matches with earlier text are looked up
-    longest  tokens that a draft model can draft; 0 without one
-    fixed    number of drafts whenever they can be had; None: as many as pay, by `costs`
-    shared   texts of finished requests may match (never changes an answer)
+    suffix   whether matches with earlier text (n-gram lookup) are a source of drafts
+    longest  tokens that the draft model can draft; 0: there is none
+    fixed    number of drafts, whenever there are so many; None: the number with the greatest gain, by `costs`
+    shared   whether texts of finished requests may match (this never changes an answer)
 
     min_confidence  see StepPlan
     """
@@ -56,12 +57,12 @@ class Speculator:
         self._records = self._policy.records
         self._requests.lookup = self._policy.can_look_up(1)
         self.min_confidence = MIN_CONFIDENCE if fixed is None else 0.0
-        self._has_chains = False  # some request has a chain
+        self._has_chains = False  # whether any request has a chain
         self._tally = Tally()
 
     @property
     def paused(self) -> int:
-        """Steps, at most, for which nothing is asked here: see `record_paused`."""
+        """Steps left of a pause, in which the engine asks for no drafts; 0: no pause. See `record_paused`."""
         return self._pause.steps
 
     def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
@@ -70,12 +71,12 @@ class Speculator:
         self._requests.open(rid, prompt, root)
 
     def drop(self, rid: int) -> None:
-        """The request has ended; unknown ids are ignored."""
+        """Forgets a request that has ended; unknown ids are ignored."""
         self._requests.drop(rid)
 
     def record_paused(self, requests: int, deltas: Sequence[Delta]) -> None:
-        """A step of so many requests landed while `paused` is not 0. Such steps are those of an engine without drafts:
-        this is the only call, and their tokens are read when the pause ends."""
+        """Call it instead of `observe` and `record_time` for each step committed during a pause. The tokens of these
+        steps are read when the pause ends, so that such steps take hardly any Python here."""
         self._requests.unread.append(deltas)
         if self._records is not None:
             self._records.record_paused()
@@ -88,7 +89,7 @@ class Speculator:
         self._requests.read()
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
-        """A step has landed."""
+        """Takes the results of a step that was committed."""
         requests, rates, n = self._requests, self._rates, len(deltas)
         learns = requests.suffix
         if self._records is not None:
@@ -120,21 +121,21 @@ class Speculator:
                 state.set_chain(output.chain)
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step last observed took `seconds` from when its predecessor landed; `alone`: planned after that."""
+        """The step observed last took `seconds` since the step before it was committed; `alone`: it was planned after
+        that, so that the device waited for the host."""
         if self._records is not None:
             self._records.record_time(plan, seconds, alone)
 
     def worth_waiting(self, running: StepPlan) -> bool:
-        """Whether drafts for the step after `running` promise more than planning that step before `running` lands."""
+        """As Adaptive.worth_waiting."""
         return self._policy.worth_waiting(running)
 
     def chained(self, running: StepPlan) -> int | None:
-        """How many tokens of the chain after `running` the next step verifies, planned before they are known; None if
-        it is not planned so."""
+        """As Adaptive.chained."""
         return self._policy.chained(running)
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
-        """Drafts by rid for a step about to run; none if its predecessor has not been observed."""
+        """Drafts by rid for a step about to run; none if the step before it was not observed yet."""
         if any(w.tokens[-1] == PENDING for w in plan.work):
             return {}
         states, policy = self._requests.states, self._policy
@@ -162,7 +163,7 @@ class Speculator:
         return proposed
 
     def chain_length(self, plan: StepPlan) -> int:
-        """How many tokens the draft model drafts after this step, or LEFT_OUT; may begin a pause."""
+        """StepPlan.chain: tokens that the draft model drafts after this step, or LEFT_OUT. May begin a pause."""
         return self._policy.chain_length(plan)
 
     def maintain(self) -> None:
@@ -178,7 +179,7 @@ class Speculator:
 
     def _tally_drafts(self, delta: Delta, state: RequestState) -> None:
         planned, state.planned = state.planned, None
-        if planned is None:  # of a chained step: all were of the chain
+        if planned is None:  # a chained step verifies only drafts of the chain
             self._tally.add_chain(min(delta.drafted, len(state.chain)), delta.accepted)
         else:
             self._tally.add(planned[: delta.drafted], delta.accepted)

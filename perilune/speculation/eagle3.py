@@ -1,9 +1,11 @@
-"""An EAGLE-3 model as a drafter: it runs on every step with the target's features, then drafts greedily.
+"""An EAGLE-3 model as a drafter: it reads every step with the target's hidden states ("features"), then drafts
+greedily.
 
-The entry of position p (from the feature at p and the token at p + 1) is in the slot of p. So the last entry of a block
-depends on a token of the next block: where a cached prefix ends there, that token may be another request's. The entries
-of a chain, after the last token, go to scratch blocks and never into the pool: the pool holds only what was computed
-from the target's features, and a chain needs no blocks that its request does not own.
+The KV entry of position p (from the feature at p and the token at p + 1) is in the slot of p. So the last entry of a
+block depends on a token of the next block: where a cached prefix ends there, that token may be another request's, which
+makes one draft worse and changes no answer. The entries of a chain, after the last token, go to scratch blocks and
+never into the pool: the pool holds only entries computed from the target's features, and a chain needs no blocks of its
+own.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from perilune.model.weights import Weights
 from perilune.ops.drafts.draft_tables import draft_tables
 from perilune.speculation.drafter import Drafts, Followed, Start
 
-MAX_CHAIN_TOKENS = 8  # Larger: longer chains where drafts are nearly always right, more scratch blocks.
+MAX_CHAIN_TOKENS = 8  # Larger: longer chains in texts where drafts are nearly always right, more scratch blocks.
 
 
 def load_drafter(
@@ -36,8 +38,8 @@ def load_drafter(
     fp8: bool = False,
     group: Group = ALONE,
 ) -> "Eagle3Drafter":
-    """The draft model in `path` for the loaded `target`, split as that is; CheckpointError if damaged or of another
-    target."""
+    """Loads the draft model in `path` for `target`, split over ranks like the target. CheckpointError if the files are
+    damaged or belong to another target."""
     config, own = load_draft(path, target, weights, dtype=dtype, device=device, slicing=group.slicing)
     if fp8:
         to_fp8(own, weights)
@@ -76,7 +78,7 @@ class Eagle3Drafter:
         self._scratch_blocks = _blocks_per_chain(block_size)
         chains = _chains(max_num_seqs)
         blocks = num_blocks + chains * self._scratch_blocks
-        # Positions of steps that left the model out are read too, so no entry may be nan.
+        # Attention also reads positions of steps that the model skipped, so no entry may be NaN: begin with zeros.
         width = kv_width(self.config, self._group)
         self._pages = torch.zeros(blocks, block_size, width, dtype=dtype, device=device)
         self._first_scratch = num_blocks
@@ -145,7 +147,7 @@ class Eagle3Drafter:
 
 
 def _chains(max_num_seqs: int) -> int:
-    """Chains of a step, at most: a CUDA graph may have padding rows beyond the largest batch."""
+    """The largest number of chains in a step: a CUDA graph may have padding rows beyond the largest batch."""
     return 2 * max_num_seqs
 
 

@@ -1,4 +1,4 @@
-"""Drafting without a policy: the same number of drafts for every request whenever they can be had."""
+"""The drafting policy with a fixed number of drafts per request."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,8 @@ from perilune.speculation.policy import Candidates
 
 
 class FixedLength:
-    """`count` drafts; `longest`: tokens that a draft model can draft, 0 without one. Methods as of Adaptive."""
+    """`count` drafts per request, where so many exist; `longest`: tokens that the draft model can draft, 0: none.
+    Methods as in Adaptive."""
 
     def __init__(self, count: int | None, longest: int, *, suffix: bool) -> None:
         assert count is not None and 1 <= count <= MAX_DRAFTS, count

@@ -1,6 +1,6 @@
 """Predicted seconds of a step: the table of step_cost.py, corrected by every measured step.
 
-Every point of the table has a factor, one for each kind of step (StepKind). A measured step moves the factors of the
+Every point of the table has a factor for each kind of step (StepKind). A measured step changes the factors of the
 points nearest to it, and by a smaller amount all others, because a machine that slows down slows every kind of step.
 """
 
@@ -11,17 +11,14 @@ from itertools import accumulate
 
 from perilune.speculation.step_cost import Costs, Curve, StepKind
 
-FIRST_WAITED_RATIO = (
-    1.03  # Initial factor of steps planned after their predecessor: the table has no time for planning.
-)
-LEARNING_SHARE = 0.06  # Weight of one step in the factor of its point. Larger: follows faster, noisier.
-COMMON_SHARE = (
-    0.3  # Share of a correction that goes to all points. Larger: one odd kind of step spoils all predictions.
-)
-STEADY_VARIANCE = (
-    7e-4  # Added to the variance of the chain's share of step time. Larger: the chain's factor moves slower.
-)
-MAX_LOG_ERROR = 0.7  # Natural logarithm. Errors beyond a factor of two count as two: other processes caused the rest.
+# Initial factor of steps planned after the result of the step before: the table does not include planning.
+FIRST_WAITED_RATIO = 1.03
+LEARNING_SHARE = 0.06  # Weight of one step in the factor of its point. Larger: follows changes faster, noisier.
+COMMON_SHARE = 0.3  # Share of a correction that goes to all points. Larger: one odd step disturbs all predictions.
+# Added to the variance of the chain's share of step time. Larger: the factor of draft tokens changes more slowly.
+STEADY_VARIANCE = 7e-4
+# Natural logarithm: errors beyond a factor of 2 count as 2, because other processes caused the rest.
+MAX_LOG_ERROR = 0.7
 
 
 class _Mean:
@@ -37,7 +34,7 @@ class _Mean:
 
 
 class LiveCosts:
-    """Predictions in seconds. `can_chain`: steps may be queued behind drafts in flight (the table has such steps).
+    """Predictions in seconds. `can_chain`: whether steps may be chained (the table has times of such steps).
 
     `waited`, `waited_without_drafter` and `verifying` are the costs of one kind of step each; `verifying` is the kind
     that verifies a draft model's chain.
@@ -60,16 +57,17 @@ class LiveCosts:
         self.verifying = KindCosts(self, StepKind.CHAINED) if self.can_chain else self.waited
 
     def draft_token(self, requests: int) -> float:
-        """Of a draft model's next token."""
+        """Seconds of drafting one more token for `requests` requests."""
         return self._chain_factor * self.table.draft_token(requests)
 
     def plain(self, requests: int, context: int) -> float:
-        """Of a step, planned before its predecessor landed, that decodes a token each at this mean context."""
+        """Seconds of a step, planned while the step before runs, that decodes one token each at this mean context."""
         attention = requests * self.table.attention(1) * context
         return self.scale * self.current[StepKind.OVERLAPPED](requests) + attention
 
     def step(self, counts: Sequence[int], contexts: Sequence[int], chain: int, kind: StepKind) -> float:
-        """Of requests that advance by `counts` tokens each, at `contexts`, with `chain` tokens drafted after them."""
+        """Seconds of a step: requests advance by `counts` tokens at `contexts`, and `chain` tokens are drafted
+        after."""
         attention = {n: self.table.attention(n) for n in set(counts)}
         seconds = self.scale * self.current[kind](sum(counts)) + sum(attention[n] * c for n, c in zip(counts, contexts))
         return seconds + chain * self.draft_token(len(counts))
@@ -77,7 +75,7 @@ class LiveCosts:
     def record(
         self, counts: Sequence[int], contexts: Sequence[int], chain: int, kind: StepKind, seconds: float
     ) -> None:
-        """A step took `seconds` from when its predecessor landed."""
+        """Learns from a step that took `seconds` since the step before it was committed."""
         expected = self.step(counts, contexts, chain, kind)
         error = min(max(math.log(seconds / expected), -MAX_LOG_ERROR), MAX_LOG_ERROR)
         share = chain * self.draft_token(len(counts)) / expected
@@ -89,13 +87,13 @@ class LiveCosts:
         self.current[kind] = self._scaled(kind)
 
     def _record_chain(self, share: float, error: float) -> None:
-        """Corrects the cost of a draft model's token by the slope of errors over the chain's share of the step."""
+        """Corrects the cost of a drafted token by linear regression of errors on the chain's share of step time."""
         x, y = share - self._share.add(share), error - self._error.add(error)
         self._covariance.add(x * y)
         variance = self._variance.add(x * x)
         change = LEARNING_SHARE * min(max(self._covariance.value / (variance + STEADY_VARIANCE), -0.5), 0.5)
         self._chain_factor *= math.exp(change)
-        # The means are moved to what they would be had the new factor been used from the start.
+        # Shift the means to their values as if the new factor had been used from the start.
         mean = self._share.value
         self._covariance.value -= change * variance
         self._error.value -= change * mean
@@ -104,18 +102,18 @@ class LiveCosts:
     def _scaled(self, kind: StepKind) -> Curve:
         curve = self._curves[kind]
         ys = (y * f for y, f in zip(curve.ys, self._factors[kind]))
-        return Curve(curve.xs, tuple(accumulate(ys, max)))  # a larger step is never cheaper
+        return Curve(curve.xs, tuple(accumulate(ys, max)))  # monotone: a larger step never takes less time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindCosts:
-    """The present predictions for steps of one kind, in seconds."""
+    """The current predictions for steps of one kind, in seconds."""
 
     live: LiveCosts
     kind: StepKind
 
     def base(self, tokens: float) -> float:
-        """Of a step of so many tokens at no context."""
+        """Seconds of a step of `tokens` tokens at context 0."""
         return self.live.scale * self.live.current[self.kind](tokens)
 
     def bases(self, first: int, count: int) -> list[float]:
@@ -123,9 +121,9 @@ class KindCosts:
         return [self.live.scale * y for y in self.live.current[self.kind].run(first, count)]
 
     def attention(self, tokens: float) -> float:
-        """Per token of context, of a request with so many tokens in the step."""
+        """Seconds per token of context, for a request with `tokens` tokens in the step."""
         return self.live.table.attention(tokens)
 
     def overhead(self, requests: int) -> float:
-        """Lost by a step of this kind that verifies nothing, compared with a plain one."""
+        """Seconds by which a step of this kind that verifies no draft is longer than a plain step."""
         return max(self.base(requests) - self.live.plain(requests, 0), 0.0)

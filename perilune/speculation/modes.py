@@ -1,11 +1,11 @@
-"""Which mode steps use, by measured speed: no drafts, matches with earlier text, or a draft model as well.
+"""Chooses the mode of steps by measured speed: no drafts, matches with earlier text, or a draft model as well.
 
-Each mode has a running rate: tokens of one request per second. The fastest known mode is used. That rate is also the
-exchange rate between seconds and tokens by which a step's drafts are chosen (policy.py): at 100 tokens/s a draft that
-costs 1 ms must bring more than 0.1 tokens.
+Each mode has a moving average of its speed: tokens of one request per second. The fastest known mode is used. Its speed
+also converts seconds to tokens when a step's drafts are chosen (policy.py): at 100 tokens/s a draft that costs 1 ms
+must bring more than 0.1 tokens.
 
-Costs and probabilities are estimates, so the other modes are measured in short trials. After each trial the next one
-waits until the tokens that the trial lost are at most TRIAL_LOSS_SHARE of all tokens.
+Step times and acceptance rates are estimates, so the other modes are measured in short trials. After a trial the next
+one waits until the tokens that the trial lost are at most TRIAL_LOSS_SHARE of all tokens.
 """
 
 import enum
@@ -19,21 +19,19 @@ from perilune.speculation.live_costs import LiveCosts
 
 RATE_MEMORY_STEPS = 64.0  # Steps that a rate averages over. Larger: smoother, slower to notice a change of text.
 RATE_PRIOR_STEPS = 4.0  # Steps that the initial rate counts for. Larger: a trial needs more steps to show a difference.
-EARLY_END_STEPS = (
-    6  # Steps after which a bad trial may end early. Larger: bad trials cost more; smaller: noise ends good ones.
-)
+# Steps after which a bad trial may end early. Larger: bad trials cost more. Smaller: noise ends good trials.
+EARLY_END_STEPS = 6
 EARLY_END_RATIO = 0.9  # End a trial early below this share of the old mode's rate. Larger: more trials end early.
 CLEAR_GAIN_RATIO = 1.3  # A mode this much faster than plain steps counts as settled after EARLY_END_STEPS.
 STAY_RATIO = 1.02  # Another mode must be 2 % faster to replace the present one. Larger: fewer, later changes.
 PLAIN_TRIAL_STEPS = 8  # Length of a trial of plain steps. Larger: drafting is interrupted for longer.
-DRAFT_TRIAL_STEPS = 32  # Length of a trial with drafts. Larger: surer, but a losing trial costs more.
+DRAFT_TRIAL_STEPS = 32  # Length of a trial with drafts. Larger: less noise, but a losing trial costs more.
 FIRST_TRIAL_STEPS = 8  # Steps until the first trial if there are two modes with drafts.
 MIN_INTERVAL_STEPS = 128  # Steps between two trials, at least. Larger: a change of text is noticed later.
 NEVER_STEPS = 1 << 30  # Steps until a trial where there is only one mode.
 UNPROMISING_STEPS = 512  # Steps until the first trial of a draft model that other batch sizes found too slow.
-PROMPT_WINDOW_STEPS = (
-    64  # A trial of the draft model moves by up to this many steps, to begin with a prompt (full context).
-)
+# A trial of the draft model begins up to this many steps earlier if a prompt starts, which the model then reads whole.
+PROMPT_WINDOW_STEPS = 64
 TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that trials may lose. Larger: more trials.
 IN_FLIGHT_STEPS = 3  # Steps that are planned and not yet recorded, at most.
 
@@ -46,8 +44,9 @@ class Mode(enum.IntEnum):
     ALL = 2
 
 
-# By Mode: rate over that of plain steps below which the mode is given up, and steps before that is judged. Steps with
-# MATCHES cost almost as little as plain ones where nothing matches, and gain in bursts: lower ratio, more steps.
+# By Mode: if the mode's speed over that of plain steps is below MIN_GAIN_RATIO after JUDGE_STEPS steps, a trial of
+# another mode begins at once. Steps with MATCHES cost almost as little as plain ones where there is no match, and gain
+# in bursts: a lower ratio, more steps.
 MIN_GAIN_RATIO, JUDGE_STEPS = (0.0, 0.98, 1.02), (0.0, 64.0, 24.0)
 
 
@@ -64,7 +63,8 @@ ByPromise = Callable[[Batch], list[Mode]]  # the modes that a batch may use, the
 class ModeChoice:
     """The mode of batches of about one size (1, 2, 3-4, 5-8, ... requests).
 
-    `mode` is the fastest known, `trial` another one while it is measured; `steps_left` until a trial begins or ends.
+    `mode` is the fastest known; `trial` is another one while it is measured, else None; `steps_left`: steps until a
+    trial begins or ends.
     """
 
     def __init__(self, costs: LiveCosts, by_promise: ByPromise, batch: Batch) -> None:
@@ -77,13 +77,12 @@ class ModeChoice:
         self._rates: dict[Mode, Rate] = {mode: Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN}
         unpromising = modes == [Mode.PLAIN, Mode.ALL]
         left = FIRST_TRIAL_STEPS if len(modes) > 2 else UNPROMISING_STEPS if unpromising else MIN_INTERVAL_STEPS
-        if (
-            modes[0] == Mode.MATCHES
-        ):  # the model's first trial may begin early with a prompt: not before any step of matches
+        # A prompt may begin the draft model's first trial early; measure some steps with matches before that.
+        if modes[0] == Mode.MATCHES:
             left += PROMPT_WINDOW_STEPS
         self.steps_left = left if len(modes) > 1 else NEVER_STEPS
         self._steps = 0  # since a trial began or ended
-        self._trial_seconds = self._trial_tokens = 0.0  # tokens of one request
+        self._trial_seconds = self._trial_tokens = 0.0  # of the current trial; tokens of one request
         self._trials = 0
         self._tried: dict[Mode, int] = {}  # the number of each mode's last trial
 
@@ -98,11 +97,11 @@ class ModeChoice:
         return max(self.steps_left, 0) if self.mode == Mode.PLAIN and self.trial is None else 0
 
     def tokens_per_second(self, batch: Batch) -> float:
-        """Of all requests of the batch, in the present mode."""
+        """Tokens per second of all requests of the batch together, in the current mode."""
         return batch.requests * self._rate(self.current, batch)
 
     def settled(self, batch: Batch) -> bool:
-        """Whether no trial runs and the present mode has been measured for long enough."""
+        """Whether no trial runs and the current mode has been measured for enough steps."""
         if self.trial is not None or self.mode == Mode.PLAIN:
             return self.trial is None
         rate = self._rates[self.mode]
@@ -115,7 +114,8 @@ class ModeChoice:
             self._begin_trial(batch)
 
     def record_step(self, batch: Batch, mode: Mode, tokens: int, seconds: float, steps: int = 1) -> None:
-        """A step of `batch` planned in `mode` gave `tokens` in `seconds`, one sample of `steps` such steps."""
+        """Learns from a step of `batch`, planned in `mode`, that gave `tokens` in `seconds`. It represents `steps`
+        similar steps, of which only this one was recorded."""
         if mode != self.current or len(self.modes) == 1:
             return  # planned before the mode changed, or there is no choice
         self.steps_left -= steps
@@ -136,16 +136,17 @@ class ModeChoice:
             self._end_trial(batch)
 
     def _too_slow(self, batch: Batch) -> bool:
-        """Whether the present mode is so slow that the next trial begins at once."""
+        """Whether the current mode is so slow that the next trial begins at once."""
         if self.mode == Mode.PLAIN or self._steps < EARLY_END_STEPS:
             return False
         value = self._rates[self.mode].mean * self._costs.plain(*batch)
-        if self._steps < JUDGE_STEPS[self.mode]:  # few steps may be a hard passage: the predicted order must agree
+        # After few steps the text may just be hard to draft: the predicted order of modes must then agree.
+        if self._steps < JUDGE_STEPS[self.mode]:
             return value < EARLY_END_RATIO and self._by_promise(batch)[0] != self.mode
         return value < MIN_GAIN_RATIO[self.mode]
 
     def _next_trial(self) -> Mode:
-        """The mode that has not been tried for longest."""
+        """The mode with the oldest trial, or none yet."""
         return min((mode for mode in self.modes if mode != self.mode), key=lambda m: (self._tried.get(m, -1), -m))
 
     def _begin_trial(self, batch: Batch) -> None:
@@ -158,7 +159,8 @@ class ModeChoice:
             self._rates[mode] = Rate(RATE_PRIOR_STEPS, RATE_PRIOR_STEPS / self._rate(self.mode, batch))
 
     def _end_trial(self, batch: Batch) -> None:
-        """Keeps the fastest mode; the next trial waits until the loss is a small enough share of the time."""
+        """Keeps the fastest mode, and sets the steps until the next trial so that the loss stays below
+        TRIAL_LOSS_SHARE."""
         assert self.trial is not None
         plain = self._costs.plain(*batch)
 
@@ -174,7 +176,7 @@ class ModeChoice:
         slower, lost = self.trial, 0.0  # seconds
         if best != self.trial:
             lost = self._trial_seconds - self._trial_tokens / self._rate(best, batch)
-        elif best == Mode.PLAIN:  # the loss is that of the mode before
+        elif best == Mode.PLAIN:  # plain steps won: what was lost is the old mode's time
             slower, rate = self.mode, self._rates[self.mode]
             lost = rate.total - rate.hits * plain
         self.steps_left = max(MIN_INTERVAL_STEPS, math.ceil(lost / TRIAL_LOSS_SHARE[slower] / plain))
@@ -186,16 +188,17 @@ class ModeChoice:
 
 
 class Modes:
-    """A ModeChoice for each size of batch, made when the size is first met; kept at hand for the steps in flight."""
+    """A ModeChoice for each size of batch, made at its first step; and the choices of the steps in flight."""
 
     def __init__(self, costs: LiveCosts, by_promise: ByPromise) -> None:
         self._costs = costs
         self._by_promise = by_promise
         self._choices: dict[int, ModeChoice] = {}
-        self._in_flight: dict[int, tuple[Batch, ModeChoice]] = {}  # by number of the step
+        self._in_flight: dict[int, tuple[Batch, ModeChoice]] = {}  # by StepPlan.step
 
     def of(self, plan: StepPlan) -> tuple[Batch, ModeChoice]:
-        """The batch of a plan as first asked for: drafts that are added later do not count."""
+        """The batch of a plan and its ModeChoice, as at the first call for this plan: drafts added later do not
+        count."""
         found = self._in_flight.get(plan.step)
         if found is None:
             n = len(plan.work)

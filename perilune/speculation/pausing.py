@@ -1,13 +1,14 @@
-"""Pauses of drafting: where drafts do not pay, steps are those of an engine without drafts, and cost no Python here."""
+"""Pauses of drafting: while drafts do not pay, steps run as in an engine without drafts, and cost no Python here."""
 
-PAUSE_STEPS = 48  # Steps of one pause, at most. Larger: prompts and texts of paused steps are taken in later, at once.
+# Steps of one pause, at most. Larger: more text is read at once when the pause ends, which delays a step.
+PAUSE_STEPS = 48
 
 
 class Pause:
-    """`steps` of the pause are left; 0 where drafting is not paused.
+    """`steps`: steps left of the pause; 0: drafting is not paused.
 
-    until_trial  steps from the last pause's beginning until another mode is tried
-    resumed      a pause has ended and no step has been timed since
+    until_trial  steps from the beginning of the last pause until another mode is tried
+    resumed      whether a pause has ended and no step has been timed since
     """
 
     def __init__(self) -> None:
@@ -18,10 +19,10 @@ class Pause:
     def begin(self, until_trial: int, requests: int) -> None:
         self.until_trial = until_trial
         self.steps = min(until_trial, PAUSE_STEPS)
-        self._max_requests = 1 << (requests - 1).bit_length()  # the batch sizes of one ModeChoice
+        self._max_requests = 1 << (requests - 1).bit_length()  # the largest batch with the same ModeChoice
 
     def record_step(self, requests: int) -> None:
-        """A paused step with so many requests has landed; another size of batch ends the pause."""
+        """Counts a committed step of the pause; a batch of another size class ends the pause."""
         self.steps -= 1
         if requests > self._max_requests or 2 * requests <= self._max_requests:
             self.steps = 0

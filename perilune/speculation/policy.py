@@ -1,10 +1,10 @@
-"""How many drafts each request gets in a step: as many as give the most tokens per second.
+"""Chooses how many drafts each request gets in a step, for the most tokens per second.
 
-A draft gains P(it and all before it are right) tokens, and costs the seconds that verifying it adds to the step, at the
-tokens per second that steps give (modes.py). Drafts of all requests are added in order of probability, and the number
-of drafts with the greatest gain less cost is taken: large batches leave no memory bandwidth idle and take few or none,
-and so do texts without likely drafts. The length of a draft model's chain must be decided before its confidence is
-known: by what chains of each length lately gained for the request.
+A draft gains P(it and all drafts before it are right) tokens. It costs the seconds that verifying it adds to the step,
+converted to tokens by the speed of the batch (modes.py). Drafts of all requests are added in order of probability, up
+to the number with the greatest gain less cost. Large batches get few or none, because verifying is cheap only while
+memory bandwidth limits a step; so do texts without likely drafts. The length of a draft model's chain must be chosen
+before its confidence is known: by what recent chains of each length gained for the request.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ CHAIN_TOKENS = (1, 2, 3, 5, 8)  # Lengths of chains: a GPU has a CUDA graph for 
 
 @dataclass(slots=True)
 class Candidates:
-    """A request's possible drafts of one step.
+    """A request's possible drafts in one step.
 
-    count, context  tokens that the request computes in any case, and its context with them
+    count, context  tokens that the request computes without drafts, and its context including them
     survival        P(the first k drafts are all right), k = 1, 2, ...
-    possible        P(the drafts can be made): below 1 while the token before them is being sampled
-    taken           the number of drafts that `choose` takes
+    possible        P(there will be drafts): below 1 while the token that they follow is still being sampled
+    taken           number of drafts, set by `choose`
     """
 
     count: int
@@ -42,13 +42,13 @@ def choose(
 ) -> float:
     """Sets `taken` of each request, at most `max_drafts` in all; returns the gain in tokens over a step without drafts.
 
-    `overhead`: seconds lost by waiting for drafts at all.
+    `overhead`: seconds that the step loses by having drafts at all, because it has to wait for them.
     """
     drafts = sorted(
         ((s * c.possible, -i, owner) for owner, c in enumerate(requests) for i, s in enumerate(c.survival)),
         reverse=True,
     )
-    # survival never rises along a chain, so this order has the drafts of each request first to last
+    # Survival never rises along a chain, so the sorted order has each request's drafts from first to last.
     size, best, best_net, net = sum(c.count for c in requests), 0, 0.0, -tokens_per_second * overhead
     taken = [0] * len(requests)
     base = costs.bases(size, 1 + min(len(drafts), max_drafts))
@@ -74,10 +74,10 @@ def net_gain(
 ) -> list[float]:
     """Tokens that the first k drafts of a chain gain over their cost, k = 1, 2, ...
 
-    verifying   cost in tokens of verifying k drafts; as many are verified as gain most, or with `verify_all` all of
-                them, as in a step that is planned before the drafts are known
-    drafting    cost in tokens of one draft, of which there were `drafted`: a chain that ended there would not have cost
-                more had a longer one been asked for
+    verifying   cost in tokens of verifying k drafts. The number with the greatest gain is verified; with `verify_all`
+                all of them are, as in a chained step, which is planned before the drafts are known
+    drafting    cost in tokens of drafting one token; `drafted` were drafted. Longer chains than that cost no more,
+                because low confidence ended the chain there
     """
     best = alive = 0.0
     gains = []
@@ -89,10 +89,10 @@ def net_gain(
 
 
 class ChainGain:
-    """Running mean of `net_gain`, in `by_length` by length of the chain."""
+    """Moving average of `net_gain`: `by_length` has one for each length of chain."""
 
     def __init__(self, first: Sequence[float], samples: float, max_samples: float) -> None:
-        """`first` counts for so many samples; the mean is over `max_samples` at most."""
+        """`first`: initial values, weighted as `samples` samples; the average is over about `max_samples`."""
         self.by_length = list(first)
         self._samples, self._max_samples = samples, max_samples
 
@@ -103,8 +103,8 @@ class ChainGain:
 
 
 def best_length(gains: Sequence[Sequence[float]], lost: float) -> int:
-    """The length of chain with the greatest gain over all requests (`gains` by request and length); 0 if that is no
-    more than the `lost` tokens that waiting for chains costs."""
+    """The length of chain with the greatest total gain (`gains` by request and length); 0 if the gain is at most
+    `lost`, the tokens that waiting for chains costs."""
     sums = {length: sum(column) for length, column in enumerate(zip(*gains), 1) if length in CHAIN_TOKENS}
     best = max(sums, key=sums.__getitem__, default=0)
     return best if best and sums[best] > lost else 0

@@ -1,12 +1,12 @@
-"""A log of drafts that the target did not follow, for `perilune draft mine`. Nothing is written unless it is asked for.
+"""A log of rejected drafts, for `perilune draft mine`. Nothing is written unless the configuration asks for it.
 
-What users wrote and were told is in it, as token ids: the directory and its files are the owner's alone. A share of the
-requests is followed, drawn by lot; the files together stay below a number of bytes, the oldest give way. Each file is
-JSON lines and gets its name when it is whole:
+It holds prompts and answers of users, as token ids: only the owner may read the directory and its files. A share of the
+requests is sampled at random; the files together stay below a number of bytes, and the oldest are deleted first. A file
+has JSON lines and is renamed to its final name when it is whole:
 
     {"ids": [...], "given": 812, "greedy": true, "rejected": [[815, [17, 4, 99], 1], ...]}
 
-`ids[given:]` came from the target after `ids[:given]`, of which the beginning may have been cut off. At place 815 of
+`ids[given:]` came from the target after `ids[:given]`, of which the beginning may have been cut off. At index 815 of
 `ids` three tokens had been drafted, of which one was accepted.
 """
 
@@ -25,9 +25,9 @@ from perilune.core.step import MAX_DRAFTS, StepPlan
 
 CONTEXT = 2048  # tokens before a record's answer
 SPAN = 1024  # tokens of answer in a record
-AFTER = MAX_DRAFTS  # tokens of answer after the last rejection, if they come
-FILE_BYTES = 256 << 10  # that a file has when it is written, about
-FILES = 16  # of that size or larger, share the limit
+AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer goes on so long
+FILE_BYTES = 256 << 10  # a file is written when it has about so many bytes
+FILES = 16  # at least so many files fit the limit of bytes
 PREFIX, SUFFIX = "rejected-", ".jsonl"
 MAX_LINE = 16 << 20
 MAX_ID = 2**31 - 1
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """At place `at` of the record's ids `drafts` had been drafted; the first `accepted` of them were accepted."""
+    """At index `at` of the record's ids `drafts` had been drafted; the first `accepted` of them were accepted."""
 
     at: int
     drafts: tuple[int, ...]
@@ -58,7 +58,7 @@ class Record:
 
     @classmethod
     def of(cls, line: str) -> "Record":
-        """ValueError saying what is wrong."""
+        """Parses one line of a file. ValueError saying what is wrong."""
         found = json.loads(line) if len(line) <= MAX_LINE else None
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
@@ -82,7 +82,7 @@ def _ids(value: Any) -> TypeGuard[list[int]]:
 
 @dataclass(slots=True)
 class _Follow:
-    """A request that is followed: the last tokens of its text, of which those from `given` on are the record's."""
+    """A sampled request: the last tokens of its text, of which those from index `given` on are answer."""
 
     ids: list[int]
     given: int
@@ -91,7 +91,7 @@ class _Follow:
 
 
 class RejectedLog:
-    """Told of the requests of one engine and what their drafts came to. Not thread-safe."""
+    """An Observer that samples requests of one engine and logs their rejected drafts. Not thread-safe."""
 
     def __init__(self, directory: Path, *, share: float, limit_bytes: int, seed: int | None = None) -> None:
         assert 0 < share <= 1 and limit_bytes > 0
@@ -103,7 +103,7 @@ class RejectedLog:
         self._size = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for partial in directory.glob(f".{PREFIX}*"):  # of an engine that was killed
+            for partial in directory.glob(f".{PREFIX}*"):  # left by an engine that was killed
                 partial.unlink()
             self._next = max((int(f.name[len(PREFIX) : -len(SUFFIX)]) for f in files(directory)), default=0) + 1
             self._drop_oldest()
@@ -115,7 +115,7 @@ class RejectedLog:
             self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT))
 
     def observe(self, plan: StepPlan, deltas: Sequence[Delta]) -> None:
-        """What a step brought, whose plan says what had been drafted."""
+        """Takes a step's results; the plan has the drafts."""
         if not self._followed:
             return
         drafted = {w.rid: w for w in plan.work if w.drafts}
@@ -123,11 +123,11 @@ class RejectedLog:
             follow = self._followed.get(delta.rid)
             if follow is None:
                 continue
-            guesses: tuple[int, ...] = ()
+            drafts: tuple[int, ...] = ()
             if (work := drafted.get(delta.rid)) is not None:
-                guesses, follow.greedy = work.guesses[: delta.drafted], work.params.greedy
-            if delta.accepted < len(guesses) and delta.accepted < len(delta.tokens):
-                follow.rejected.append(Rejection(len(follow.ids), guesses, delta.accepted))
+                drafts, follow.greedy = work.draft_tokens[: delta.drafted], work.params.greedy
+            if delta.accepted < len(drafts) and delta.accepted < len(delta.tokens):
+                follow.rejected.append(Rejection(len(follow.ids), drafts, delta.accepted))
             follow.ids += delta.tokens
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
@@ -135,7 +135,7 @@ class RejectedLog:
                 self._record(follow)
 
     def drop(self, rid: int) -> None:
-        """The request has ended; unknown ids are ignored."""
+        """Forgets a request that has ended; unknown ids are ignored."""
         if (follow := self._followed.pop(rid, None)) is not None:
             self._record(follow)
 
@@ -150,7 +150,7 @@ class RejectedLog:
         self._write()
 
     def _record(self, follow: _Follow) -> None:
-        """Takes note of the answer so far, and goes on with its end as the context."""
+        """Adds a record of the answer so far; the end of the answer is the next record's context."""
         if follow.rejected:
             record = Record(tuple(follow.ids), follow.given, follow.greedy, tuple(follow.rejected))
             self._lines.append(record.line())
@@ -171,7 +171,7 @@ class RejectedLog:
             os.replace(partial, self.directory / name)
             self._next += 1
             self._drop_oldest()
-        except OSError as e:  # a full disk costs the log, never an answer
+        except OSError as e:  # on a full disk the log stops; answers go on
             _log.warning("rejected drafts were not logged in %s: %s", self.directory, e.strerror)
             partial.unlink(missing_ok=True)
 
@@ -192,7 +192,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def records(directory: Path) -> Iterator[Record]:
-    """What was logged in a directory. CheckpointError for a file that is not such a log."""
+    """All records in a directory. CheckpointError for a file that is not such a log."""
     found = files(directory)
     if not found:
         raise CheckpointError(f"{directory} has no log of rejected drafts: serve with --log-rejected {directory}")

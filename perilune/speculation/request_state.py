@@ -1,4 +1,5 @@
-"""What is known of one request: its text, the draft model's chain after it, and the matches in the chain's place."""
+"""The state of one request for drafting: its text, the draft model's chain after it, and matches for each chain
+token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,8 @@ from perilune.speculation.acceptance_rates import Draft, Observation, of_match, 
 from perilune.speculation.policy import ChainGain
 from perilune.speculation.suffix import Match, SuffixMatcher
 
-LEARNED_TOKENS = 32  # A matcher that is more tokens behind skips them. Larger: more learned, longer pauses in Python.
+# A matcher with more pending tokens than this takes them without learning. Larger: more learned, longer Python calls.
+LEARNED_TOKENS = 32
 
 Chain = tuple[tuple[int, float], ...]  # a draft model's tokens, each with the probability that the model gives it
 
@@ -16,13 +18,13 @@ Chain = tuple[tuple[int, float], ...]  # a draft model's tokens, each with the p
 @dataclass(slots=True)
 class RequestState:
     matcher: SuffixMatcher | None  # None: no source of drafts looks for matches
-    known_tokens: int  # prompt and output
-    pending: list[int] = field(default_factory=list)  # the last of them, which the matcher has not seen
-    chain: Chain = ()  # the draft model's, after the known tokens
-    alternatives: list[Match | None] = field(default_factory=list)  # the match in the place of each chain token
+    known_tokens: int  # number of prompt and output tokens
+    pending: list[int] = field(default_factory=list)  # the last known tokens, not given to the matcher yet
+    chain: Chain = ()  # the draft model's chain after the known tokens
+    alternatives: list[Match | None] = field(default_factory=list)  # for each chain token the match at its position
     continuation: list[Match] = field(default_factory=list)  # matches after the chain
-    planned: Sequence[Draft] | None = None  # the drafts in flight; None: the chain, as far as the step verifies it
-    gain: ChainGain | None = None  # of its chains
+    planned: Sequence[Draft] | None = None  # drafts in flight; None: those of the chain, as many as the step verifies
+    gain: ChainGain | None = None  # mean gain of its chains
     _chain_drafts: list[Draft] | None = None
 
     @property
@@ -32,7 +34,7 @@ class RequestState:
 
     @property
     def chain_drafts(self) -> list[Draft]:
-        """The chain with the cells of its tokens, made on first use."""
+        """The chain with the AcceptanceRates cell of each token, made at the first call."""
         if self._chain_drafts is None:
             self._chain_drafts = [
                 of_model(token, i, confidence, None if match is None else match.token == token)
@@ -41,7 +43,7 @@ class RequestState:
         return self._chain_drafts
 
     def set_chain(self, chain: Chain) -> None:
-        """Stores the chain after the known tokens, with the matches in its place and after it."""
+        """Stores the chain after the known tokens, with the matches at its positions and after it."""
         self.chain, self._chain_drafts, self.alternatives, self.continuation = chain, None, [None] * len(chain), []
         if chain and (matcher := self.ready) is not None:
             self.alternatives, self.continuation = matcher.compare(
@@ -49,7 +51,7 @@ class RequestState:
             )
 
     def chain_observations(self, rid: int, tokens: Sequence[int]) -> list[Observation]:
-        """What the sampled `tokens` show about the chain, up to its first wrong draft."""
+        """Which tokens of the chain the sampled `tokens` confirm, up to its first wrong one."""
         found = []
         for draft, token in zip(self.chain_drafts, tokens):
             found.append((rid, draft, draft[0] == token))

@@ -1,4 +1,5 @@
-"""The requests that drafts are made for, and the texts that may match: theirs, and those of finished requests."""
+"""The requests that get drafts, and the texts in which matches are looked up: their own and those of finished
+requests."""
 
 from collections.abc import Sequence
 
@@ -7,13 +8,13 @@ from perilune.speculation.acceptance_rates import AcceptanceRates, Draft, of_mat
 from perilune.speculation.request_state import RequestState
 from perilune.speculation.suffix import Store, SuffixMatcher, salted
 
-INDEX_TOKENS = 4096  # Prompt tokens indexed per step: 1-2 ms. Larger: first matches earlier, longer pauses in Python.
+INDEX_TOKENS = 4096  # Prompt tokens indexed per step: 1-2 ms. Larger: first matches earlier, longer Python calls.
 
 
 class Requests:
-    """`suffix`: matches with earlier text are a source of drafts; `shared`: texts of finished requests are too.
+    """`suffix`: whether matches with earlier text are a source of drafts; `shared`: also in texts of finished requests.
 
-    `lookup`: matches are looked up at present. `unread`: what steps gave while drafting was paused.
+    `lookup`: whether matches are looked up now. `unread`: tokens of steps during a pause, not added to texts yet.
     """
 
     def __init__(self, *, suffix: bool, shared: bool, rates: AcceptanceRates) -> None:
@@ -30,7 +31,7 @@ class Requests:
         self.states[rid] = RequestState(matcher, len(prompt))
 
     def drop(self, rid: int) -> None:
-        """The request has ended; unknown ids are ignored."""
+        """Forgets a request that has ended, and keeps its text for others if `shared`; unknown ids are ignored."""
         if self.unread and rid in self.states:
             self.read()
         state = self.states.pop(rid, None)
@@ -41,7 +42,7 @@ class Requests:
                 self._finished.append(state.matcher)
 
     def read(self) -> None:
-        """Adds the tokens of steps during a pause to their requests."""
+        """Adds the tokens of steps during a pause to the texts of their requests."""
         for deltas in self.unread if self.suffix else ():
             for delta in deltas:
                 if (state := self.states.get(delta.rid)) is not None:
@@ -50,7 +51,7 @@ class Requests:
         self.unread.clear()
 
     def index(self) -> None:
-        """Indexes texts for later matches: takes 1-2 ms with a long prompt, so a step should be running."""
+        """Indexes up to INDEX_TOKENS tokens of texts for later matches, 1-2 ms: call it while a step runs."""
         room = INDEX_TOKENS
         for rid, state in self.states.items() if self.lookup else ():
             if state.pending:
@@ -63,10 +64,10 @@ class Requests:
         self._finished.clear()
 
     def drafts(self, rid: int, state: RequestState, max_drafts: int) -> tuple[list[Draft], list[float]]:
-        """The most promising drafts and P(the first k of them are right), k = 1, 2, ...
+        """The drafts with the greatest expected number accepted, and P(the first k of them are right), k = 1, 2, ...
 
-        Tried are the chain, continued by matches after it; the chain up to its first token that is less likely than a
-        match in its place, continued by that match; a match without the chain.
+        Candidates: the chain, continued by matches after it; the chain up to its first token that is less likely than
+        the match at its position, continued by that match; matches without the chain.
         """
         matcher, rates = state.ready, self._rates
         found: list[list[Draft]] = []

@@ -1,4 +1,4 @@
-"""How many drafts were verified and accepted, by source and position: what statistics report."""
+"""Counts verified and accepted drafts, by source and position, for EngineStats."""
 
 import dataclasses
 from collections import Counter
@@ -10,7 +10,7 @@ from perilune.speculation.acceptance_rates import Draft
 
 class Tally:
     def __init__(self) -> None:
-        self._verified = 0  # requests with drafts, summed over steps
+        self._verified = 0  # sum over steps of the number of requests with drafts
         self._drafted: Counter[tuple[str, int]] = Counter()  # by source and position
         self._accepted: Counter[tuple[str, int]] = Counter()
         self._chains: Counter[tuple[int, int]] = Counter()  # chains by tokens verified and accepted
@@ -21,8 +21,8 @@ class Tally:
         self._chains[drafted, accepted] += 1
 
     def add(self, drafts: Sequence[Draft], accepted: int) -> None:
-        """As `add_chain`, of these drafts."""
-        if drafts and drafts[-1][1][0] == "eagle3":  # matches only ever come after a chain
+        """A step verified `drafts` for one request, and accepted the first `accepted`."""
+        if drafts and drafts[-1][1][0] == "eagle3":  # matches come only after a chain, so all of these are chain tokens
             self.add_chain(len(drafts), accepted)
             return
         self._verified += 1

@@ -1,11 +1,12 @@
-"""The seconds of a step, by a table that is measured when the engine starts.
+"""Predicts the seconds of a step from a table that is measured when the engine starts.
 
     seconds = base(tokens of the step) + sum over requests of attention(tokens of the request) * its context
 
-Steps that decode one token each and are queued before their predecessor landed have a curve of their own, by requests;
-so have such steps with a draft model, drafts or not, by tokens. The table is of the engine's own model, kernels,
-sampler and machine, with random tokens, which choose as many distinct experts as independent ones do. Neighbouring
-tokens of a real text share experts, and planning takes time that is not in the table: live_costs.py corrects both.
+Steps that decode one token each and are queued while the step before runs have a curve of their own, by requests; so
+have steps with a draft model that are queued so, with or without drafts, by tokens. The table is measured with the
+engine's own model, kernels and sampler on this machine, and with random tokens, each of which is routed to other
+experts. Neighbouring tokens of a real text share experts, and planning takes time that is not in the table:
+live_costs.py corrects both.
 """
 
 import enum
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from perilune.core.step import LEFT_OUT
 
-STEP_TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # Sizes that are timed. More: a finer table, a slower start.
+STEP_TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # Sizes of steps that are timed. More: a finer table, a slower start.
 ONE_REQUEST_TOKENS = 9  # Sizes up to this are timed with one request, larger ones with several.
 EACH_REQUEST_TOKENS = 4  # Tokens of each of several requests.
 ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request that are timed at a long context.
@@ -25,7 +26,7 @@ SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts: their difference in time i
 MIN_DRAFT_SHARE = (
     0.005  # A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
 )
-CHAIN_TOKENS = 4  # Length of the chain that is timed.
+CHAIN_TOKENS = 4  # Length of the chains that are timed.
 CHAIN_REQUESTS = (1, 8)  # Batches for which a chain is timed.
 PLAIN_REQUESTS = (1, 2, 4, 8, 16, 32)  # Batches for which plain steps are timed.
 QUEUED_STEPS = 6  # Steps queued one after the other when overlapped steps are timed. More: a slower start, less noise.
@@ -35,11 +36,11 @@ REPEATS = 3  # Timings of which the fastest counts.
 class StepKind(enum.IntEnum):
     """How a step was planned, as far as that changes its time.
 
-    OVERLAPPED               before its predecessor landed; drafts were not considered
-    WAITED                   after its predecessor landed
-    CHAINED                  before its predecessor landed, to verify the draft model's chain that is still in flight
-    NO_DRAFTER               as WAITED, the draft model left out of the step
-    OVERLAPPED_AFTER_LOOKUP  as OVERLAPPED, after drafts were considered and did not promise enough
+    OVERLAPPED               while the step before ran; drafts were not considered
+    WAITED                   after the step before was committed
+    CHAINED                  while the step before ran, to verify the chain that the draft model drafts after it
+    NO_DRAFTER               as WAITED, but the draft model does not read the step
+    OVERLAPPED_AFTER_LOOKUP  as OVERLAPPED, after drafts were looked up and found not to pay
     """
 
     OVERLAPPED = 0
@@ -51,17 +52,17 @@ class StepKind(enum.IntEnum):
 
 class Timer(Protocol):
     def __call__(self, counts: Sequence[int], context: int, chain: int = 0, steps: int = 1, /) -> float:
-        """Seconds of one of `steps` steps, each queued before the one before it landed.
+        """Seconds per step of `steps` steps, each queued while the one before it runs.
 
         Requests advance by `counts` tokens at a context of `context` tokens. A draft model drafts `chain` tokens after
-        them; with LEFT_OUT it takes no part in the step.
+        them; with LEFT_OUT it does not read the step.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Linear interpolation between points; the last line is extended beyond the last point."""
+    """Linear interpolation between points; beyond the last point the last segment is extended."""
 
     xs: tuple[int, ...]
     ys: tuple[float, ...]
@@ -101,16 +102,16 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds.
+    """The table, in seconds.
 
-    base         by tokens of a step at no context, planned after its predecessor landed
+    base         by tokens of a step at context 0, planned after the step before was committed
     attention    per token of a request's context, by the tokens of that request in the step
-    draft_token  of a draft model's next token, by requests
-    overlapped   of steps that decode one token of each request without a draft model, queued before their predecessor
-                 landed, by requests; None: as `base`
-    chained      as `base`, of steps with a draft model that are queued before their predecessor landed; None where the
-                 next step cannot be planned before drafts have been verified
-    drafter      by tokens of a step, the part of `base` that the draft model takes
+    draft_token  of drafting one more token, by requests
+    overlapped   by requests: steps that decode one token of each without a draft model, queued while the step before
+                 runs; None: as `base`
+    chained      as `base`, for steps with a draft model that are queued while the step before runs; None: steps cannot
+                 be chained
+    drafter      by tokens of a step: the part of `base` that the draft model takes
     """
 
     base: Curve
@@ -149,7 +150,7 @@ def measure(
     time: Timer, *, max_requests: int, max_tokens: int, max_context: int, drafter: bool, can_chain: bool = False
 ) -> Costs:
     """The table, from steps of up to `max_requests` requests and `max_tokens` tokens at up to `max_context` tokens of
-    context. `drafter`: a draft model follows; `can_chain`: steps may be queued behind drafts in flight."""
+    context. `drafter`: a draft model reads the steps; `can_chain`: steps may be chained."""
 
     def fastest(counts: Sequence[int], context: int, chain: int = 0, steps: int = 1) -> float:
         time(counts, context, chain, steps)  # warm-up
@@ -161,7 +162,7 @@ def measure(
     ]
     shapes = [counts for counts in shapes if sum(counts) <= max_tokens and len(counts) <= max_requests]
     ys = [fastest(counts, short) for counts in shapes]
-    ys = [min(ys[i:]) for i in range(len(ys))]  # a larger step is never cheaper: that was noise
+    ys = [min(ys[i:]) for i in range(len(ys))]  # monotone: where a larger step took less time, that was noise
     base = Curve(tuple(map(sum, shapes)), tuple(ys))
     sizes = [n for n in ATTENTION_TOKENS if n <= max_tokens]
     slopes = [0.0] * len(sizes)
@@ -174,7 +175,7 @@ def measure(
         drafter_part = Curve(tuple(sum(counts) for counts, _ in ends), tuple(accumulate(parts, max)))
         requests = [n for n in CHAIN_REQUESTS if n <= max_requests]
         seconds = []
-        for n in requests:  # with and without a chain in turns: only the difference counts
+        for n in requests:  # with and without a chain by turns: only the difference is used
             pairs = [(time([1] * n, short, CHAIN_TOKENS), time([1] * n, short)) for _ in range(2 * REPEATS)]
             seconds.append(min(one for one, _ in pairs[1:]) - min(other for _, other in pairs[1:]))
         least = MIN_DRAFT_SHARE * base(1)

@@ -1,4 +1,4 @@
-"""Measured steps: how each was planned, its seconds and tokens, and what costs and modes learn from it."""
+"""Records measured steps (how each was planned, seconds, tokens), from which costs and modes learn."""
 
 from dataclasses import dataclass
 
@@ -10,30 +10,28 @@ from perilune.speculation.modes import IN_FLIGHT_STEPS, Mode, Modes
 from perilune.speculation.pausing import Pause
 from perilune.speculation.step_cost import StepKind
 
-PLAIN_STEPS_PER_SAMPLE = (
-    8  # Where steps are chained: plain steps of which one is recorded. Larger: less Python per step.
-)
-DRAFT_STEPS_PER_SAMPLE = 3  # There too: steps of a settled mode with a draft model of which one is recorded.
-SETTLED_CHAINS = (
-    16.0  # Chains to learn from before every step is no longer recorded. Larger: surer, more Python at first.
-)
+# If steps can be chained, record one of so many plain steps. Larger: less Python per step.
+PLAIN_STEPS_PER_SAMPLE = 8
+DRAFT_STEPS_PER_SAMPLE = 3  # As above, for steps of a settled mode with a draft model.
+# Every step is recorded until so many chains were learned from. Larger: better estimates, more Python at first.
+SETTLED_CHAINS = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A step that landed."""
+    """A step that was committed."""
 
     plan: StepPlan
     seconds: float
     mode: Mode
     kind: StepKind
-    tokens: int  # that all requests got
-    chain: int  # tokens of the longest chain drafted after it
-    steps: int  # of which this is a sample
+    tokens: int  # sum of what the requests got
+    chain: int  # length of the longest chain drafted after it
+    steps: int  # number of similar steps that this sample represents
 
 
 class StepRecords:
-    """Whether and how steps are recorded is decided by how they were planned. `drafter`: there is a draft model."""
+    """Decides which steps are recorded, by how they were planned. `drafter`: whether there is a draft model."""
 
     def __init__(
         self,
@@ -47,27 +45,28 @@ class StepRecords:
     ) -> None:
         self._costs, self._modes, self._lengths = costs, modes, lengths
         self._rates, self._pause, self._drafter = rates, pause, drafter
-        self._planned: dict[int, Mode] = {}  # by number of the step
-        self.landed = 0, 0  # tokens of the step that landed last, and of the longest chain after it
+        self._planned: dict[int, Mode] = {}  # by StepPlan.step
+        self.landed = 0, 0  # of the step committed last: tokens, and length of the longest chain after it
         self._samples: list[Sample] = []
         self._unrecorded, self._mode = 0, Mode.PLAIN  # steps since the last sample, all planned in this mode
-        self.learns = True  # chains of the next step that lands are learned from
+        self.learns = True  # whether to learn from the chains of the step that is committed next
 
     def plan(self, step: int, mode: Mode) -> None:
-        """The step is planned in this mode."""
+        """Notes the mode in which a step was planned."""
         self._planned[step] = mode
         if len(self._planned) > IN_FLIGHT_STEPS:
             del self._planned[next(iter(self._planned))]
 
     def record_paused(self) -> None:
-        """A step landed during a pause."""
+        """Call it for each step committed during a pause."""
         self._planned.clear()
         self._unrecorded += 1
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step that landed took `seconds` from when its predecessor landed; `alone`: it was planned after that."""
+        """The step committed last took `seconds` since the step before it was committed; `alone`: it was planned after
+        that."""
         mode = self._planned.pop(plan.step, Mode.PLAIN)
-        if any(w.count > MAX_DRAFTS + 1 for w in plan.work):  # a prompt: no sample of decoding
+        if any(w.count > MAX_DRAFTS + 1 for w in plan.work):  # a prompt is in the step: it does not measure decoding
             return
         if mode != self._mode:
             self._unrecorded, self._mode = 0, mode
@@ -82,12 +81,13 @@ class StepRecords:
         self._unrecorded, self._pause.resumed = 0, False
 
     def apply(self) -> None:
-        """Updates costs, modes and lengths of chains by the samples; a step should be running meanwhile."""
+        """Updates costs, modes and chain lengths by the samples; call it while a step runs."""
         for s in self._samples:
             counts, contexts = [w.count for w in s.plan.work], [w.end for w in s.plan.work]
             batch, choice = self._modes.of(s.plan)
             self._costs.record(counts, contexts, s.chain, s.kind, s.seconds)
-            # A mode is credited with the predicted seconds: a page fault or another process must not count against it.
+            # Credit the mode with predicted seconds, not measured ones: a page fault or another process must not make a
+            # mode look slow.
             seconds = self._costs.step(counts, contexts, s.chain, s.kind)
             choice.record_step(batch, s.mode, s.tokens, seconds, s.steps)
             if s.plan.chain > 0:
@@ -95,7 +95,7 @@ class StepRecords:
         self._samples.clear()
 
     def _steps_per_sample(self, plan: StepPlan, mode: Mode) -> int:
-        """Steps of which one is recorded: chained steps leave little time for Python."""
+        """One of so many steps is recorded: chained steps leave little time for Python."""
         if not self._costs.can_chain or mode == Mode.MATCHES:
             return 1
         if mode == Mode.PLAIN:

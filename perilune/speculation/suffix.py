@@ -1,13 +1,13 @@
-"""Drafts without a model: what followed the last time that the same tokens came.
+"""Drafts without a model (n-gram or prompt lookup): the tokens that followed when the same tokens came before.
 
-A pointer is a position in some text after the same tokens that the request ends with: in the request's own prompt and
-output, or in the texts of requests that finished lately. With every new token, pointers to that token advance
-by one and the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens
-before them. So a token costs a few microseconds whatever the length of the text, and the length of a match, which
-says how reliable it is, is known without a search.
+A pointer is a position in a text after the same tokens that the request ends with: in the request's own prompt and
+output, or in the texts of recently finished requests. With every new token, pointers at that token advance by one and
+the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens before them. So a
+token costs a few microseconds at any length of the text, and the length of a match, on which its reliability depends,
+is known without a search.
 
-Texts are matched only with texts of equal cache keys (`salt`): a draft from another tenant's answer would show, by its
-speed, what that answer says.
+Texts are matched only with texts of equal cache keys (`salt`): the speed of accepted drafts from another tenant's
+answer would reveal that answer.
 
 Memory: about 250 bytes per token of a live request. The texts of finished requests are kept up to STORE_BYTES, and the
 least recently used one is dropped first.
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 
 GRAM_TOKENS = 2  # Tokens by which positions are indexed. Larger: fewer, longer matches.
 MAX_MATCH_TOKENS = 32  # Longer matches count as this long. Larger: one long match outweighs more short ones.
-MAX_POINTERS = 8  # Pointers of a request. More: more Python per token, surer drafts.
-MAX_PLACES = 5  # Positions of a gram that are tried in the own text and in the store, latest first.
+MAX_POINTERS = 8  # Pointers of a request. More: more Python per token, better drafts.
+MAX_PLACES = 5  # Positions of an n-gram that are tried, latest first, in the own text and in the store.
 CONTEXT_TOKENS = 32  # Tokens of the prompt that are stored before a finished answer.
-TOKEN_BYTES = 256  # Of a stored token with its index entry, about.
-STORE_BYTES = 64 << 20  # Of all stored texts. Larger: older answers still match.
+TOKEN_BYTES = 256  # Memory of a stored token with its index entry, about.
+STORE_BYTES = 64 << 20  # Memory of all stored texts, at most. Larger: older answers still match.
 
-_BITS = 21  # of an id; grams of larger ids may share a key, which `_match_length` finds out
+_BITS = 21  # per id in the key of an n-gram; larger ids may collide, which `_match_length` detects
 _MASK = (1 << (_BITS * GRAM_TOKENS)) - 1
 _NOWHERE = -1
 _POSITION_BITS = 32  # a place in the store is the number of the text, then the position
 
 
 def salted(root: bytes) -> int:
-    """Joined with a gram, the key of the store's index for requests of this root of cache keys (b"": none)."""
+    """The salt of requests with this root of cache keys (b"": none): `salt | n-gram` is a key of the store's index."""
     return int.from_bytes(root, "big") << _BITS * GRAM_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A drafted token. The `length` tokens before it match its source (MAX_MATCH_TOKENS at most). Matches with `share`
-    of the weight of all have this token next; `single`: there was only one match."""
+    """A drafted token. The `length` tokens before it match its source (MAX_MATCH_TOKENS at most). `share`: weight of
+    the matches that continue with this token, over the weight of all; `single`: there was only one match."""
 
     token: int
     length: int
@@ -86,13 +86,13 @@ class Store:
                 return
             number, position = place >> _POSITION_BITS, place & ((1 << _POSITION_BITS) - 1)
             text = self._texts.get(number)
-            if text is None:  # dropped, and all older places with it
+            if text is None:  # the text was dropped, and older places lead to it as well
                 return
             yield number, text.tokens, position
             place = text.before[position - 1]
 
     def touch(self, number: int) -> None:
-        """The text was used: it will be dropped later."""
+        """Marks a text as most recently used."""
         if number in self._texts:
             self._texts.move_to_end(number)
 
@@ -102,7 +102,7 @@ class Store:
             key = (key << _BITS | token) & _MASK
             place, salted_key = number << _POSITION_BITS | position, text.salt | key
             if self._latest.get(salted_key) == place:
-                # The index holds the latest place of a gram in this text; the one before it may be in this text too.
+                # The index holds the latest place of an n-gram; the place before that may be in this text, too.
                 above = text.before[position - 1]
                 while above != _NOWHERE and above >> _POSITION_BITS == number:
                     above = text.before[(above & ((1 << _POSITION_BITS) - 1)) - 1]
@@ -116,14 +116,14 @@ class Store:
 @dataclass(slots=True)
 class _Text:
     tokens: list[int]
-    before: list[int]  # by position - 1: the place after the same gram that was the latest until this one
+    before: list[int]  # by position - 1: the previous place after the same n-gram
     salt: int
 
 
 @dataclass(slots=True)
 class _Pointer:
     tokens: list[int]
-    position: int  # of the token that would come next
+    position: int  # index in the text of the token that would come next
     length: int
     number: int  # of a stored text, or _NOWHERE for the request's own text
 
@@ -135,7 +135,7 @@ class SuffixMatcher:
         self.salt = salt
         self.tokens: list[int] = []
         self.prompt_len = len(prompt)
-        self._unindexed = list(reversed(prompt))  # the prompt in reverse, as far as it is not indexed
+        self._unindexed = list(reversed(prompt))  # the tokens of the prompt not indexed yet, reversed
         self._store = store
         self._latest: dict[int, int] = {}  # gram -> position after it
         self._before: list[int] = []
@@ -145,7 +145,7 @@ class SuffixMatcher:
 
     @property
     def unindexed(self) -> int:
-        """Tokens that are not indexed yet: there are no drafts before all are."""
+        """Number of tokens that are not indexed yet; while there are any, there are no drafts."""
         return len(self._unindexed)
 
     def index_prompt(self, max_tokens: int) -> int:
@@ -181,7 +181,7 @@ class SuffixMatcher:
         self._find_pointers()
 
     def skip(self, tokens: Sequence[int]) -> None:
-        """As `append` of each token, several times faster: matches are dropped, and looked up anew at the end."""
+        """As `append` for each token, but several times faster: pointers are dropped and looked up once at the end."""
         if self._unindexed:
             self._unindexed[:0] = reversed(tokens)
             return
@@ -195,7 +195,7 @@ class SuffixMatcher:
         return self.compare(max_drafts, after)[1]
 
     def compare(self, max_drafts: int, after: Sequence[int]) -> tuple[list[Match | None], list[Match]]:
-        """For each token of `after` the draft in its place, given the tokens before it; and `drafts`."""
+        """For each token of `after` the match at its position, given the tokens before it; and `drafts`."""
         tokens, base = self.tokens, len(self.tokens)
         ahead = list(after)
         alternatives: list[Match | None] = []

@@ -1,6 +1,9 @@
 """Stop strings found in text that arrives in pieces."""
 
+import functools
 from collections.abc import Sequence
+
+from perilune.core.sampling import MAX_STOPS
 
 
 class StopMatcher:
@@ -57,6 +60,7 @@ class StopMatcher:
         return hit
 
 
+@functools.lru_cache(MAX_STOPS)  # the up to 128 answers of one request have the same strings
 def _fallbacks(word: str) -> list[int]:
     """Knuth-Morris-Pratt: entry i is the length of the longest proper prefix of word[: i + 1] that also ends it."""
     table = [0] * len(word)

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 WAIT_SECONDS = 60.0
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"),
+    "--host-resolver-rules=MAP *.test 127.0.0.1",  # names under .test are reserved: tests let them mean this machine
+)
 
 
 class Navigated(RuntimeError):

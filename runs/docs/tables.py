@@ -22,6 +22,7 @@ FIRST_SCREEN = (
 FILES = {
     "perilune/engine/engine.py": "the loop: plan step N+1 while step N runs; **start here**",
     "perilune/engine/scheduler.py": "which request advances by how many tokens (pure Python)",
+    "perilune/engine/requests/queue.py": "the requests that wait, and which is admitted next (pure Python)",
     "perilune/engine/batch.py": "a plan becomes tensors",
     "perilune/engine/graphs/decode.py": "a decode step as one CUDA graph",
     "perilune/model/kimi_k2.py": "the model, as in the paper",

@@ -317,3 +317,26 @@ def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
         assert page.said("user")[-1] == "second", "a question without an answer stays"
     finally:
         server.kill()
+
+
+def test_a_page_of_a_rebound_name_gets_nothing(browser: Browser, scripted: Server) -> None:
+    """A foreign name that has become 127.0.0.1: the page's scripts then are of the server's own origin."""
+    ask = """(async () => {
+        const models = await fetch("/v1/models"), files = await fetch("/v1/files", {referrerPolicy: "no-referrer"});
+        const hidden = await fetch("/metrics", {headers: {"accept-language": "*", "user-agent": "curl/8"}});
+        const post = {method: "POST", headers: {"content-type": "application/json"}, body: BODY};
+        const chat = await fetch("/v1/chat/completions", post);
+        return [models.status, files.status, hidden.status, chat.status, await chat.text()];
+    })()""".replace("BODY", json.dumps(json.dumps({"messages": [{"role": "user", "content": "first"}]})))
+    port = scripted.url.rpartition(":")[2]
+    for name in ("evil.test", "127.0.0.1", "localhost"):
+        browser.open(f"http://{name}:{port}/v1/models", DESKTOP)
+        browser.call("Page.setBypassCSP", enabled=True)  # the attacker's page was loaded before, from elsewhere
+        browser.wait("document.readyState === 'complete'")
+        browser.value("window.old = 1; location.reload()")
+        browser.wait(f"!window.old && location.hostname === '{name}' && document.readyState === 'complete'")
+        *statuses, text = browser.value(ask)
+        if name == "evil.test":
+            assert statuses == [403, 403, 403, 403] and "--cors-origins" in text
+        else:
+            assert statuses == [200, 404, 200, 200] and "one" in text  # 404: files are not served

@@ -149,8 +149,9 @@ def test_closing_leaves_no_process_and_no_file_and_one_bar_shows_what_all_ranks_
 @pytest.mark.parametrize(
     "config, why",
     [
-        (dict(tp=3), "for 3 ranks, which is not even"),
-        (dict(ep=8), "8 ranks"),
+        (dict(tp=3), "kimi-nano's 4 heads cannot be shared out evenly over 3 ranks: give 1, 2 or 4$"),
+        (dict(ep=3), "ep=3: kimi-nano's 4 heads cannot be shared out evenly over 3 ranks"),
+        (dict(ep=8), "ep=8: kimi-nano's 4 heads"),
         (dict(tp=4, ep=2), "ep=2 with tp=4"),
         (dict(tp=0), "tp must be at least 1"),
         (dict(tp=2, gpus="0,1"), "gpus=0,1 names GPUs, but this engine runs on the CPU: leave it out"),

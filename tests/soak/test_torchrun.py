@@ -25,4 +25,4 @@ def test_torchrun_gives_one_answer() -> None:
 
 def test_torchrun_says_how_many_ranks() -> None:
     found = generate(3)
-    assert found.returncode != 0 and "for 3 ranks, which is not even" in found.stderr, found.stderr
+    assert found.returncode != 0 and "heads cannot be shared out evenly" in found.stderr, found.stderr

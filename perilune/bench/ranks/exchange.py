@@ -65,7 +65,7 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
             ",".join(map(str, tokens)),
         ]
         made = _outputs([[*command, str(r)] for r in range(ranks)], Path(scratch))
-    rows = [json.loads(line) | ledger.circumstances() | {"gpus": ranks} for line in made.splitlines()]
+    rows = [json.loads(line) | ledger.circumstances(ranks) for line in made.splitlines()]
     for row in rows:
         of = f"{row['parts'] or 'no'} parts" if row["norm"] else row["form"]
         report(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from perilune.bench import ledger
-from perilune.bench.decode import expert_format, footprint
+from perilune.bench.decode import described, footprint
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, slice_of
 from perilune.bench.prefill import PROMPTS, layer_flops, random_prompt, step_kernels
 from perilune.bench.shapes import shape
@@ -102,7 +102,7 @@ def prefill(
             "method": f"(step of {layers} layers - step of {layers - apart}) / {apart}, medians of {PROMPTS - 1} "
             "prompts; tflops of one rank; random weights",
             **({"exchange_piece_tokens": piece} if piece else {}),
-            **ledger.circumstances(),
+            **ledger.circumstances(common["tp"]),
         }
         report(
             f"tp {row['tp']} ep {row['ep']} ({row['exchange']}{f' in pieces of {piece}' if piece else ''}), "
@@ -147,27 +147,15 @@ def prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
 
 
 def common_keys(engine: Engine, name: str, layers: int) -> dict[str, Any]:
-    info, config, weights = engine.info, engine.config, engine.runner.model.weights
-    foot = footprint(engine.runner.model, engine.runner.pages.data)
-    total = foot.always + weights.embed.nbytes + foot.per_expert * foot.moe_layers * foot.routed
     return {
         "bench": "decode",
         "shape": name,
+        **described(engine),
         "layers": layers,
-        "gpus": info.tp if engine.runner.pages.data.device.type == "cuda" else 0,
-        "tp": info.tp,
-        "ep": info.ep,
-        "exchange": engine.runner.group.name,
-        "kv_layout": "sequence" if info.kv_shards > 1 else "replicated",
-        "kv_dtype": config.kv_dtype,
-        "expert_format": expert_format(engine.runner.model),
-        "rest_dtype": "w8a8" if config.fp8_activations else "fp8" if config.rest_dtype == "fp8" else config.dtype,
         "draft": 0,
         "draft_ms": 0.0,
         "acceptance_length": 1.0,
         "acceptance": "measured",
-        "kv_capacity_tokens": info.num_blocks * info.block_size,
-        "weights_gb_per_gpu": round(total / 1e9, 2),
         "ceiling_tb_s": CEILING_TB_S,
         "method": f"(graph of {layers} layers - graph of fewer) per layer, replayed on all ranks at once, medians of "
         f"{ROUNDS} rounds of random tokens; step: median of {STEPS} engine steps that sample with top_k 50; random "
@@ -191,7 +179,7 @@ def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, i
         "graph_ms": round(taken[0] * 1e3, 4) if on_device else None,
         "step_ms": round(more.step * 1e3, 4),
         "tokens_per_s": round(batch / more.step, 1),
-        **ledger.circumstances(),
+        **ledger.circumstances(common["tp"]),
     }
     report(
         f"tp {row['tp']} ep {row['ep']} ({row['exchange']}), batch {batch:>3}, context {context:>6}: {us:8.1f} us per "

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from perilune.bench import microscope, replay, trace_formats, traces
+from perilune.bench.decode import described, footprint
 from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
@@ -19,6 +20,7 @@ from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
 from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
+from perilune.kv.tiers import DISK, HOST
 from perilune.text.tokenizer import Tokenizer
 
 AGENTS = "agents"
@@ -137,7 +139,7 @@ def command(
     where = (
         {"shape": shape, "layers": layers, **circumstances()}
         if shape
-        else {"model": model} | origin(model, assignments)
+        else {"model": model} | origin(model, [f"{name}={value}" for name, value in values.items()])
     )
     head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
     head["tiers"] = [k for k in TIERS if values.get(k) is not None]
@@ -176,7 +178,13 @@ def _local(
             async with replay.Local(engine, tokenizer.encode if tokenizer is not None else None) as target:
                 return await replay.measure(target, made, limits, say)
 
-        return run(work())
+        row, calls = run(work())
+        if row.get("restore_s"):
+            shares = row["hit_share_by_tier"]
+            restored = row["prompt_tokens"] * sum(shares[tier] for tier in shares.keys() & {HOST, DISK})
+            per_token = footprint(engine.runner.model, engine.runner.pages.data).kv_per_token
+            row["restore_gb_s"] = round(restored * per_token / row["restore_s"] / 1e9, 4)
+        return described(engine) | row, calls
     finally:
         engine.close()
 

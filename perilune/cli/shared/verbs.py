@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from perilune.cli.shared import interrupt
+
 
 class Verbs(click.Group):
     """`verbs`: what each does, in one line; `package` holds a module for each, with its `command`."""
@@ -23,10 +25,11 @@ class Verbs(click.Group):
         if name not in self.verbs:
             return None
         module = f"{self.package}.{name}"
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.submodule_search_locations is not None:  # a package: a group of verbs
-            module += ".group"
-        command: click.Command = importlib.import_module(module).command
+        with interrupt.Importing():
+            spec = importlib.util.find_spec(module)
+            if spec is not None and spec.submodule_search_locations is not None:  # a package: a group of verbs
+                module += ".group"
+            command: click.Command = importlib.import_module(module).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,17 +1,17 @@
 """Decode and verify steps as CUDA graphs: one launch from token ids to accepted tokens.
 
-A graph is captured for a number of requests, of tokens for each and a width of the block tables when traffic first asks
-for this size. Where no request of the step needs the host, the graph is the whole step: forward pass, sampling, which
-drafts are accepted (ops/drafts/accept_drafts), last-token buffer. Where a request is masked, penalized or wants
+A graph is captured for a number of requests, a number of tokens for each and a width of the block tables, when a step
+first needs this size. If no request of the step needs the host, the graph is the whole step: forward pass, sampling,
+accepting drafts (ops/drafts/accept_drafts), writing the last-token buffer. If a request is masked, penalized or wants
 log-probabilities, the graph ends with the logits, and the rest is queued op by op (`forward`, then `finish`).
 
-A step's numbers reach the graph's inputs in one copy (inputs.py), and its results reach the host in one copy. What the
-next step goes on from stays on the device too, by slot: the last token, how many drafts were accepted, the chain that
-was drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
-before its graph (ops/drafts/advance_inputs) moves its inputs to where that step ended.
+A step's numbers reach the graph's inputs in one copy (inputs.py), and its results reach the host in one copy. The state
+that the next step starts from also stays on the device, by slot: the last token, the number of accepted drafts, the
+chain drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
+before its graph (ops/drafts/advance_inputs) corrects token ids, positions and cache slots for what was accepted.
 
 A draft model's graphs (draft.py) run after the step's. All graphs share one memory pool (recorder.py). When they hold
-more than MAX_BYTES all are dropped, and traffic brings back those it needs.
+more than MAX_BYTES all are dropped; those that steps still need are captured again.
 """
 
 import logging
@@ -49,8 +49,9 @@ MAX_ROWS = 512
 EACH = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
 CHAIN_COLUMN = max(EACH) + 2  # first column of a chain's ids in a step's results; MAX_DRAFTS further, its probabilities
 COLUMNS = CHAIN_COLUMN + 2 * MAX_DRAFTS
-MIN_TABLE_BLOCKS = 24  # table width of the smallest graphs: of 64 positions, what mla_decode.attend_one has room for
-WIDENING = 4  # from one table width to the next
+# Table width of the smallest graphs: 24 blocks of 64 positions, the most that mla_decode.attend_one has room for.
+MIN_TABLE_BLOCKS = 24
+WIDENING = 4  # ratio of one table width to the next. Larger: fewer graphs, but short contexts use wider tables.
 
 
 def rounded_up(requests: int) -> int:
@@ -78,12 +79,12 @@ def _each(plan: StepPlan) -> int:
 
 @dataclass(slots=True)
 class Graph:
-    """The tensors that a graph of T = B each rows reads and writes, which must live as long as it does.
+    """A graph of T = B x `each` rows, and the tensors that it reads and writes: these must live as long as the graph.
 
     out        [B, COLUMNS] float64: results of ops/drafts/accept_drafts, then chains
     following  [T] int64: the token after each row
     last       [B] int64: the row of each request's last accepted position
-    logits     [T, V] float32, the rank's columns, unless the graph samples
+    logits     [T, V] float32, the rank's columns; None if the graph samples
     features   [T, A D], for a draft model
     follow     the draft model's graph that runs after this one
     """
@@ -101,7 +102,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A step that a graph has run as far as its logits.
+    """A step of which a graph has computed the logits; sampling comes after it.
 
     logits  [R, V] float32, the rank's columns, in the order of the plan's samples; valid until this graph's next step
     rows    [R] int64: the graph's rows that are sampled; None: the first R
@@ -116,9 +117,9 @@ class Run:
 class Arriving:
     """A graph's results on their way to the host.
 
-    table    [>= S, COLUMNS] float64 in host memory, a row per request: `each` sampled tokens, how many of the request's
-             own are accepted, whether the next failed, and from CHAIN_COLUMN on a chain of `chain` ids and their
-             probabilities; must be read before the step after the next is queued
+    table    [>= S, COLUMNS] float64 in host memory, a row per request: `each` sampled tokens, how many of them the
+             request gets, whether the logits after these are not finite, and from CHAIN_COLUMN on a chain of `chain`
+             ids and their probabilities. Read it before the step after the next is queued, which overwrites it
     done     CUDA event after which the table is complete; None on a CPU
     lengths  [S] float64 on the device: the column of how many are accepted; valid until the next step
     """
@@ -133,10 +134,10 @@ class Arriving:
 class DecodeGraphs:
     """Owns the graphs of one model on one device. Used by one thread at a time.
 
-    last_tokens   [N] int64: the last token of the request in each slot; the last row is the padding row, which rows of
-                  a graph beyond its requests write to, and which is never read
+    last_tokens   [N] int64: the last token of the request in each slot; the last row is the padding row, to which a
+                  graph's rows without a request write, and which is never read
     shifts        [N] int64, by slot: drafts accepted in the request's last step
-    draft_buffer  [N, MAX_DRAFTS] int64, by slot: the chain that the draft model drafted after that
+    draft_buffer  [N, MAX_DRAFTS] int64, by slot: the chain that the draft model drafted after that step
     """
 
     def __init__(
@@ -170,16 +171,16 @@ class DecodeGraphs:
         self._arrays = Arrays()
         self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
-        self._drafts: DraftGraphs | None = None  # of the draft model that goes along
-        self._known: DraftGraphs | None = None  # of the one that went along last
-        self._max_rows = MAX_ROWS  # less after a capture that failed
-        self.broken: str | None = None  # why no step can be captured on this machine, not even one of one row
+        self._drafts: DraftGraphs | None = None  # of the draft model that reads steps now
+        self._known: DraftGraphs | None = None  # of the one that read them last, for when it is used again
+        self._max_rows = MAX_ROWS  # lowered when a capture fails
+        self.broken: str | None = None  # why not even a step of one row can be captured on this machine
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def follow(self, drafter: Drafter | None) -> None:
-        """From now on this draft model reads steps and drafts, or none does; no step may be in flight."""
+        """From now on `drafter` reads every step and drafts; None: no draft model does. No step may be in flight."""
         self._drafts = None
         if drafter is not None:
             if self._known is None or drafter is not self._known.drafter:
@@ -190,7 +191,7 @@ class DecodeGraphs:
             self._drafts = self._known
 
     def close(self) -> None:
-        """Gives all memory back; graphs are captured again when steps need them."""
+        """Frees all graphs and their memory; graphs are captured again when steps need them."""
         if self._on_gpu:
             torch.cuda.synchronize(self._last_tokens.device)
         self._graphs.clear()
@@ -251,8 +252,8 @@ class DecodeGraphs:
         return self._send(graph, run.key, plan)
 
     def store(self, slots: Tensor, tokens: Tensor, lengths: Tensor | None, chains: Drafts | None) -> None:
-        """Stores where a step that ran op by op ended, for a chained one: of the requests in `slots` [S] int64 the last
-        tokens [S] int64, how many each got (`lengths` [S] int64; None: one), and the chains drafted after them."""
+        """Stores the state after a step that ran op by op, for a step chained to it: of the requests in `slots` [S]
+        int64 the last tokens [S] int64, how many each got (`lengths` [S] int64; None: one), and their draft chains."""
         self._last_tokens[slots] = tokens
         self.shifts[slots] = 0 if lengths is None else (lengths - 1).clamp_min(0)
         if chains is not None:
@@ -306,7 +307,7 @@ class DecodeGraphs:
         advance_inputs(f.ids, columns, requests, self._continuation, self._pages.block_size)
 
     def _send(self, graph: Graph, key: Key, plan: StepPlan) -> Arriving:
-        """Has the draft model follow a step whose tokens are accepted, and sends the results to the host."""
+        """Runs the draft model on a step after its tokens are accepted; queues the copy of the results to the host."""
         chain, drafts = 0, self._drafts
         if drafts is not None and plan.chain != LEFT_OUT:
             if graph.follow is None:
@@ -323,7 +324,7 @@ class DecodeGraphs:
         return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
 
     def _capture(self, key: Key, plan: StepPlan) -> Graph:
-        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # as one: a capture runs on all ranks or none
+        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # on all ranks or none: a capture exchanges
             log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
             self.close()
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
@@ -334,7 +335,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
-        # Recording runs the step once before the replay that counts: it must not change the last tokens.
+        # Recording runs the step once more than the replay below: that run must not change the last tokens.
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()
@@ -368,7 +369,7 @@ class DecodeGraphs:
     def _capture_follow(self, graph: Graph, key: Key, plan: StepPlan, drafts: DraftGraphs) -> Replay:
         requests, each, *_ = key
         starts, sampled = tuple(range(0, requests * each, each)), tuple(range(requests))
-        # Any works will do: the draft model reads the step's own block tables, not theirs.
+        # Placeholders: the draft model reads the block tables of the step's tensors, not those of these works.
         works = tuple(plan.work[i % len(plan.work)] for i in range(requests))
 
         def followed() -> Followed:

@@ -1,9 +1,9 @@
-"""The draft model's CUDA graphs: one to follow a step, one to draft a chain.
+"""The draft model's CUDA graphs: "follow" graphs read a step's rows, "draft" graphs draft a chain.
 
-The graph that follows belongs to one step graph, because it reads that graph's tensors, and writes where the chains
-begin to a `Start` for its number of requests and table width. The graph that drafts starts from there, whichever step
-came before. So the number of graphs is the sum of step sizes and chain lengths, not their product, and both are
-launched while the step itself runs.
+A follow graph belongs to one step graph and reads its tensors; it writes the state from which chains begin to a
+`Start`, one per number of requests and table width. A draft graph begins from that Start, whichever step came before.
+So the number of graphs is the sum of step sizes and chain lengths, not their product. Both are launched while the step
+itself still runs.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 
 @dataclass(slots=True)
 class _Chains:
-    """Where the chains of B requests begin, and the graphs that draft them.
+    """The state from which the chains of B requests begin, and the graphs that draft them.
 
     slots    [B] int64: the requests' rows of the draft buffer
     replays  by chain length
@@ -31,7 +31,8 @@ class _Chains:
     replays: dict[int, Replay] = field(default_factory=dict)
 
     def begin(self, start: Start) -> None:
-        """Copies where chains begin: of at most B requests, with tables at most as wide."""
+        """Copies `start`, of at most B requests with block tables at most as wide, to the tensors that the graphs
+        read."""
         room, (count, used) = self.start, start.tables.shape
         for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
             to[:count] = of
@@ -43,7 +44,7 @@ class DraftGraphs:
 
     out           [max requests, 2 K] float64: chains of length <= K go there, ids first, then their probabilities
     draft_buffer  [N, K] int64: ids of the chains, by the requests' slots; the last row is padding
-    tested_by     the ranks that compare each chain's graph with the same without it (self_test.py); None: no test
+    tested_by     the ranks that compare each draft graph with drafting without one (self_test.py); None: no test
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class DraftGraphs:
         self._chains.clear()
 
     def record_follow(self, followed: Callable[[], Followed], slots: Tensor, width: int, name: str) -> Replay:
-        """The graph with which the draft model reads a step; `slots` [B] int64 are the requests' rows of the draft
-        buffer. Afterwards `draft` may be called for B requests with tables of this width."""
+        """Captures the follow graph of a step; `slots` [B] int64 are the requests' rows of the draft buffer. Then
+        `draft` may be called for B requests with tables of this width."""
         chains = self._room(len(slots), width)
 
         def follow() -> None:
@@ -75,7 +76,8 @@ class DraftGraphs:
         return self._recorder.record_or_run(follow, name)
 
     def draft(self, requests: int, width: int, length: int) -> None:
-        """Drafts from where the step followed last ends, once; the chains go to `out` and the draft buffer."""
+        """Drafts chains after the step that was followed last, into `out` and the draft buffer. Once per step: drafting
+        overwrites its start state."""
         chains = self._room(requests, width)
         replay = chains.replays.get(length)
         if replay is None:
@@ -86,7 +88,7 @@ class DraftGraphs:
                 ids[:, :length], probabilities[:, :length] = drafts.tokens, drafts.confidence
                 self._buffer[:, :length].index_copy_(0, chains.slots, drafts.tokens)
 
-            kept = chains.start.features.clone()  # drafting uses them up, and recording runs it once more
+            kept = chains.start.features.clone()  # drafting overwrites them, and recording drafts once more
             name = f"chains of {length} for {requests} requests, tables {width} wide"
             replay = self._recorder.record_or_run(draft, name)
             chains.start.features.copy_(kept)

@@ -1,7 +1,7 @@
-"""What a CUDA graph reads: a decode or verify step's numbers in one buffer, from plan to device in one copy.
+"""The inputs of a CUDA graph: a decode or verify step's numbers in one buffer, which reaches the device in one copy.
 
 The buffer has rows for a fixed number of requests with a fixed number of tokens each. Rows beyond the step's requests
-are padding: they repeat the first request, so that they need no experts of their own, and write nothing that is read.
+are padding: they repeat the first request, so that no more experts are read for them, and their results are not used.
 Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
 token at the positions before it and write no cache; these positions are computed already, so attention may read them.
 
@@ -28,8 +28,8 @@ _WORD = (1 << 64) - 1
 
 
 class Key(NamedTuple):
-    """A graph's size: B `requests` of m = `each` tokens, block tables M = `width` wide. `whole`: the graph samples and
-    accepts. `followed`: it gives the features that the draft model reads."""
+    """A graph's size: B `requests` of m = `each` tokens, block tables M = `width` wide. `whole`: the graph also samples
+    and accepts drafts. `followed`: it outputs the features that a draft model reads."""
 
     requests: int
     each: int
@@ -45,9 +45,9 @@ class Fields(Generic[A]):
     ids, rows, positions, slots     int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
     u                               float64 [B, m]: the random number of each sample
     stores                          int64 [B]: the row of the last-token buffer that a request's last token goes to
-    sources, seeds, output_index    int64 [B]: of chained works: the row of the device's buffers they go on from, their
-                                    request's seed, the output index of their first sample
-    context, front, stop            int32 [B]: tokens in the cache afterwards; own columns and drafts, as in
+    sources, seeds, output_index    int64 [B], for chained works: the row (slot) of the device's buffers that they
+                                    continue from, their request's seed, the output index of their first sample
+    context, front, stop            int32 [B]: tokens in the cache after the step; front and stop as in
                                     ops/drafts/accept_drafts
     chained                         int32 [B]: 1 for chained works
     top_k                           int32 [B, m]; temperature, top_p, min_p float32 [B, m]: of each sample
@@ -107,7 +107,7 @@ class _Host:
 
 
 class Arrays:
-    """Block tables as arrays, made anew only when they have changed."""
+    """Block tables as arrays, cached by slot until a request's table changes."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[tuple[int, ...], NDArray[np.int32]]] = {}  # by slot
@@ -120,8 +120,8 @@ class Arrays:
 
 
 class Inputs:
-    """The buffer on the device, and two like it in host memory: while one is copied, the next step is written to the
-    other. So the step before may still run when a step is written; the one before that must be over.
+    """The buffer on the device, and two like it in pinned host memory: while one is copied, the next step is written to
+    the other. So the step before may still run when a step is written; the one before that must have ended.
 
     `padding_row` is the row of the last-token buffer that padding rows write to; it is never read.
     """
@@ -143,7 +143,8 @@ class Inputs:
         return _Host(buffer, views, [None] * self.size.requests)
 
     def fill(self, work: Sequence[Work]) -> bool:
-        """Writes the numbers of a step and queues their copy; whether the device has to complete them."""
+        """Writes the numbers of a step and queues their copy. True if works are chained, so that advance_inputs has to
+        complete the numbers on the device."""
         self.turn ^= 1
         host = self._hosts[self.turn]
         to, count = host.fields, len(work)
@@ -172,7 +173,7 @@ class Inputs:
             to.chained[count:], to.sources[:] = to.chained[0], to.rows[:, 0]
         to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._padding_row, 0.0
         for i, w in enumerate(work):
-            if host.tables[i] is not w.blocks:  # the same tuple as long as it is the same table
+            if host.tables[i] is not w.blocks:  # Request.table makes a new tuple only when the table changes
                 to.tables[i, : len(w.blocks)] = self._arrays.of(w)
                 to.tables[i, len(w.blocks) :] = w.blocks[0]
                 host.tables[i] = w.blocks
@@ -184,7 +185,7 @@ class Inputs:
         return chained
 
     def _fill_tokens(self, to: Fields[NDArray[Any]], i: int, w: Work) -> None:
-        """Row i, where requests have several tokens."""
+        """Fills row i of a step in which requests may have several tokens."""
         each, size, blocks = self.size.each, self._block_size, w.blocks
         front = each - w.count
         to.ids[i] = [w.tokens[0]] * front + list(w.tokens)
@@ -193,7 +194,8 @@ class Inputs:
         to.front[i], to.stop[i] = front, each - 1
 
     def _fill_chained(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
-        """All rows, where the device completes every one: no ids, and slots only as -1 or not."""
+        """Fills the rows of a step in which all works are chained: no token ids, and of cache slots only whether there
+        is one (0) or not (-1); the device completes them."""
         count, each = len(work), self.size.each
         front = each - np.array([w.count for w in work])[:, None]
         to.ids[:count] = PENDING
@@ -209,7 +211,7 @@ class Inputs:
             return
         front = to.front[:count, None]
         to.temperature[:count] = np.array([p.temperature for p in params])[:, None]
-        to.temperature[:count][self._columns < front] = 0.0  # greedy: the fastest for tokens that are not used
+        to.temperature[:count][self._columns < front] = 0.0  # padding columns: greedy is the fastest
         to.top_k[:count] = np.array([min(p.top_k, 2**31 - 1) for p in params])[:, None]
         to.top_p[:count] = np.array([p.top_p for p in params])[:, None]
         to.min_p[:count] = np.array([p.min_p for p in params])[:, None]

@@ -12,7 +12,7 @@ from perilune.core.errors import EngineError
 
 log = logging.getLogger("perilune.engine")
 
-SPARE_BYTES = 512 << 20  # free for a capture; where there is less, torch first gives its cached memory back
+SPARE_BYTES = 512 << 20  # With less free device memory than this, torch's cached memory is freed before a capture.
 
 Replay = Callable[[], None]
 
@@ -23,7 +23,7 @@ class Recorder:
 
     captured, capture_seconds  since the start
     nbytes                     device memory that the graphs hold, as the device's free memory shows it
-    needed                     what cannot be captured is an error: other ranks would go on with the captured graph
+    needed                     a failed capture is an error: with several ranks the others would replay their graphs
     """
 
     def __init__(self, device: torch.device, *, needed: bool = False) -> None:
@@ -34,12 +34,12 @@ class Recorder:
         self.captured, self.capture_seconds, self.nbytes = 0, 0.0, 0
 
     def clear(self) -> None:
-        """The graphs have been dropped: the next ones get a new pool."""
+        """Call it when all graphs were dropped: the next ones get a new memory pool."""
         self._pool, self.nbytes = None, 0
 
     def record(self, work: Callable[[], None], name: str) -> Replay:
-        """Runs `work` once, captures a second run, and returns the function that replays that. RuntimeError if `work`
-        cannot be captured."""
+        """Runs `work` once, captures a second run, and returns the function that replays the captured run. RuntimeError
+        if `work` cannot be captured."""
         begin, device = time.perf_counter(), self._device
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
@@ -48,16 +48,16 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             work()  # the first run may allocate and compile, which a capture may not
             self._stream.synchronize()
-            # cuBLAS must make its workspace of this stream while capturing, so that it is memory of the pool.
+            # cuBLAS must allocate its workspace for this stream during the capture, so that it lies in the pool.
             torch._C._cuda_clearCublasWorkspaces()
             if torch.cuda.mem_get_info(device)[0] < SPARE_BYTES:
-                torch.cuda.empty_cache()  # costs time: the next prompts must ask the driver for memory again
+                torch.cuda.empty_cache()  # slow afterwards: the next prompts allocate from the driver again
             before = torch.cuda.mem_get_info(device)[0]
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it only repeats that there was an error
+                with contextlib.suppress(RuntimeError):  # ending a failed capture raises the same error again
                     graph.capture_end()
                 # A failed graph has not released the pool, and no capture can begin there again: the next ones get
                 # another pool. The allocator keeps asking this graph whether it is capturing, so it must live on.
@@ -74,7 +74,7 @@ class Recorder:
         return graph.replay
 
     def record_or_run(self, work: Callable[[], None], name: str) -> Replay:
-        """As `record`, or `work` itself if it cannot be captured."""
+        """As `record`, but returns `work` itself if it cannot be captured."""
         try:
             return self.record(work, name)
         except RuntimeError as e:

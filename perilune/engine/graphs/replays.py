@@ -6,13 +6,13 @@ import torch
 
 from perilune.engine.graphs.decode import Graph
 
-REPLAYS = 2  # on end, that are timed in a round
+REPLAYS = 2  # launched back to back and timed together in a round
 
 
 @torch.inference_mode()
 def replay_seconds(graph: Graph, vocab_size: int, rounds: int) -> float:
-    """Of one replay behind another: the median of `rounds`, each with other tokens, which depend on nothing but the
-    round. What the graph writes (last tokens, KV of its positions) is overwritten."""
+    """Seconds of one replay right after another: the median of `rounds`, each with other tokens, which depend only on
+    the round's number. Overwrites what the graph writes: last tokens and the KV of its positions."""
     tokens, device = graph.step.tokens, graph.step.tokens.device
     generator, times = torch.Generator().manual_seed(7), []
     for _ in range(1 + rounds):

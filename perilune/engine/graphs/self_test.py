@@ -1,5 +1,5 @@
-"""The test of a CUDA graph when it is captured: its first replay is compared with the same step without a graph, and
-with the other ranks'."""
+"""Tests a CUDA graph when it is captured: compares its first replay with the same step without a graph, and with the
+replays of the other ranks."""
 
 import logging
 import time
@@ -16,28 +16,28 @@ log = logging.getLogger("perilune.engine")
 # ||graph - eager|| / ||eager|| of a step's logits. Larger: damage in one of many layers goes unnoticed. Smaller:
 # kernels that add in no fixed order fail.
 MAX_ERROR_SHARE = 0.05
-# Of the probability of a drafted token. Larger than of logits: one token's changes by the error of its logit, e^x.
+# Relative error of a drafted token's probability. Larger than for logits: an error x of a logit becomes a factor e^x.
 MAX_PROBABILITY_ERROR_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Of one run: hidden [T, D], the same on all ranks, and logits [T, V / N] made of it."""
+    """Results of one run of a step: hidden [T, D], equal on all ranks, and this rank's logits [T, V / N]."""
 
     hidden: Tensor
     logits: Tensor
 
 
 def check(eager: Probe, replayed: Probe, group: Group, name: str) -> None:
-    """EngineError if the graph computes something else, or something else than another rank's."""
+    """EngineError if the graph's results differ from those without a graph, or from another rank's graph."""
     right, found = (p.logits.nan_to_num(0.0, 0.0, 0.0).float() for p in (eager, replayed))
     error = ((found - right).norm() / right.norm().clamp_min(1e-30)).double()
     _agree(error, replayed.hidden, group, name, ("logits", "hidden states", MAX_ERROR_SHARE))
 
 
 def check_chains(eager: Tensor, replayed: Tensor, group: Group, name: str) -> None:
-    """As `check`, of chains [B, 2 L] float64: L ids and their probabilities, in the same order on all ranks. After the
-    first token that differs, as a near tie may, there is nothing to compare."""
+    """As `check`, for chains [B, 2 L] float64: L ids, then their probabilities, rows in the same order on all ranks. A
+    chain is compared up to its first token that differs, which two almost equal probabilities may cause."""
     (ids, right), (drafted, found) = (t.nan_to_num(0.0, 0.0, 0.0).chunk(2, 1) for t in (eager, replayed))
     same = (ids == drafted).long().cumprod(1)
     comparable = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)
@@ -47,10 +47,11 @@ def check_chains(eager: Tensor, replayed: Tensor, group: Group, name: str) -> No
 
 
 def _agree(error: Tensor, same: Tensor, group: Group, name: str, what: tuple[str, str, float]) -> None:
-    """`error` [] float64 is below the last of `what`, and `same` has the same bits on all ranks."""
+    """EngineError unless `error` [] float64 is at most the last item of `what`, and `same` has equal bits on all
+    ranks."""
     begin, (compared, exchanged, limit) = time.perf_counter(), what
     bits = same.contiguous().view(torch.int16 if same.element_size() == 2 else torch.int32)
-    # Weighted by place: rows in another order differ too.
+    # Weighted by index, so that rows in another order give another sum.
     weights = torch.arange(1, bits.numel() + 1, device=bits.device)
     digest = (bits.flatten().long() * weights).sum()
     errors, digests = group.gather(torch.stack([error.view(torch.int64), digest])).cpu().unbind(1)

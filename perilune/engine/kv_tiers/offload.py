@@ -19,15 +19,16 @@ from perilune.kv.worth import Worth
 
 log = logging.getLogger("perilune.kv")
 
-SPARE_SHARE = 8  # At most an eighth of the blocks is kept free ahead of need: more would shrink the GPU's own cache.
-MAX_RESTORES = 3  # of one request: where its blocks are evicted again before it runs, it is computed after all.
-LIMIT_SECONDS = 60.0  # A restore that takes longer is given up: its disk may never answer.
+SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
+MAX_RESTORES = 3  # of one request. If its blocks are evicted again before it runs, it is then computed instead.
+LIMIT_SECONDS = 60.0  # A restore that takes longer is given up, and the request computed: its disk may never answer.
 
 
 @dataclass(slots=True)
 class Restoring:
-    """A request that waits for its blocks. `hits` are blocks it found in the pages and holds meanwhile; the tiers
-    fill `blocks`. The copy begins when `after` steps are committed: a step in flight may still write to the blocks."""
+    """A request waiting for its KV from a tier. `hits`: blocks it found on the GPU and holds a reference to; `blocks`:
+    free blocks that the tiers fill. The copy begins when `after` steps are committed: a step in flight may still write
+    to these blocks for their last owner."""
 
     request: Request
     hits: list[int]
@@ -40,7 +41,10 @@ class Restoring:
 
 
 class Offload:
-    """spare_blocks: free blocks to have ready, which steps take without waiting for a copy."""
+    """Evicts cached blocks to the tiers ahead of need and restores them. Used by the thread that plans.
+
+    spare_blocks  number of free blocks to keep, which steps take without waiting for a copy
+    """
 
     def __init__(self, tiers: Tiers, tree: PrefixTree, *, block_size: int, blocks: int, spare_blocks: int) -> None:
         self._tiers, self._tree, self._block_size = tiers, tree, block_size
@@ -49,12 +53,12 @@ class Offload:
         self._tickets = 0
         self._off = False
         self.worth = Worth()
-        self._hits = {HOST: 0, DISK: 0}  # tokens
+        self._hits = {HOST: 0, DISK: 0}  # prompt tokens that each tier brought
         self._seconds = 0.0
 
     @property
     def tables(self) -> list[list[int]]:
-        """Blocks that tiers and restores hold: for checks."""
+        """Blocks held by copies to and from the tiers, for the check that every block has one owner."""
         return [[b] for b in self._tiers.leaving] + [[*r.hits, *r.blocks] for r in self._restoring.values()]
 
     @property
@@ -63,36 +67,36 @@ class Offload:
 
     @property
     def leaving(self) -> int:
-        """Blocks that will be free without a step: their pages are being copied."""
+        """Blocks being copied to a tier, which are free when the copy has ended."""
         return len(self._tiers.leaving)
 
     @property
     def restoring(self) -> int:
-        """Restores that are not complete."""
+        """Number of restores that have not ended."""
         return len(self._restoring)
 
     def find(self, request: Request, digests: Sequence[bytes]) -> list[bytes]:
-        """Which of these digests, from the first on, are worth restoring for a request."""
+        """The leading digests of these blocks that a tier has and that are faster to restore than to compute."""
         if not digests or request.restores >= MAX_RESTORES or request.refused:
             return []
         found = self._tiers.match(digests)
         count = self.worth.beginning(found)
-        request.refused = bool(found) and not count  # asked once: a request that waits is looked at before each step
+        request.refused = bool(found) and not count  # decided once: waiting requests are looked at before every step
         return list(digests[:count])
 
     def has_room(self, blocks: int) -> bool:
-        """Whether to go on: `blocks` are free, or no copy is under way that would free more."""
+        """Whether to take blocks now instead of waiting: `blocks` are free, or no copy is under way to free more."""
         if not self._off and blocks <= self._tree.available:
             self._make_room(blocks)
         return self._tree.num_free >= blocks or not self._tiers.leaving
 
     def begin(self, request: Request, hits: list[int], digests: list[bytes], planned_steps: int) -> bool:
-        """Begins to restore the blocks of `digests`, which follow `hits`; `planned_steps` so far. False: blocks are
-        being made free, ask again."""
+        """Begins to restore the blocks of `digests`, which follow `hits`. `planned_steps`: steps planned so far. False:
+        too few blocks are free yet, ask again before the next step."""
         self._tree.acquire(hits)
         self._make_room(len(digests))
         if self._tree.num_free < len(digests):
-            self._tree.release(hits)  # which makes them the most recently used: the room is made elsewhere
+            self._tree.release(hits)  # also marks them most recently used, so that other blocks are evicted
             return False
         blocks = [self._tree.allocate() for _ in digests]
         request.restores += 1
@@ -101,8 +105,8 @@ class Offload:
         return True
 
     def poll(self, committed_steps: int, soon: int) -> list[Request]:
-        """Takes in finished copies and begins others; returns requests that go back to the queue. `soon`: blocks that
-        running requests will want."""
+        """Takes in finished copies and begins others; returns the requests that go back to the queue. `soon`: number of
+        blocks that running requests will want."""
         for ticket, restoring in self._restoring.items():
             if not restoring.sent and committed_steps >= restoring.after:
                 restoring.sent = self._send(ticket, restoring)
@@ -128,13 +132,13 @@ class Offload:
         return back
 
     def count(self, request: Request) -> None:
-        """A request starts with what it found: which of these tokens a tier brought."""
+        """Counts the cached tokens with which a request starts, by the tier that brought them."""
         host = min(request.restored[0], request.computed)
         self._hits[HOST] += host
         self._hits[DISK] += min(request.restored[1], request.computed - host)
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long: learns from those that are mostly prompts what computing a block takes."""
+        """Learns from a step that took `seconds` what computing a block takes, if most of its tokens are prompts'."""
         prompts = sum(w.count for w in plan.work if w.count >= self._block_size)
         if prompts >= 2 * self._block_size and 2 * prompts >= plan.tokens:
             self.worth.computed(prompts / self._block_size, seconds)
@@ -144,7 +148,7 @@ class Offload:
         self._tiers.forget(first)
 
     def report(self, stats: EngineStats) -> EngineStats:
-        """The statistics, with those of the tiers filled in."""
+        """`stats` with the numbers of the tiers filled in."""
         tiers = self._tiers
         return replace(
             stats,
@@ -171,14 +175,14 @@ class Offload:
         self._tiers.check()
 
     def _send(self, ticket: int, restoring: Restoring) -> bool:
-        """False where a block was dropped since it was found: nothing is restored then."""
+        """Begins the copy of a restore. False: a tier has dropped one of its blocks since, and none is restored."""
         if len(self._tiers.match(restoring.digests)) < len(restoring.digests):
             return False
         self._tiers.restore(ticket, list(zip(restoring.digests, restoring.blocks)))
         return True
 
     def _lost(self, committed_steps: int) -> list[Request]:
-        """Requests that have lost blocks in the tiers since, and those that have waited too long."""
+        """Gives up restores of blocks that a tier has dropped, and those over LIMIT_SECONDS; returns their requests."""
         back = []
         for ticket, restoring in list(self._restoring.items()):
             if not restoring.sent and committed_steps >= restoring.after:
@@ -193,7 +197,7 @@ class Offload:
         return back
 
     def _register(self, restoring: Restoring) -> None:
-        """Offers the restored blocks to the prefix tree, after those that the request found there."""
+        """Inserts the restored blocks into the prefix tree, after the hits."""
         above = restoring.hits[-1] if restoring.hits else None
         for index, digest in enumerate(restoring.digests):
             block = self._tree.insert(above, digest, restoring.blocks[index], self._tiers.turn(digest))
@@ -202,7 +206,7 @@ class Offload:
             restoring.blocks[index] = above = block
 
     def _make_room(self, blocks: int) -> None:
-        """Evicts until so many blocks are free or on their way to be."""
+        """Evicts cached blocks until `blocks` are free or being copied to a tier."""
         while self._tree.num_free + len(self._tiers.leaving) < blocks:
             oldest = self._tree.take_oldest()
             if oldest is None:
@@ -213,7 +217,7 @@ class Offload:
         self._tiers.flush()
 
     def _switch(self) -> None:
-        """Off where not even host memory pays, so that nothing is stored in vain; on again if that changes."""
+        """Turns storing off while restoring from host memory takes longer than computing, and on again after that."""
         off = not self.worth.pays(HOST)
         if off != self._off:
             self._off = off

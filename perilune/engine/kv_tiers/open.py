@@ -28,16 +28,16 @@ from perilune.kv.transfer import Transfer, row_bytes
 from perilune.model.kimi_k2 import KimiK2
 from perilune.speculation.drafter import Drafter
 
-FORMAT = "1"  # of rows and files: to be raised when what they hold changes
-STAGING_BYTES = 10**9  # of host memory where only a disk was asked for
-HOST_SHARE = 0.9  # of the memory that is available, at most
-DISK_SHARE = 0.5  # of the free space, if no size is given
+FORMAT = "1"  # version of the bytes in rows and files; raise it when the layout changes, so that old files are ignored
+STAGING_BYTES = 10**9  # host memory used as staging buffer if only a disk tier is configured
+HOST_SHARE = 0.9  # at most this share of the available memory
+DISK_SHARE = 0.5  # this share of the free space, if no size is given
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """transfer  moves this rank's bytes; rank 0's also those of the other ranks
-    tiers     None: this rank follows rank 0
+    """transfer  copies this rank's bytes; that of rank 0 also orders the copies of the other ranks
+    tiers     the index of what is stored, on rank 0; None on the other ranks
     """
 
     transfer: Transfer | RankedTransfer
@@ -52,9 +52,9 @@ def open_tiers(
     drafter: Drafter | None,
     ranks: Ranks | None,
 ) -> Opened:
-    """Called by all ranks. Raises ConfigError, on all of them. The draft model's cache is stored with the target's: it
-    could be computed again only from the target's hidden states, and after a hit without it drafts would come from
-    entries of another text. With several ranks each stores what its own pages hold; sizes are of all ranks together."""
+    """Opens the tiers; called by all ranks. Raises ConfigError, on all of them. The draft model's KV is stored with the
+    target's: computing it again would need the target's hidden states, and a hit without it would leave KV of another
+    text in its blocks. With several ranks each stores its own pages; sizes are those of all ranks together."""
     group = model.group
     caches = [pages.data, *([] if drafter is None else [drafter.cache()])]
     size = largest(group, row_bytes(caches))
@@ -81,7 +81,7 @@ def open_tiers(
             raise ConfigError(f"{why}; lower kv_host_gb, or raise `ulimit -l`") from e
     assert transfer is not None
     if group.ranks > 1 and ranks is None:
-        least(group, 0)  # from here on rank 0 receives reports
+        least(group, 0)  # a barrier: no rank reports before rank 0 receives reports
         return Opened(transfer, None)
     mover: Transfer | RankedTransfer = transfer
     if ranks is not None:
@@ -92,7 +92,7 @@ def open_tiers(
 
 @contextlib.contextmanager
 def _on_all_ranks(group: Group) -> Iterator[None]:
-    """A ConfigError of one rank is raised by all, so that none waits for it."""
+    """Raises a ConfigError of one rank on all ranks, so that none waits for the one that failed."""
     error: ConfigError | None = None
     try:
         yield
@@ -109,7 +109,7 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
 
 
 def _open_directory(config: EngineConfig, model: KimiK2, caches: list[Tensor], size: int) -> Directory:
-    """This rank's folder in `kv_disk`, which rank 0 locks for all."""
+    """This rank's folder in `kv_disk`; rank 0 holds the lock for all ranks."""
     group, fingerprint = model.group, _fingerprint(config, model, caches)
     assert config.kv_disk is not None
     root, found = Path(config.kv_disk).expanduser(), list[Directory]()
@@ -121,7 +121,8 @@ def _open_directory(config: EngineConfig, model: KimiK2, caches: list[Tensor], s
 
 
 def _common(group: Group, directory: Directory) -> dict[Name, float]:
-    """Blocks that every rank has a file of, with their age in seconds, oldest first; this rank's others are deleted."""
+    """The blocks of which every rank has a file, with their age in seconds, oldest first. Deletes this rank's other
+    files."""
     found = {one.name: one.age_seconds for one in directory.found()}
     if group.ranks == 1:
         return found
@@ -136,8 +137,8 @@ def _common(group: Group, directory: Directory) -> dict[Name, float]:
 
 
 def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices) -> int:
-    """Rows for each rank, of `size` bytes on all ranks together."""
-    # A CPU's pages are allocated, but the system has not counted what was never written.
+    """Host rows (one per block) for each rank; a row has `size` bytes on all ranks together."""
+    # Pages on a CPU are allocated, but Linux counts memory as used only once it is written.
     free = (available_bytes() - (pages.nbytes if pages.device.type == "cpu" else 0)) * HOST_SHARE
     wanted = config.kv_host_gb * GB if config.kv_host_gb is not None else min(STAGING_BYTES, free / 4)
     if wanted > free:
@@ -153,8 +154,8 @@ def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices)
 
 
 def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Group, choices: Choices) -> int:
-    """Files of this engine's blocks on each rank, of which there are `own`; `kv_disk_gb` is for all ranks and all
-    models in the directory. Rank 0 decides."""
+    """How many files of blocks each rank may have, of which `own` exist. `kv_disk_gb` covers all ranks and all models
+    in the directory. Rank 0 decides for all."""
     every, decided = everyone(group, directory.fingerprint), -1
     with _on_all_ranks(group):
         if group.slicing.rank == 0:
@@ -171,8 +172,8 @@ def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Gro
 
 
 def _fingerprint(config: EngineConfig, model: KimiK2, caches: list[Tensor]) -> bytes:
-    """What KV depends on besides tokens and cache keys: the weights as they were loaded, number formats, layout. The
-    draft model's weights are left out: no answer depends on its cache."""
+    """A digest of what KV depends on besides tokens and cache keys: loaded weights, number formats, layout. Without the
+    draft model's weights: no answer depends on its KV."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"kv files")
     made = (FORMAT, sys.byteorder, caches[0].device.type, config.dtype, config.kv_dtype, config.qk_norm_eps)
     layout = [(c.dim(), c.shape[0] if c.dim() == 4 else 1, *c.shape[-2:], str(c.dtype)) for c in caches]
@@ -200,7 +201,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sum(tensor: Tensor) -> int:
-    """Of its bytes as 64-bit words, modulo 2**64; reads a GPU's weights at the speed of its memory."""
+    """Sum of the tensor's bytes as 64-bit words, modulo 2**64. On a GPU it is bound by memory bandwidth."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0

@@ -1,9 +1,9 @@
-"""KV tiers of several ranks: rank 0's index moves a block on every rank, each of which has a Transfer of its own.
+"""KV tiers of several ranks: rank 0 has the index and decides; every rank copies its own part of a block.
 
-Each call of rank 0 to its Mover goes to the other ranks as an order between plans (engine/plan_wire.py). The order has
-the number of steps that rank 0 has not read the results of: a rank first waits until no more steps than that are in
-flight, because an earlier step may still read or write the blocks. A copy has ended when it has ended on every rank,
-and has failed if it failed on one, so a block is in a tier on all ranks or on none.
+Each copy that rank 0 begins goes to the other ranks as an order between plans (engine/plan_wire.py). The order has the
+number of steps that rank 0 has no result of yet: a rank first waits until no more steps than that are in flight,
+because an earlier step may still read or write the blocks. A copy has ended when it has ended on every rank, and has
+failed if it failed on one, so a block is in a tier on all ranks or on none.
 """
 
 import threading
@@ -18,7 +18,7 @@ from perilune.engine.ranks import Ranks
 from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 
-REPORT_SECONDS = 0.5  # A rank reports at least this often how much memory is pinned, while nothing else ends.
+REPORT_SECONDS = 0.5  # While no copy ends, a rank reports this often how much of its host memory is pinned so far.
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True, tag="store"):
@@ -40,7 +40,8 @@ class Delete(msgspec.Struct, array_like=True, frozen=True, tag="delete"):
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank has done since its last report: fields of the records of kv/tiers.py; `rows` that it can use."""
+    """Copies of a rank that have ended since its last report, as fields of the records of kv/tiers.py; `rows`: host
+    rows that it can use so far."""
 
     rows: int
     copied: list[int] = []
@@ -111,12 +112,12 @@ class RankedTransfer:
         self._ranks.move(_encode(move))
 
     def _heard(self, rank: int, body: bytes) -> None:
-        """From the thread that listens to the ranks."""
+        """Takes a report; called by the thread that receives messages of the ranks."""
         self._reports.append((rank, body))
         self._own.wake()
 
     def _merge(self, done: Done) -> Done | None:
-        """The record of all ranks, if this is the last rank's."""
+        """Adds one rank's record; the merged record if every rank has reported it, else None."""
         key = _key(done)
         count, merged = self._waiting.pop(key, (0, done))
         if count:
@@ -125,19 +126,19 @@ class RankedTransfer:
             self._waiting[key] = count + 1, merged
             return None
         if isinstance(merged, Written) and merged.error is not None and not merged.gone:
-            self.delete(merged.name)  # another rank may have its file
+            self.delete(merged.name)  # it failed on one rank: another may have written its file
         return merged
 
 
 class Follower:
-    """Another rank's end: runs moves on its own Transfer, and has a thread that reports what is done."""
+    """The end of a rank other than 0: runs copies on its own Transfer; a thread reports those that have ended."""
 
     def __init__(self, own: Transfer, send: Callable[[bytes], None]) -> None:
         self.own, self._send = own, send
         threading.Thread(target=self._report, name="perilune-kv-report", daemon=True).start()
 
     def run(self, body: bytes) -> None:
-        """EngineError if the order is malformed."""
+        """Begins what the order says. EngineError if it is malformed."""
         try:
             move = _moves.decode(body)
         except msgspec.DecodeError as e:
@@ -164,7 +165,7 @@ class Follower:
 
 
 def report(body: bytes) -> Moved:
-    """EngineError if it is malformed."""
+    """The decoded report of a rank. EngineError if it is malformed."""
     try:
         return _reports.decode(body)
     except msgspec.DecodeError as e:
@@ -208,7 +209,7 @@ def _key(done: Done) -> tuple[type, int | bytes]:
 
 
 def _both(a: Done, b: Done) -> Done:
-    """Of the same record: failed if one is, as late as the later one."""
+    """Two ranks' records of one copy as one: failed if either failed, with the longer time."""
     if isinstance(a, Restored) and isinstance(b, Restored):
         bad = tuple(dict.fromkeys((*a.bad, *b.bad)))
         return Restored(a.ticket, max(a.seconds, b.seconds), bad, a.error or b.error)

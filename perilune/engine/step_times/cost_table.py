@@ -1,4 +1,4 @@
-"""Times steps of an engine before its first request, for the table by which draft lengths are chosen
+"""Measures the seconds of steps of an engine before its first request: the table by which draft lengths are chosen
 (speculation/step_cost.py)."""
 
 import dataclasses
@@ -24,21 +24,23 @@ from perilune.engine.runner import Runner
 from perilune.ops.harness import build
 from perilune.speculation import step_cost
 
-KEPT_SECONDS = 7 * 86_400  # A table is measured again after a week: the machine may have been busy.
-KEPT_TABLES = 32  # of other models and configurations; the oldest go first
+KEPT_SECONDS = 7 * 86_400  # A table is measured again after a week: the machine may have been busy the first time.
+KEPT_TABLES = 32  # on disk, one per model and configuration; the oldest are deleted first
 
 log = logging.getLogger("perilune.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
-PROMPT_TOKENS = (256, 1024, 4096)  # Sizes of prompts that are timed, and a whole step. More: a slower start.
-FIRST_REQUESTS = 8  # More: longer starts. Fewer: the first requests of a size wait for a capture, 0.3 s and more.
+PROMPT_TOKENS = (256, 1024, 4096)  # Prompts that are timed, besides one of max_step_tokens. More: a slower start.
+# Graphs for 1 up to so many requests are captured at start. More: a slower start. Fewer: the first step with a number
+# of requests waits for its capture, 0.3 s or more.
+FIRST_REQUESTS = 8
 
 
 def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     """Seconds of steps of this runner, by their size. Overwrites the cache, which must be empty.
 
-    On a CPU, where this takes longer than all the rest of a start, the table is kept on disk: by the model's and the
-    engine's configuration, the kernels and the processor, for KEPT_SECONDS.
+    On a CPU, where measuring takes longer than the rest of a start, the table is kept on disk for KEPT_SECONDS. Its key
+    is a digest of the model's and the engine's configuration, the kernels and the processor.
     """
     if runner.pages.data.device.type != "cpu":
         return time_steps(runner, config)
@@ -47,7 +49,7 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
         if time.time() - path.stat().st_mtime < KEPT_SECONDS:
             return msgspec.json.decode(read_regular(path), type=step_cost.Costs)
     except (OSError, msgspec.DecodeError):
-        pass  # none, or damaged: measured again
+        pass  # no file, or a damaged one: measure again
     costs = time_steps(runner, config)
     try:
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -62,10 +64,10 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
 
 
 def _digest(runner: Runner, config: EngineConfig) -> str:
-    """Of what the time of a step depends on."""
+    """A digest of everything that the time of a step depends on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    # Chosen at each start; the time of a step does not depend on them.
+    # These two differ from start to start, and the time of a step does not depend on them.
     config = replace(config, kv_blocks=None, seed=None)
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
@@ -91,7 +93,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
-    """As measure_costs, always measured."""
+    """As measure_costs, without the file."""
     assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size
     begin = time.perf_counter()
     max_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
@@ -109,8 +111,9 @@ def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
 
 
 def capture_first(runner: Runner, config: EngineConfig) -> None:
-    """Captures, and so tests, the graphs of steps in which up to FIRST_REQUESTS requests decode, and the draft model's
-    that follow them, so that the first requests do not wait for that. Overwrites the cache, which must be empty."""
+    """Captures and self-tests the graphs of steps in which 1 up to FIRST_REQUESTS requests decode, and the draft
+    model's graphs after them, so that the first requests do not wait for captures. Overwrites the KV cache, which must
+    be empty."""
     if runner.graphs is None:
         return
     assert config.kv_blocks
@@ -122,8 +125,8 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
 
 
 def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int, float], None]) -> None:
-    """Gives `record` the tokens and seconds of steps that compute a prompt. On GPUs alone: a CPU would take longer than
-    all the rest of a start, and its seconds are nearly proportional to tokens. Overwrites the cache, which must be
+    """Calls `record(tokens, seconds)` for steps that compute a prompt. Only on GPUs: on a CPU this would take longer
+    than the rest of a start, and seconds are nearly proportional to tokens. Overwrites the KV cache, which must be
     empty."""
     if runner.pages.data.device.type == "cpu" or not config.decode_stretch:
         return
@@ -136,7 +139,7 @@ def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int,
 
 
 class _Timer:
-    """A step_cost.Timer. Requests share blocks where there are too few: the time does not depend on the contents."""
+    """A step_cost.Timer. If the pool has too few blocks, requests share them: the time does not depend on contents."""
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         assert config.block_size and config.kv_blocks
@@ -175,7 +178,7 @@ class _Timer:
         )
         begin = time.perf_counter()
         before = None
-        for _ in range(ahead):  # as the engine does: queue a step, then read the one before
+        for _ in range(ahead):  # as the engine does: queue a step before the step before it is read
             queued = self._runner.run(self._runner.ordered(StepPlan(0, work, chain), "time"))
             if before is not None:
                 before.wait().result()

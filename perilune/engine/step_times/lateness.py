@@ -1,9 +1,9 @@
-"""Whether ranks end their steps, from what they report: looked at every BEAT_SECONDS by the thread that hears them.
+"""Decides from the ranks' heartbeats whether a step hangs. Called every BEAT_SECONDS by the thread that receives them.
 
-A rank is late when it has not ended a step that rank 0 ended SILENT_SECONDS ago. All are when none has ended a step or
-computed for STILL_SECONDS. A step during which ranks compute may take as long as its tokens need (STEP_SECONDS,
-SECONDS_PER_TOKEN); while a rank compiles kernels, no step is late. Rounds are counted, not time: the whole machine may
-have been stopped in between.
+A rank is late when it has not ended a step that rank 0 ended SILENT_SECONDS ago. All ranks are late when none has ended
+a step, or reported any progress in computing one, for STILL_SECONDS. A step in which ranks do compute may take
+STEP_SECONDS and SECONDS_PER_TOKEN for each of its tokens. While a rank compiles kernels, no step is late. Calls are
+counted, not seconds of a clock: the whole machine may have been suspended in between.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
 STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
-# For a step, and more for each of its tokens. Shorter: slow machines lose their ranks. Longer: requests wait longer for
-# their error when ranks compute without an end.
+# The limit of a step, to which SECONDS_PER_TOKEN adds. Shorter: slow machines lose their ranks. Longer: requests wait
+# longer for their error when ranks compute without an end.
 STEP_SECONDS = 30.0
 SECONDS_PER_TOKEN = 0.02
 
@@ -22,11 +22,11 @@ SECONDS_PER_TOKEN = 0.02
 class Seen:
     """What is known of the ranks at one moment.
 
-    ended     steps that each other rank has ended, by its name in errors, in the order of ranks
-    own, sent   steps that rank 0 has ended, and that all are to run
+    ended     number of steps that each other rank has ended, by its name in errors, in the order of ranks
+    own, sent   number of steps that rank 0 has ended; that were sent to all ranks
     tokens    of the largest step that may be in flight
-    building  a rank compiles kernels
-    progress, begun   as of Group, of all ranks in order, rank 0 first
+    building  whether a rank compiles kernels
+    progress, begun   of each rank's Group (dist/group.py), rank 0 first
     """
 
     ended: Mapping[str, int]
@@ -42,10 +42,10 @@ class Lateness:
     def __init__(self) -> None:
         self._before: Seen | None = None
         self._late_seconds: dict[str, float] = {}
-        self._still_seconds = 0.0  # since a rank has computed
+        self._still_seconds = 0.0  # since any rank last reported progress
 
     def look(self, seen: Seen) -> str | None:
-        """Why the ranks cannot go on, if they cannot. Called every BEAT_SECONDS."""
+        """The reason why the group must end; None: no rank is late. Call it every BEAT_SECONDS."""
         before, self._before = self._before, seen
         last = {} if before is None else before.ended
         for name, ended in seen.ended.items():
@@ -65,7 +65,7 @@ class Lateness:
 
 
 def _behind(seen: Seen) -> str:
-    """Of a step that no rank ends: which rank the others wait for, if that is known."""
+    """The end of the reason, for a step that no rank ends: which rank the others wait for, if that is known."""
     fewest = min(seen.begun)
     if seen.begun.count(fewest) > 1:
         return "a step has ended on no rank"

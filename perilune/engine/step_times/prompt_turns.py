@@ -1,4 +1,4 @@
-"""Which prompts a step computes, and how many tokens of each. Pure policy: no tensors."""
+"""Splits a step's prompt tokens among the prompts that could be computed. Pure policy: no tensors."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from itertools import islice
 from perilune.core.request import Request
 from perilune.engine.step_times.pacing import Pacer
 
-SEEN_REQUESTS = 4  # of the queue, that are looked at. More: longer planning while prompts wait.
+SEEN_REQUESTS = 4  # waiting requests that get a share. More: longer planning while prompts wait.
 
 
 @dataclass(slots=True)
 class PromptTurns:
-    """The tokens of one step that are not for requests which decode.
+    """The prompt tokens of one step.
 
-    shares  tokens of running requests with a prompt to compute and of the first waiting ones, by rid
-    tokens  all of them, with those of other waiting requests
+    shares  at most so many tokens, by rid: of running requests with a prompt to compute and of the first waiting ones
+    tokens  prompt tokens of the whole step; other waiting requests may have what the shares leave
     """
 
     shares: dict[int, int]
@@ -30,8 +30,8 @@ def choose(
     waiting: Sequence[Request],
     cached: Callable[[Request], int],
 ) -> PromptTurns:
-    """Both queues by rank; `waiting` holds none that could not run for want of a slot. cached: tokens of a waiting
-    request that are in the pages."""
+    """The prompt tokens of the next step. `running` and `waiting` are sorted by rank; `waiting` is empty if no slot is
+    free. cached: gives how many tokens of a waiting request are in the prefix cache."""
     begun = [r for r in running if r.todo > 1]
     if not begun and not waiting:
         return PromptTurns({}, 0)
@@ -49,9 +49,9 @@ def choose(
 
 
 def share(tokens: int, prompts: Sequence[tuple[float, int]]) -> list[int]:
-    """Splits a step's tokens among prompts, each (priority, tokens left), by rank. The first has half of them, so that
-    it is never held up. The other half goes to those of its priority with at most half as many left, shortest first:
-    that hardly delays a long prompt. What they leave goes by rank."""
+    """Splits a step's tokens among prompts, each (priority, tokens left), sorted by rank. The first gets half of them,
+    so that it always advances. The other half goes to prompts of the same priority with at most half as many tokens
+    left, shortest first, which delays a long prompt little. The rest is given by rank."""
     shares = [0] * len(prompts)
 
     def give(at: int, most: int) -> None:

@@ -11,12 +11,12 @@ Neighbouring cells of one kind and layer run together.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-RUN_SECONDS = 1e-4  # A run takes this long besides its FLOPs: kernel launches.
+RUN_SECONDS = 1e-4  # Assumed overhead of a run besides its FLOPs: kernel launches.
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a tower: numbers of layers and of values in a patch, and its widths; `out` is the text model's."""
+    """Sizes of a vision tower: number of layers, values in a patch, widths; `out` is the text model's hidden width."""
 
     layers: int
     patch: int
@@ -38,7 +38,7 @@ class Run:
 class Cells:
     """The cells of a picture of `patches` patches."""
 
-    GROUP_PATCHES = 64  # More: longer gaps between steps of a slow device. Fewer: more cells to count.
+    GROUP_PATCHES = 64  # More: longer gaps between decode steps on a slow device. Fewer: more cells, smaller matmuls.
 
     def __init__(self, sizes: Sizes, patches: int) -> None:
         self._sizes, self._patches, self._group = sizes, patches, self.GROUP_PATCHES
@@ -68,7 +68,7 @@ class Cells:
         return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
-        """The stop of the cells, at least one, that fit into the budget."""
+        """The end of the cells from `start` on that fit into the budget; at least one cell."""
         low, high = start + 1, min(start + 2, self.total)
         while high < self.total and self.seconds(start, high, flop_seconds) <= budget_seconds:
             low, high = high, min(2 * high - start, self.total)

@@ -2,12 +2,13 @@
 
 A prompt that has been computed up to a picture waits for the embeddings of the picture; the request keeps its slot and
 its blocks, and other requests run. Only pictures of running requests are encoded: what the prefix cache holds is never
-encoded again. The server is asked for the pixels shortly before, of at most one picture more than there are ranks.
+encoded again. The pixels are requested from the server shortly before, for at most one picture more than there are
+ranks.
 
 Each rank encodes one picture at a time. Between two steps each rank computes a slice of its picture, which takes no
 longer than a decode step, by the measured times of earlier slices and steps. The embeddings go into a cache by digest,
 on all ranks. When the cache is full, embeddings that no running request needs are dropped, the least recently used
-first, and then the ones needed last. So the first request always gets its next picture.
+first, and then those that are needed last. So the first request in order of priority always gets its next picture.
 """
 
 import math
@@ -25,10 +26,10 @@ from perilune.engine.vision.cells import RUN_SECONDS, Cells, Sizes
 from perilune.media import placeholders
 
 STEP_SHARE = 0.8  # A slice takes at most this share of a decode step: measured times vary.
-FIRST_STEP_SECONDS = 0.003  # assumed of a step until one was measured
-IDLE_SECONDS = 0.05  # A slice while no request decodes. Longer: a new request waits longer.
-FIRST_FLOP_SECONDS = 1e-11  # 0.1 TFLOP/s, until a slice was measured
-LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s: no device of today is faster
+FIRST_STEP_SECONDS = 0.003  # assumed duration of a decode step until one was measured
+IDLE_SECONDS = 0.05  # Length of a slice while no request decodes. Longer: a new request waits longer.
+FIRST_FLOP_SECONDS = 1e-11  # assumed until a slice was measured: 0.1 TFLOP/s
+LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s; a faster measurement is an error of the clock
 RECENT_STEPS = 32
 DIGEST_BYTES = 32
 MAX_SIDE_PATCHES = 512  # patches
@@ -36,7 +37,7 @@ MAX_SIDE_PATCHES = 512  # patches
 
 @dataclass(slots=True)
 class _Job:
-    """A picture that a rank encodes, up to cell `cursor`."""
+    """A picture that a rank encodes; the cells before `cursor` are planned."""
 
     placed: Placed
     cells: Cells
@@ -47,10 +48,10 @@ class _Job:
 class Encoder:
     """Pictures of one engine.
 
-    pad          the id of their placeholder
-    row_bytes    of a token's row of embeddings
-    cache_bytes  of rows that are kept
-    max_frames   of a chunk of video, which counts as a picture here
+    pad          id of the placeholder token
+    row_bytes    bytes of one token's embedding
+    cache_bytes  bytes of embeddings that are kept, at most
+    max_frames   frames of a chunk of video at most; a chunk counts as a picture here
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class Encoder:
         self._max_frames = max_frames
         self._sizes, self._row_bytes, self._room = sizes, row_bytes, cache_bytes
         self._cache_bytes = cache_bytes
-        self._live: dict[int, Request] = {}  # with pictures
-        self._users: Counter[bytes] = Counter()  # live requests by digest
+        self._live: dict[int, Request] = {}  # unfinished requests with pictures
+        self._users: Counter[bytes] = Counter()  # by digest: unfinished requests that have the picture
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # bytes by digest, the least recently used first
         self._jobs: dict[int, _Job] = {}  # by rank
-        self._late = False  # the last step had no slice because of prompts
+        self._late = False  # whether the last step had no slice because it had prompts
         self._idle_ranks = list(range(ranks - 1, -1, -1))
         self._ranks = ranks
-        self._asked: dict[bytes, tuple[int, int]] = {}  # (rid, item) by digest
-        self._pixels: dict[bytes, memoryview] = {}  # of pictures that were asked for and are not being encoded yet
+        self._asked: dict[bytes, tuple[int, int]] = {}  # by digest: (rid, item) of pixels that were requested
+        self._pixels: dict[bytes, memoryview] = {}  # by digest: pixels that have come and are not being encoded yet
         self._wants: list[Want] = []
         self._flop_seconds, self._measured = FIRST_FLOP_SECONDS, False
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -78,7 +79,7 @@ class Encoder:
     # ---- requests
 
     def place(self, prompt: Sequence[int], pictures: Sequence[Media]) -> tuple[Placed, ...]:
-        """Where the pictures lie in the prompt. RequestError for one that cannot be."""
+        """The positions of the pictures in the prompt. RequestError for a picture that the model cannot encode."""
         for picture in pictures:
             frames, rows, columns = grid = picture.grid
             if (
@@ -102,12 +103,12 @@ class Encoder:
         return tuple(Placed(s.item, s.start, s.stop, p.digest, p.grid) for s, p in zip(found, pictures))
 
     def open(self, request: Request) -> None:
-        """A request with pictures has arrived."""
+        """Registers a new request with pictures."""
         self._live[request.rid] = request
         self._users.update({p.digest for p in request.pictures})
 
     def close(self, request: Request) -> None:
-        """It has ended."""
+        """Forgets a request that has ended."""
         if self._live.pop(request.rid, None) is None:
             return
         for digest in {p.digest for p in request.pictures}:
@@ -116,16 +117,16 @@ class Encoder:
                 del self._users[digest]
                 self._pixels.pop(digest, None)
         for digest, (rid, _) in list(self._asked.items()):
-            if rid == request.rid:  # if another request has the picture too, that one is asked
+            if rid == request.rid:  # if another request has the picture too, its pixels are requested then
                 del self._asked[digest]
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to plan."""
+        """Whether a slice could be planned, or embeddings dropped."""
         return bool(self._live or self._jobs)
 
     def look(self, running: Sequence[Request]) -> None:
-        """Sets, for each request, up to which position its prompt can be computed now."""
+        """Sets `barrier` of each request: the first position that needs a picture which is not encoded yet."""
         for request in running if self._live else ():
             if request.pictures:
                 missing = (p for p in request.pictures if p.stop > request.planned and p.digest not in self._cached)
@@ -147,14 +148,14 @@ class Encoder:
     # ---- pixels
 
     def wants(self) -> list[Want]:
-        """Pixels to ask for, each once."""
+        """Requests for the pixels that the server should send now, each returned once."""
         asked = set(self._asked.values())
         wants, self._wants = [w for w in self._wants if (w.rid, w.item) in asked], []
         return wants
 
     @property
     def awaiting(self) -> bool:
-        """Whether pixels were asked for that have not come."""
+        """Whether requested pixels have not come yet."""
         return bool(self._asked)
 
     def provide(self, rid: int, item: int, patches: memoryview) -> None:
@@ -180,7 +181,7 @@ class Encoder:
                 self._room += self._bytes(job.placed)
         needed = self._needed(running)
         if len(self._asked) + len(self._pixels) > self._ranks:
-            now = {p.digest for _, p in needed}  # what requests need that were preempted is asked for again
+            now = {p.digest for _, p in needed}  # pixels dropped here are requested again when they are needed again
             self._pixels = {digest: patches for digest, patches in self._pixels.items() if digest in now}
         encoding = {job.placed.digest for job in self._jobs.values()}
         for i, (rid, placed) in enumerate(needed):
@@ -200,30 +201,30 @@ class Encoder:
         self._late = False
         if any(r.planned >= r.prompt_len for r in running):  # some request decodes
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
-            if prompts and not late:  # a step with prompts is long already; every second one has a slice all the same
+            if prompts and not late:  # a step with prompts is long already, so only every second one has a slice
                 self._late = True
                 return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
 
     def record(self, flops: float, runs: int, seconds: float) -> None:
-        """What slices took on rank 0."""
+        """Takes the measured seconds of slices on rank 0, of `flops` operations in `runs` runs."""
         self.seconds += seconds
         measured = max(max(seconds - runs * RUN_SECONDS, 0.0) / flops, LEAST_FLOP_SECONDS)
         if not self._measured:
             self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
         elif measured >= self._flop_seconds:
-            self._flop_seconds = measured  # no average: a slice that is too long delays every request
-        elif seconds > 2 * runs * RUN_SECONDS:  # else launches, not operations, were measured
+            self._flop_seconds = measured  # slower than assumed: no averaging, as long slices delay every request
+        elif seconds > 2 * runs * RUN_SECONDS:  # with less, launches were measured, not operations
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True
 
     def record_step(self, seconds: float) -> None:
-        """What a step of decoding took, without slices."""
+        """Takes the measured seconds of a decode step without slices."""
         self._steps.append(seconds)
 
     def _needed(self, running: Sequence[Request]) -> list[tuple[int, Placed]]:
-        """Pictures that running requests will need, the next first, up to as many that are not there as the ranks can
-        begin with, and one more."""
+        """(rid, picture) that running requests will need, in order of priority, the next first. Of pictures that are
+        not encoded the list has at most one more than there are ranks."""
         found: list[tuple[int, Placed]] = []
         missing: set[bytes] = set()
         for request in running:
@@ -247,7 +248,7 @@ class Encoder:
     def _make_room(
         self, wanted: int, before: list[bytes], needed: list[tuple[int, Placed]], dropped: list[bytes]
     ) -> bool:
-        """Whether so many bytes could be reserved, without dropping what is needed `before`."""
+        """Drops embeddings until `wanted` bytes are free, but none that is needed `before`; whether they are free."""
         last_first = {p.digest: None for _, p in reversed(needed)}
         unneeded = [digest for digest in self._cached if digest not in last_first]
         victims = [*unneeded, *(d for d in last_first if d in self._cached and d not in before)]
@@ -283,7 +284,7 @@ class Encoder:
         return (placed.stop - placed.start) * self._row_bytes
 
     def check(self) -> None:
-        """Asserts that bytes and users are counted exactly. For tests."""
+        """Asserts that bytes and users are counted exactly. Slow: for tests."""
         held = sum(self._cached.values()) + sum(self._bytes(job.placed) for job in self._jobs.values())
         assert held + self._room == self._cache_bytes and self._room >= 0, (held, self._room)
         assert self._users == Counter(d for r in self._live.values() for d in {p.digest for p in r.pictures})

@@ -1,6 +1,6 @@
 """Pictures and videos that a program gives to `LLM`: in content parts of messages, or beside raw prompts.
 
-A program may name files of this machine, which a client of the server must not: nothing of this is used by it.
+A program may name files of this machine; a client of the server must not, so the server does not use this module.
 """
 
 import io
@@ -26,15 +26,15 @@ KINDS = {
     "video_url": "video_url", "video": "video", "input_video": "video_url",
 }  # fmt: skip
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # others, such as CMYK, are converted to RGB
-UNSCALED = ("I", "F")  # no range says which value is white
+UNSCALED = ("I", "F")  # modes without a defined white value: refused
 
 
 class Reader:
-    """Of one model. The decoding process starts at the first file and ends with `close`. Any thread may call it."""
+    """Decodes pictures for one model, in a process that starts at the first file and ends with `close`. Thread-safe."""
 
     def __init__(self, model_dir: Path, info: EngineInfo) -> None:
         self._info = info
-        # The limits of a model that does not see are not read: nothing may be wrong with them.
+        # Without a vision tower the checkpoint's limits are not read, because they may be missing.
         self._decoder = Decoder(Limits() if info.media_pad is None else Limits.from_directory(model_dir))
 
     def close(self) -> None:
@@ -54,12 +54,12 @@ class Reader:
         return made, found
 
     def item(self, given: Any, where: str) -> Picture | Video:
-        """A content part, or a picture as `medium` takes it."""
+        """Decodes a content part, or a picture in a form that `medium` takes."""
         part = self._part(given, where)
         return self.medium(given, False, where) if part is None else part
 
     def _part(self, part: Any, where: str) -> Picture | Video | None:
-        """That of a content part; None if it is none of a picture or a video."""
+        """The picture or video of a content part; None for parts of other types."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or (field := KINDS.get(kind)) is None:
             return None
@@ -105,11 +105,12 @@ def _bytes(given: Any, is_video: bool) -> bytes:
     except (OSError, ValueError) as e:  # the latter: a NUL in the name
         # Behind a colon is what to do about a model's file.
         why = str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
-        raise RequestError(f"cannot read the {what} {str(path)!r}: {why}", code="invalid_value") from e
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        raise RequestError(f"cannot read the {what} {shown}: {why}", code="invalid_value") from e
 
 
 def _png(image: PilImage) -> bytes:
-    """As a file, which the decoder then treats as any other: alpha, 16-bit gray and the EXIF orientation stay."""
+    """The image as a PNG file, for the decoder: alpha, 16-bit gray and the EXIF orientation are kept."""
     if image.mode in UNSCALED:
         raise RequestError(
             f"the image's pixels are 32-bit (mode {image.mode}): convert it to RGB", code="invalid_image"
@@ -118,6 +119,6 @@ def _png(image: PilImage) -> bytes:
     try:
         image = image if image.mode in PNG_MODES else image.convert("RGB")
         image.save(out, "PNG", compress_level=1, exif=image.getexif())
-    except (OSError, ValueError) as e:  # an opened file is read only now
+    except (OSError, ValueError) as e:  # PIL reads the pixels of an opened file only here
         raise RequestError(f"the image cannot be read: {e}", code="invalid_image") from e
     return out.getvalue()

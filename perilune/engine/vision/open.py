@@ -1,4 +1,4 @@
-"""The vision tower of an engine: whether there is one, the memory it takes, and its parts."""
+"""Opens the vision tower of an engine: whether the checkpoint has one, the memory it takes, its weights and policy."""
 
 import math
 from pathlib import Path
@@ -22,11 +22,11 @@ from perilune.model.moonvit_config import MoonVitConfig
 
 # A picture is padded up to whole tokens on both sides, so that it may have a few patches more than the limit.
 PADDED_RATIO = 1.1
-CACHE_GB = {"cuda": 1.0, "cpu": 0.25}  # 17 and 2 pictures of the largest kind of Kimi K2.5
+CACHE_GB = {"cuda": 1.0, "cpu": 0.25}  # of embeddings: 17 and 2 pictures of Kimi K2.5's largest size
 
 
 def sees(model_dir: Path, config: EngineConfig, choices: Choices) -> bool:
-    """Whether the checkpoint has a vision tower that is to be loaded. Reads headers alone."""
+    """Whether the checkpoint has a vision tower that should be loaded. Reads only headers of its files."""
     if synthetic.read(model_dir) is not None or not KimiConfig.from_directory(model_dir).has_vision:
         return False
     if config.vision == "off":
@@ -40,7 +40,8 @@ def sees(model_dir: Path, config: EngineConfig, choices: Choices) -> bool:
 
 
 def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group: Group) -> Tower:
-    """Loads the tower, whole on every rank. CheckpointError if that cannot be, ConfigError if the device is full."""
+    """Loads the tower, whole on every rank. CheckpointError if its tensors are wrong, ConfigError if the device is
+    full."""
     try:
         moonvit, weights = load_moonvit(model_dir, dtype=dtype, device=device)
     except CheckpointError as e:
@@ -56,7 +57,7 @@ def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group:
 
 
 def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encoder:
-    """The policy of rank 0. ConfigError if the cache cannot hold one picture of the largest kind."""
+    """The Encoder (policy), for rank 0. ConfigError if the cache cannot hold one picture of the largest size."""
     sizes, weight = sizes_of(tower.model), tower.model.weights.linear1
     room = _cache_bytes(config, weight.device)
     row = len(weight) * weight.element_size()
@@ -79,8 +80,8 @@ def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encode
 
 
 def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """What pictures take on each device besides the tower's weights: rows that are kept, and the encoding of one of the
-    largest."""
+    """Bytes that pictures need on each device besides the tower's weights: the cache of embeddings, and what encoding a
+    picture of the largest size allocates."""
     c, limits = MoonVitConfig.from_directory(model_dir), Limits.from_directory(model_dir)
     values = 7 * c.hidden_size + 2 * c.intermediate_size
     scratch = PADDED_RATIO * limits.max_patches * (values * dtype.itemsize + 3 * c.hidden_size * 4)
@@ -92,6 +93,6 @@ def _cache_bytes(config: EngineConfig, device: torch.device) -> float:
 
 
 def weight_bytes(model_dir: Path, width: int) -> int:
-    """Of the tower's weights."""
+    """Bytes of the tower's weights."""
     tensors = names.vision_tensors(MoonVitConfig.from_directory(model_dir))
     return width * sum(math.prod(tensor.shape) for tensor in tensors)

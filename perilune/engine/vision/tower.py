@@ -19,7 +19,7 @@ from perilune.model.moonvit import Grid, MoonVit, Pass, normalised
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the slices of one step: floating-point operations, runs of cells, seconds."""
+    """Cost of the slices of one step: floating-point operations, number of runs of cells, seconds."""
 
     flops: float
     runs: int
@@ -27,7 +27,7 @@ class Cost:
 
 
 class Tower:
-    """All calls come in the order of plans, on the thread and the stream that run their steps."""
+    """Encodes pictures slice by slice. Call it in the order of plans, on the thread and the stream that run steps."""
 
     def __init__(self, model: MoonVit, limits: Limits, group: Group = ALONE) -> None:
         self.model, self.limits, self.group = model, limits, group
@@ -40,7 +40,7 @@ class Tower:
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
 
     def provide(self, digest: bytes, patches: memoryview) -> None:
-        """Pixels of a picture that the next plan begins with; for other ranks than 0."""
+        """Takes the pixels of a picture that this rank begins in the next plan; only on ranks other than 0."""
         self._patches[digest] = patches
 
     def run(self, slices: Sequence[Slice], dropped: Sequence[bytes]) -> None:
@@ -75,7 +75,7 @@ class Tower:
         return where, torch.cat(values)
 
     def measured(self) -> list[Cost]:
-        """What slices took, each once, as far as it is known."""
+        """Costs of the slices that the device has ended; each is returned once."""
         found = []
         while self._measuring:
             flops, runs, read = self._measuring[0]
@@ -110,7 +110,7 @@ class Tower:
             self._finish(digest, run, math.prod(own.grid))
 
     def _finish(self, digest: bytes, run: Run, patches: int) -> None:
-        """The rows of the tokens that lie in these patches."""
+        """Computes the embeddings of the tokens that lie in the run's patches."""
         if run.first == 0:
             self._merged[digest] = self.model.merge(self._passes.pop(digest)), []
         merged, rows = self._merged[digest]
@@ -121,7 +121,7 @@ class Tower:
             del self._merged[digest]
 
     def _pixels(self, patches: memoryview) -> Tensor:
-        """[N, 3, P, P], normalised, on the device."""
+        """The patches as normalised [N, 3, P, P] on the device."""
         weight, side = self.model.weights.patch, self.limits.patch_size
         host = torch.empty(patches.nbytes, dtype=torch.uint8, pin_memory=weight.device.type == "cuda")
         host.numpy()[:] = np.frombuffer(patches, np.uint8)
@@ -136,7 +136,8 @@ def sizes_of(model: MoonVit) -> Sizes:
 
 
 def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float | None]]:
-    """Started; calling it stops it, and gives a function that reads it: None while the device is not that far."""
+    """Starts a timer. Calling the result stops it and returns a function that gives the seconds, None while the device
+    has not reached the stop."""
     if device.type != "cuda":
         begin = time.perf_counter()
 

@@ -1,5 +1,5 @@
-"""What a step adds to the cache, as `mla_absorb_query`, `mla_project_query` and `mla_pre_attention` take it: new
-latents and rope keys, and their places.
+"""The new rows of a step in the latent cache (latents, rope keys and their slots), as `mla_absorb_query`,
+`mla_project_query` and `mla_pre_attention` take them.
 
     pages[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
 
@@ -20,7 +20,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 
-SIGNATURE = "plpppp" + "llp" + "lf"  # of `arguments`, for compile.function
+SIGNATURE = "plpppp" + "llp" + "lf"  # types of `arguments`, for build.function
 
 
 def inputs(
@@ -38,7 +38,7 @@ def inputs(
 
 
 def weights(**held: Any) -> Attention:
-    """With these fields; the other ones, which the op under test does not read, are empty."""
+    """An Attention record with these fields; the others, which the op under test does not read, are empty."""
     empty = torch.empty(0)
     own = dict.fromkeys(("q_a_norm", "kv_a_norm", "w_uk", "w_uv"), empty)
     return Attention(**{**own, **{name: Matrix(empty) for name in ("qkv_a", "q_b", "o")}, **held})
@@ -87,8 +87,8 @@ def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
             c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
         write_cache(latents, c, k_pe)
     elif len(slots):
-        # A row without a slot writes the values of a row that has one to the slot of that row, or, if no row has one,
-        # the present values of slot 0.
+        # The host must not wait for the slots, so every row writes: a row without a slot writes what a row with one
+        # writes, to that row's slot; if no row has one, all write the current values of slot 0 to slot 0.
         flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
         other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
         spare = torch.where(some, slots[other], 0)

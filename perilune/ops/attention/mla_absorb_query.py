@@ -6,8 +6,8 @@ q [T, H, n + r] contiguous; w_uk [H, n, R]; q_full [T, H, R + r] as q; ckv, kv_n
 cache_rows.py. Sums in fp32, each part of the result rounded once. A padding row, without a slot, has a q_full like any
 other.
 
-"cuda" is one launch for Kimi's widths and streams W_UK while the kernel before it ends; a token's result does not
-depend on the batch. "cpp" is one call for few tokens of float32. "composed" is the four ops in turn.
+"cuda" is one launch for Kimi's widths and loads W_UK while the kernel before it still runs; a token's result does not
+depend on the batch. "cpp" is one call for few tokens of float32. "composed" runs the four ops one after the other.
 """
 
 import functools

@@ -1,12 +1,13 @@
-"""Outputs of attention over all ranks' parts of a KV cache, as `mla_decode_partial` gives them, as one; W_UV included.
+"""Merges the attention outputs over all ranks' parts of a sharded KV cache (from `mla_decode_partial`), then applies
+W_UV.
 
     y[t, h] = (sum over ranks i of w[i] o[i, t, h] / sum of w[i]) w_uv[h],  w[i] = 2 ** lse[i, t, h]
 
 o [N, T, H, R], each rank's part contiguous and at a multiple of 16 bytes, and lse [N, T, H] float32, each rank's part
-contiguous, of N <= 8 ranks for this rank's H heads; w_uv [H, R, v]; y [T, H, v] as o. A rank with lse -inf has no
-share; where all have none, y is 0. Sums in fp32; the sum over ranks is rounded before it meets w_uv.
+contiguous, of N <= 8 ranks for this rank's H heads; w_uv [H, R, v]; y [T, H, v] as o. A rank with lse -inf has weight
+0; if all have, y is 0. Sums in fp32; the sum over ranks is rounded before it is multiplied by w_uv.
 
-"cuda" is one launch: a cluster of CTAs per head and 32 tokens, as that of mla_decode.cu for the ranges of a context.
+"cuda" is one launch: a cluster of CTAs per head and 32 tokens, like the one that merges ranges in mla_decode.cu.
 """
 
 import functools

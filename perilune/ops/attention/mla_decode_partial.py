@@ -10,12 +10,12 @@ Heads come in `groups` of adjacent ones, one for the rank that each is sent to: 
 lse [groups, T, H / groups] float32. Without a position o is 0 and lse is -inf. Softmax and sums in fp32, o rounded
 once. Positions outside a row's context are never used: they may hold anything, nan included.
 
-A verify step is T rows of one token each, not requests of several: with all 64 heads a row fills a tile of the kernel,
-so its cost is the same, and what a row sees of a shard is not one position more than what the row before it sees.
+A verify step is T rows of one token each, not requests of several tokens: with all 64 heads one row fills a tile of the
+kernel, so the cost is the same; and on a shard the context of a row need not be that of the row before it plus one.
 
-"cuda" is the ranges of mla_decode.cu, then one launch that weighs them; it also rounds probabilities and the outputs of
-ranges. Grids depend on T, the table's width and the GPU alone. As in `mla_decode`, the rows of the cache must have been
-written before the kernel just before this op began: the exchange of queries lies between.
+"cuda" computes ranges of each context with mla_decode.cu's kernel, then merges them in one launch; it also rounds
+probabilities and the outputs of ranges. Grids depend only on T, the table's width and the GPU. As in `mla_decode`, the
+cache rows must have been written before the kernel just before this op began: the exchange of queries lies between.
 "torch" reads whole tables: no shape depends on contexts, as a CUDA graph requires.
 """
 
@@ -36,9 +36,9 @@ from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 
 LOG2_E = 1.4426950408889634
-MAX_GROUPS = 8  # ranks
-# A probability p is rounded by at most 2^-9 p, so o moves by at most 2^-9 sum(p |c|), however small o itself is. Packed
-# latents are 16 times a normal deviate and no W_UV divides them again: sum(p |c|) is at most 4 deviations, 64.
+MAX_GROUPS = 8  # one group of heads per rank
+# A probability p is rounded by at most 2^-9 p, which changes o by at most 2^-9 sum(p |c|), however small o is. Packed
+# latents have a standard deviation of 16 and no W_UV divides them again: sum(p |c|) is at most 4 deviations, 64.
 PACKED_TOL = Tol(2**-9 * 64, 1.6e-2, 4e-3, "bf16 rounding of probabilities that weigh latents of about 16")
 
 
@@ -157,7 +157,8 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, sc
     (T, H, _), device = q_full.shape, q_full.device
     shape = groups, T, H // groups
     values = T * H // groups * latent
-    # A group's outputs, then its log-sum-exps: what `joined` gives without a copy. 16-byte stores need this alignment.
+    # Each group's outputs, then its log-sum-exps, in one buffer, which `joined` returns without a copy. Rounded up to
+    # 16 bytes for 16-byte stores.
     row_bytes = -(-(2 * values + 4 * T * H // groups) // 16) * 16
     sent = torch.empty(groups, row_bytes, dtype=torch.uint8, device=device)
     o = sent[:, : 2 * values].view(BFLOAT16).view(*shape, latent)

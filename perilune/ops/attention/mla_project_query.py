@@ -1,4 +1,4 @@
-"""From the first attention projection to absorbed attention: q_b, then `mla_absorb_query`.
+"""The query path from the first attention projection to absorbed attention: q_b, then `mla_absorb_query`.
 
     q = rmsnorm(q_a) * q_a_norm  q_b^T, rounded to q_a's type;  q_full and new cache rows as in mla_absorb_query.py
 
@@ -26,9 +26,9 @@ from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 from perilune.ops.linear import linear_fp8, rmsnorm_linear
 
 FEW_TOKENS = 8
-LEAST_HEADS = 8  # eight processors to a head
-PAIRED_HEADS = 48  # from so many on, two processors to a head
-WIDEST = 1536  # columns of q_a: a wider row does not fit shared memory together with the weights
+LEAST_HEADS = 8  # fewest heads: 8 SMs then share a head
+PAIRED_HEADS = 48  # from so many heads on, 2 SMs share a head
+WIDEST = 1536  # most columns of q_a: a wider row does not fit shared memory beside the weights
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Latents of requests in a paged cache: what the attention ops demand of them, and inputs for their cases, in which
-everything but the requests' positions is nan."""
+"""Paged latents for the attention ops: checks of arguments, and test inputs in which every position outside the
+requests' contexts is NaN."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 
 def check(pages: Tensor, span: Span, R: int, r: int) -> None:
-    """Of any op that reads latents of width R and rope keys of width r."""
+    """Asserts shapes and types for an op that reads latents of width R and rope keys of width r."""
     tables, start, context, B = span.tables, span.query_start, span.context, span.tables.shape[0]
     assert pages.shape[2] == latent_cache.width(R, r, pages.dtype), f"{pages.shape=} {pages.dtype=} {R=} {r=}"
     assert pages.is_contiguous(), f"{pages.shape=} {pages.stride()=}"

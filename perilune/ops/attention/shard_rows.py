@@ -1,4 +1,4 @@
-"""Where a step's rows lie on one rank of a KV cache that is sharded along the sequence, and what they see there.
+"""For one rank of a KV cache that is sharded along the sequence: the cache rows of a step's tokens, and their contexts.
 
 A block of ranks * tokens tokens has `tokens` of them on each rank, in the order of ranks (dist/kv_shards.py).
 
@@ -7,7 +7,7 @@ A block of ranks * tokens tokens has `tokens` of them on each rank, in the order
 
 slots [T] int64, block * (ranks * tokens) + offset; positions [T] int64, not negative; own [T] int64, context [T] int32.
 
-"cuda" is one launch for what takes twenty as single operators.
+"cuda" is one launch instead of about twenty.
 """
 
 import functools

@@ -1,11 +1,12 @@
-// What the CUDA kernels share: launching with programmatic dependent launch, asynchronous copies, tensor-core products.
+// Shared by all CUDA kernels: launching with programmatic dependent launch, asynchronous copies, tensor-core products.
 //
 // The rule of programmatic dependent launch (PDL) in this package. A kernel may start while its predecessor in the
-// stream still runs. Before `wait_for_predecessor()` it may read only what no kernel of the stream writes: weights.
-// Every CTA calls it, whether it has work or not, before its first read of an activation and before its first write of
-// anything: then all earlier kernels of the stream have finished and their writes are visible, not only the last one's.
-// `let_successor_start()` may stand anywhere; early is best. A kernel that makes it wait for its own predecessor says
-// so: a kernel that starts after such a kernel may also read, before its wait, what was written before that kernel.
+// stream still runs. Before `wait_for_predecessor()` it may read only memory that no kernel of the stream writes:
+// weights. Every CTA calls it, with or without work, before its first read of an activation and before its first write:
+// after it all earlier kernels of the stream, not only the last one, have ended and their writes are visible (every
+// kernel waits so, and a kernel ends only when all of its CTAs have).
+// `let_successor_start()` may be called anywhere; early is best. A kernel that calls it only after its own wait has a
+// comment saying so: the kernel after it may then read, before its own wait, what was written before that kernel.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -50,12 +51,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes from global to shared memory, past L1; the rest of their 128-byte line follows into L2.
+// 16 bytes from global to shared memory, bypassing L1; prefetches the rest of their 128-byte line into L2.
 __device__ __forceinline__ void copy16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
-// Cache policies of the second-level cache. Weights are read once a step and are the first to go: what a layer reads
-// again and the next layer too (activations, tables, code) stays.
+// L2 cache policies. ONCE, evicted first: weights, which a step reads once. KEPT, evicted last: data that this layer
+// and the next read again (activations, tables).
 constexpr uint64_t ONCE = 0x12f0000000000000, KEPT = 0x14f0000000000000;
 __device__ __forceinline__ void copy16_once(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
@@ -73,7 +74,7 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// 16 bytes to registers, past L1.
+// 16 bytes to registers, bypassing L1.
 __device__ __forceinline__ uint4 load16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"

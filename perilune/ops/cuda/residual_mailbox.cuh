@@ -1,5 +1,6 @@
-// The norm of a residual that mla_decode_output_t1.cu is still handing over, pair by pair, by 7 warps: 4 pieces of 8
-// values a thread. Two kernels make the very same x of it (mla_decode_router_t1.cu, moe_int4_t1.cu).
+// x = norm(residual), while mla_decode_output_t1.cu still writes the residual to a mailbox, one pair of bf16 per word.
+// Computed by 7 warps, up to 4 pieces of 8 values per thread. Two kernels use it (mla_decode_router_t1.cu,
+// moe_int4_t1.cu), so that both compute x with the same bits.
 #pragma once
 #include "cuda/router_mailbox.cuh"
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ const uint32_t* late(const uint32_t* half, int pieces
   return half + (pieces - 1 - threadIdx.x % LATE * (pieces / 28)) * 4;
 }
 
-// Reads the pieces of this half that are written by now; true if the warp has all of its pieces.
+// Reads the pieces of this half that are written so far; true if the warp has all of its pieces.
 __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, int pieces) {
   bool waits = false;
 #pragma unroll
@@ -34,8 +35,9 @@ __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, i
   return !__any_sync(~0u, waits);
 }
 
-// += the sum of the products of 8 values of each lane with 8 others: the diagonal, see `of_diagonal`, of the products
-// of all lanes' with all lanes' of eight. It is a quarter of the instructions of multiplying one by one.
+// d += dot product of this lane's 8 values v and 8 values w. Tensor cores compute the products of all pairs of lanes of
+// a group of eight; the diagonal (see `of_diagonal`) has those of a lane with itself. A quarter of the instructions of
+// separate multiplications.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint4& v, const uint4& w) {
   const uint32_t low[4] = {v.x, 0, v.y, 0}, high[4] = {v.z, 0, v.w, 0};
   mma(d, low, w.x, w.y, bf16());
@@ -46,7 +48,7 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// v, as `look` gave it, becomes x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
+// Turns v, as read by `look`, into x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {

@@ -1,4 +1,4 @@
-// Tensor maps: boxes of a tensor that the copy engine brings to shared memory, swizzled as the tensor cores want them.
+// Tensor maps (TMA): copies of boxes of a tensor to shared memory, swizzled as wgmma needs them.
 #pragma once
 #include <cuda.h>
 
@@ -6,7 +6,7 @@
 
 namespace hopper {
 
-// A box from (x, y, z) on; one thread.
+// Loads the box at (x, y, z); called by one thread.
 __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map, int x, int y, int z,
                                             uint64_t* barrier) {
   asm volatile(
@@ -15,7 +15,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
-// To the same place, and with the same barrier, in every CTA of `mask`.
+// Multicast: to the same address, and with the same barrier, in every CTA of `mask`.
 __device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                uint64_t* barrier, int mask) {
   asm volatile(
@@ -24,7 +24,7 @@ __device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* 
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask))
       : "memory");
 }
-// Of weights, which no kernel reads again in this step.
+// Loads weights, which no kernel reads again in this step: evicted first from L2.
 __device__ __forceinline__ void tensor_load_once(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                  uint64_t* barrier) {
   asm volatile(
@@ -43,7 +43,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Null without a driver that knows tensor maps.
+// The driver's encode function; null if the driver has no tensor maps.
 inline Encode encoder() {
   static const Encode found = [] {
     void* f = nullptr;
@@ -55,11 +55,11 @@ inline Encode encoder() {
   return found;
 }
 
-// bf16 or bytes with the 128-byte swizzle; bytes with the 64-byte one, or as they lie
+// bf16, or bytes, with the 128-byte swizzle; bytes with the 64-byte swizzle; bytes without one
 enum Kind { SWIZZLED, SWIZZLED_BYTES, SWIZZLED_HALF, BYTES };
 
-// Of [sizes 2][sizes 1][sizes 0], x fastest, the others `strides` bytes apart; reads outside give 0. False if the
-// driver refuses.
+// Describes a tensor [sizes 2][sizes 1][sizes 0], x fastest, the other dimensions `strides` bytes apart; elements
+// outside read as 0. False if the driver refuses.
 inline bool describe(CUtensorMap* map, const void* base, Kind kind, const int64_t (&sizes)[3],
                      const int64_t (&strides)[2], const int (&box)[3]) {
   if (!encoder()) return false;

@@ -1,10 +1,10 @@
-// What streams of weights past a few rows of x are made of; linear.cu says how they work.
+// Parts of kernels that stream weights and multiply them by a few rows of x; linear.cu describes the whole.
 //
-// A tile is 8 rows of w, the tensor core's A: a lane's 16 bytes of a row are used as they lie, as the A of one product
-// (bf16) or of two (e4m3, made fp16). A has 16 rows: rows g and g + 8 hold two parts of the same row of w, the even and
-// the odd pairs of k, and x, as B, has columns for either part. Up to 4 tokens have both in one product (columns 0-3
-// and 4-7); more tokens take a product for each. What meets the wrong part is never read. A token's sums are the same
-// whatever their number.
+// A tile is 8 rows of w, the A operand of mma.m16n8k16: a lane's 16 bytes of a row are used in memory order, as the A
+// of one product (bf16) or of two (e4m3, converted to fp16). A has 16 rows: rows g and g + 8 hold two parts of the same
+// row of w, the even and the odd pairs of k, and x, as B, has columns for either part. Up to 4 tokens have both parts
+// in one product (columns 0-3 and 4-7); more tokens take a product per part. Elements of D in which a part of w meets
+// columns of the other part are not used. A token's sums do not depend on the number of tokens.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "cuda/wgmma.cuh"
@@ -15,11 +15,11 @@ using namespace hopper;
 
 constexpr int TILE = 8;        // rows of w
 constexpr int SEGMENT = 256;   // values of a row of x that a warp prepares at a time
-constexpr int SEGMENTS = 320;  // of all rows, at most
-constexpr int BLOCK = 64;      // values of x that lie together: what two chunks (bf16) or one (e4m3) meet
-constexpr int WARPS = 16;      // of a CTA
-constexpr int ASKING = 8;      // of them: who ask for weights while the others prepare x
-constexpr int PAD = 8;         // elements between staged rows, so that the 16-byte reads of two rows meet no bank twice
+constexpr int SEGMENTS = 320;  // most segments of all rows together
+constexpr int BLOCK = 64;      // adjacent values of x that two chunks (bf16) or one (e4m3) of w are multiplied by
+constexpr int WARPS = 16;      // warps of a CTA
+constexpr int ASKING = 8;      // warps of these that issue loads of weights while the others prepare x
+constexpr int PAD = 8;         // elements between staged rows, so that 16-byte reads of two rows have no bank conflict
 
 // CHUNK: k of one load.
 struct Bf16 {
@@ -31,8 +31,8 @@ struct E4m3 {
   static constexpr int BYTES = 1, CHUNK = 64;
 };
 
-// A stage of a warp's ring: ROW bytes of each row of a tile. Odd rows lie 64 bytes off the even ones, in a half of
-// their own: the two rows that 8 lanes read together share no bank.
+// A stage of a warp's ring: ROW bytes of each row of a tile. Odd rows are stored in a second half, shifted by 64 bytes:
+// the two rows that 8 lanes read together have no bank conflict.
 template <int ROW>
 struct Stage {
   static constexpr int BYTES = TILE * ROW + (ROW % 128 ? 0 : 64), CHUNKS = ROW / 64;
@@ -41,7 +41,7 @@ struct Stage {
   }
 };
 
-// What is multiplied: x [T, i], rows x_stride apart, normalised first if there is a norm [i].
+// The input: x [T, i], rows x_stride elements apart, normalised first if there is a norm [i].
 struct Rows {
   const bf16* x;
   int64_t x_stride;
@@ -50,13 +50,13 @@ struct Rows {
   float eps;
 };
 
-constexpr int RAW_PAD = 32;    // of rows staged as they lie, likewise
+constexpr int RAW_PAD = 32;    // as PAD, for rows staged in memory order
 
 __host__ __device__ constexpr int pitch_of(int i) { return (i + BLOCK - 1) / BLOCK * BLOCK + PAD; }
 
-// fp16 has the digits of bf16 but not its range: a row meets e4m3 weights times the power of two that brings its
-// largest value (given by its bits without the sign, as a float's) to 2^14 or more. That is exact down to 2^-28 of the
-// largest.
+// fp16 has more mantissa bits than bf16 but less range: before a row of x is multiplied by e4m3 weights, it is scaled
+// by the power of two that brings its largest value (`largest`: its float bits without the sign) to 2^14 or more. That
+// is exact for values down to 2^-28 of the largest.
 __device__ __forceinline__ uint32_t raise_exponent(uint32_t largest) { return min(268u - (largest >> 23), 253u); }
 __device__ __forceinline__ float power_of_two(uint32_t exponent) { return __uint_as_float(exponent << 23); }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void prepared() {
   named_sync(15, (WARPS - FIRST) * 32);
 }
 
-// What they have prepared is there for all. Who has prepared need not wait for who is still asking.
+// After it all warps may read the prepared x. The warps that prepare do not wait for those that still issue loads.
 template <int FIRST>
 __device__ __forceinline__ void hand_over(int warp) {
   if (warp >= FIRST) prepared<FIRST>();
@@ -196,18 +196,18 @@ __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, cons
         pairs[j] = *reinterpret_cast<const uint32_t*>(&h);
       }
     }
-    __syncwarp();  // everyone has read what the places of the others overwrite
+    __syncwarp();  // all lanes have read the values that other lanes now overwrite
     if (real) write(row, k, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
   }
 }
 
-// Products of one tile, for up to TOKENS tokens: two chains of each kind of B.
+// Products of one tile, for up to TOKENS tokens: two independent accumulators for each kind of B.
 template <int TOKENS>
 struct Sums {
   static constexpr int KINDS = TOKENS <= 4 ? 1 : TOKENS / 4;
   float d[2][KINDS][4] = {};
 
-  // What a lane reads of x's rows staged at `xs`, for kind n.
+  // The address of this lane's part of the rows of x staged at `xs`, for kind n of B.
   template <typename V>
   __device__ static const V* from(const V* xs, int pitch, int T, int n) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
 #pragma unroll
     for (int u = 0; u < CHUNKS; u += 2) acc.add(piece(u), piece(u + 1), x, k0 + u * W::CHUNK);
   } else {
-    const int second = k0 / W::CHUNK % 2;  // whether it begins with the second half of a block
+    const int second = k0 / W::CHUNK % 2;  // whether the stage begins with the second half of a block
     if (second) acc.add(piece(0), x, k0 - W::CHUNK, 1);
 #pragma unroll
     for (int u = 0; u + 1 < CHUNKS; u += 2) {
@@ -289,8 +289,8 @@ __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
   }
 }
 
-// As `multiply`, the same products in the same order, for bf16 rows of x that are staged as they lie; x: of every 8
-// tokens, at this lane's 8 values of a chunk.
+// As `multiply`, with the same products in the same order, for bf16 rows of x that are staged in memory order; x: for
+// every 8 tokens the address of this lane's 8 values of a chunk.
 template <int CHUNKS, int TOKENS>
 __device__ __forceinline__ void multiply_raw(Sums<TOKENS>& acc, const uint8_t* w, const bf16* (&x)[TOKENS / 8],
                                              int k0) {

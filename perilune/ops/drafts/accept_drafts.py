@@ -1,4 +1,4 @@
-"""Which drafts of a step are accepted: the rule of speculation/acceptance.py for a grid of B requests with m columns.
+"""Accepts drafts on the device: the rule of speculation/acceptance.py for a grid of B requests with m columns.
 
 drawn, ids [B m] int64: the token sampled at each column (negative: its logits were not finite), and the token that the
 column holds; front, stop [B] int32; stores [B] int64: the slot of each request. Request b's own columns are front[b] ..
@@ -39,7 +39,7 @@ class Report:
 class Case(Sized):
     B: int
     m: int
-    spare: int = 0  # columns of `out` that belong to the draft model's chains
+    spare: int = 0  # further columns of `out`, which are for the draft model's chains and must stay as they are
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""The inputs of a step whose requests' last step the host has not read yet: a grid of B requests, m columns each.
+"""Completes the inputs of a chained step, planned before the host has read the step before: B requests, m columns each.
 
 ids [B, m] int64 and the numbers of `columns` and `requests` are changed in place. Request b's own columns are front[b]
 .. m - 1. Where chained[b] is not 0 they were filled in as if the step before had brought one token. With r = rows[b]
@@ -164,7 +164,7 @@ def cuda(ids: Tensor, columns: Columns, requests: Requests, state: Continuation,
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Without the sign."""
+    """Logical shift right: no sign bits come in."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

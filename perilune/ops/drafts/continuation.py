@@ -1,4 +1,4 @@
-"""Where decoding goes on after a step, kept on the device by slot, so that the next step can be queued unread."""
+"""The state after a step that the next step starts from, on the device, by slot: the host need not read it first."""
 
 from dataclasses import dataclass
 

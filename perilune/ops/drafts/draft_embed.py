@@ -1,4 +1,5 @@
-"""What a draft's layer reads: x = (rmsnorm(table[id]), rmsnorm(feature)) side by side, and the rope tables' rows.
+"""Inputs of the draft model's layer: x = (rmsnorm(table[id]), rmsnorm(feature)) side by side, and rows of the rope
+tables.
 
 ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; angles: [P, r] float32
 of positions 0 .. P - 1 -> x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is

@@ -1,4 +1,4 @@
-"""Where the chains of S requests branch off: block tables, positions and slots of their next k tokens.
+"""Inputs for drafting chains of S requests: block tables, positions and slots of their next k tokens.
 
 tables [S, M] int32: the requests' blocks; last [S] int64: the last position of each, in its table; pages [blocks,
 block_size, ...], of which the blocks from `scratch` on belong to the chains, `ahead` in a row to each request. Of
@@ -132,7 +132,7 @@ def by_columns(tables: Tensor, last: Tensor, pages: Tensor, scratch: int, ahead:
     (S, M), size, device = tables.shape, pages.shape[1], tables.device
     begin = last + 1
     own, first = scratch + ahead * torch.arange(S, device=device), begin // size
-    # Where the table does not reach that far, the scratch block is copied to itself.
+    # If the table ends before that block, copy the scratch block to itself.
     block = tables.gather(1, first.clamp_max(M - 1)[:, None]).squeeze(1).long()
     pages[own] = pages[torch.where(first < M, block, own)]
     padded = torch.nn.functional.pad(tables, (0, ahead))

@@ -1,12 +1,12 @@
-"""The sum over ranks of their partial outputs: residual += it, then y = rmsnorm(residual).
+"""All-reduce of the ranks' partial outputs, fused with residual and norm: residual += sum, then y = rmsnorm(residual).
 
-residual [T, D] holds the same values on all ranks and is updated in place; x is this rank's partial output, [T, D] of
-the residual's type or float32 [T, P, D], P parts that add up to it; w [D]; y [T, D]. Each rank's partial output is
-rounded to the residual's type once, as it travels; the rounded ones are added in fp32 in the order of ranks, then the
+residual [T, D] has the same values on all ranks and is updated in place; x is this rank's partial output, [T, D] of the
+residual's type or float32 [T, P, D], P parts that add up to it; w [D]; y [T, D]. Each rank's partial output is rounded
+to the residual's type once, before it is sent; the rounded ones are added in fp32 in the order of ranks, then the
 residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the same T in the
 same order.
 
-"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu). Its CTAs wait for the peers' ones, so each rank
+"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu). Its CTAs wait for those of the peers, so each rank
 needs a GPU of its own. "gathered" works between any devices.
 """
 
@@ -53,7 +53,7 @@ WAIT_SECONDS = 1.0
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Of rank 0; the other ranks' partial outputs are given, so only one rank can use mailboxes here."""
+    """Inputs of rank 0. The partial outputs of the other ranks are given as tensors: a case runs on one rank."""
     x = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D)
     others = g.randn(c.ranks - 1, c.T, c.D)
 
@@ -80,7 +80,7 @@ def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) 
 
 
 def _partial(residual: Tensor, x: Tensor) -> Tensor:
-    """[T, D] of the residual's type."""
+    """The partial output x as [T, D] of the residual's type."""
     if x.dim() == 2:
         return x
     whole = x[:, 0]
@@ -89,11 +89,13 @@ def _partial(residual: Tensor, x: Tensor) -> Tensor:
     return whole.to(residual.dtype)
 
 
-NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # of the op, and of its implementation over peer memory
+NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # names of the op and of its implementation over peer memory
 op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
-TWO_SHOT_ROWS = 24  # and more than 2 ranks: one rank sums a row. With 2 ranks both forms send the same bytes
+# With so many rows and more than 2 ranks: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks one
+# shot (every rank sends every row to every rank) sends the same bytes.
+TWO_SHOT_ROWS = 24
 
 
 @functools.cache
@@ -156,7 +158,7 @@ def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, pee
 
 
 def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """The same with a record, also without peers: then x is whole."""
+    """The op with a `Norm` record; without peers x is the whole sum."""
     if norm.peers is None:
         return add_rmsnorm(residual, x, norm.weight, norm.eps)
     return exchange_add_rmsnorm(residual, x, norm.weight, norm.eps, norm.peers)

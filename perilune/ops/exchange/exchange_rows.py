@@ -1,10 +1,10 @@
-"""Rows from every rank to every rank: y[s] is what rank s has for this one, or for all.
+"""All-to-all, or all-gather, of one row per rank: y[s] is the row that rank s sends to this rank.
 
-x [S, W]: S = ranks, row j for rank j; or S = 1, the same for all; y [ranks, W] as x, each rank's row in the order of
-ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
+x [S, W]: S = ranks, row j goes to rank j (all-to-all); or S = 1, the row goes to all ranks (all-gather); y [ranks, W]
+as x, in the order of ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
 
-"cuda" writes into the peers' memory, to the places of exchange_add_rmsnorm (sm90/exchange_add_rmsnorm.cu). Its CTAs
-wait for the peers' ones, so each rank needs a GPU of its own. "gathered" works between any devices.
+"cuda" writes into the peers' memory, to the mailboxes of exchange_add_rmsnorm (sm90/exchange_add_rmsnorm.cu). Its CTAs
+wait for those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
 """
 
 import functools
@@ -22,7 +22,8 @@ from perilune.ops.harness.case import Make, Sized, exact
 from perilune.ops.harness.registry import Op
 
 WORD_BYTES = 16
-MAX_ROW_BYTES = 8 << 20  # of "cuda". Longer rows: NCCL is as fast, and a kernel that waits has the GPU for itself.
+# Rows for "cuda", at most. For longer rows NCCL is as fast, and a kernel that waits for peers keeps all SMs busy.
+MAX_ROW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ TOL = {"y": exact()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Of rank 0; the other ranks' rows are given, so only one rank can use mailboxes here."""
+    """Inputs of rank 0. The rows of the other ranks are given as tensors: a case runs on one rank."""
     others = g.randn(c.ranks - 1, c.S, c.W)
 
     def gather(own: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def _kernel() -> Any:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether rows are such as "cuda" exchanges; other ones go through a collective."""
+    """Whether "cuda" can exchange these rows; others go through a collective of torch.distributed."""
     nbytes = x.shape[1] * x.itemsize
     return 0 < nbytes <= MAX_ROW_BYTES and nbytes % WORD_BYTES == 0
 

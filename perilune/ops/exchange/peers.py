@@ -1,4 +1,4 @@
-"""Peers: the argument by which an op that exchanges partial sums gets the ranks of a tensor-parallel group."""
+"""Peers: the record by which an op that exchanges data with other ranks gets their mailboxes."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 8
-RANKS = (1, 2, 4, 8)  # that kernels are compiled for
+RANKS = (1, 2, 4, 8)  # group sizes that kernels are compiled for
 HALF_BYTES = 16 * (128 * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
-CONTROL = 1 + 128 * 8 + 5 * 160  # words that kernels count in, as cuda/peers.cuh has them
-ENDED = 1 + MAX_RANKS  # in `Mailboxes.failed`: this host ended the waits
+CONTROL = 1 + 128 * 8 + 5 * 160  # number of control words (counters) of a mailbox, as in cuda/peers.cuh
+ENDED = 1 + MAX_RANKS  # value of `Mailboxes.failed` after `end`
 
 
 class _Table(ctypes.Structure):
@@ -28,11 +28,11 @@ class _Table(ctypes.Structure):
 
 
 class Mailboxes:
-    """The mailboxes [ranks] of a group as `rank` sees them: addresses in device memory of one GPU each. The owner of
-    that memory is dist/peer_memory.py, or `owner`, which lives as long. One launch at a time may use them: those of one
-    stream.
+    """The mailboxes [ranks] of a group as `rank` sees them: addresses in the device memory of one GPU each. That memory
+    is owned by dist/peer_memory.py, or by `owner`, which is kept alive here. One launch at a time may use them, so all
+    launches must be on one stream.
 
-    `wait_seconds` bounds the wait for a peer in one launch. `failed` is in the host's memory: 0, 1 + the rank that did
+    `wait_seconds` bounds the wait for a peer in one launch. `failed` is a word in host memory: 0, 1 + the rank that did
     not answer in time, or ENDED; if it is not 0, every sum is NaN and no launch waits again.
     """
 
@@ -60,7 +60,7 @@ class Mailboxes:
         return ctypes.addressof(self._table)
 
     def end(self) -> None:
-        """Launches that wait end within about 10 ms, and later ones do not wait. From any thread."""
+        """Ends the waits of all launches within about 10 ms; later launches do not wait. Callable from any thread."""
         self.failed.fill_(ENDED)
 
 
@@ -70,7 +70,7 @@ class Peers:
 
     gather      [T, D] of this rank to [ranks, T, D] in the order of ranks; every rank calls it
     mailboxes   memory that all ranks' GPUs can write to, or None
-    loopback    there are no other ranks: what this one sends comes back as theirs, but none adds for another
+    loopback    for measurements without other ranks: this rank's own data comes back as that of its peers
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Peers:
 
 
 def needs(peers: Peers | None) -> tuple[tuple[bool, str], ...]:
-    """Of a kernel that exchanges, for `build.on_hopper`; nothing without peers."""
+    """Conditions of a kernel that exchanges, for `build.on_hopper`; () without peers."""
     if peers is None:
         return ()
     return (
@@ -103,10 +103,10 @@ def table(peers: Peers | None) -> int | None:
 
 
 def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Peers:
-    """One of `ranks` ranks, with peers that send back what it sends: a kernel exchanges as many bytes, with memory of
-    this GPU. For measuring what one rank computes, without the others."""
+    """Peers of one rank of `ranks` that only get its own data back: a kernel writes and reads as many bytes, but in
+    this GPU's memory. For measuring the work of one rank without the others."""
     mailbox = torch.zeros(2 * ranks * HALF_BYTES, dtype=torch.uint8, device=device)
-    # What the rank writes for peer s goes to where the words of peer s are expected.
+    # The words that the rank writes to peer s go to the part of its own mailbox where words of peer s arrive.
     addresses = [mailbox.data_ptr() + s * HALF_BYTES for s in range(ranks)]
 
     def gather(own: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Compiles a kernel source of this package on first use and loads it: plain C functions called through ctypes.
 
-The library is cached per user under a hash of the source, the package's headers, the compiler, its flags and this
-processor, so that a shared home directory serves unlike machines. It is written to a temporary name and renamed: each
-process loads a whole file. Of several processes that need a library, one builds it and the others wait.
+The library is cached per user under a hash of the source, the headers that it includes, the compiler, its flags and
+this processor, so that different machines can share a home directory. It is written to a temporary name and renamed, so
+that no process loads half a file. Of several processes that need a library, one builds it and the others wait.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ log = logging.getLogger("perilune.ops")
 
 SOURCES = Path(__file__).parents[1]  # perilune/ops: kernel sources lie in <room>/sm90/*.cu and <room>/cpu/*.cpp
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall")
-# The long form: with -arch=sm_90a some nvcc also run a plain sm_90 pass, which knows no wgmma and no setmaxnreg.
+# -gencode instead of -arch=sm_90a: with -arch some nvcc also compile for sm_90, which lacks wgmma and setmaxnreg.
 CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", "-shared", "-lineinfo")
 HOPPER = (9, 0)
-BUILD_PREFIX = ".build-"  # of folders in the cache in which a compiler writes
-TURN_PREFIX = ".turn-"  # of files in the cache, one a source: who has it locked compiles that source
-TURN_SECONDS = 600.0  # Longer: a compiler that hangs in another process keeps this one waiting.
+BUILD_PREFIX = ".build-"  # names of folders in the cache into which a compiler writes
+TURN_PREFIX = ".turn-"  # names of lock files in the cache, one per source: the process that has locked it compiles
+TURN_SECONDS = 600.0  # Longest wait for another process that compiles. Longer: if its compiler hangs, so does this one.
 RETRY_SECONDS = 0.05
 KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
@@ -46,13 +46,13 @@ NO_COMPILER = "no compiler"
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float}
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)  # by its path below SOURCES
 
-_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one source is built once, several at a time
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by source: different ones build at once
 _loaded: dict[str, "ctypes.CDLL | str"] = {}
-_aside: set[str] = set()  # stems of kernels that compile_aside has not compiled yet
+_aside: set[str] = set()  # stems of the kernels that compile_aside still has to compile
 
 
 def library(source: str) -> "ctypes.CDLL | str":
-    """The loaded library of a kernel source, or the reason (one line) why it cannot be had on this machine.
+    """The loaded library of a kernel source, or the reason (one line) why this machine cannot compile or load it.
 
     `source` is the name of a .cu file, or a stem, which means the .cpp file.
     """
@@ -60,8 +60,8 @@ def library(source: str) -> "ctypes.CDLL | str":
 
 
 def compile_aside(done: Callable[[], None]) -> int:
-    """Compiles the kernels for CPUs that the cache lacks, on threads; returns how many. Until one is there, `library`
-    refuses it, so that slower implementations run meanwhile. `done` is called on a thread after each."""
+    """Starts to compile the CPU kernels that the cache lacks, on threads; returns how many. Until a kernel is compiled,
+    `library` gives a reason for it, so that slower implementations run. `done` is called on a thread after each."""
     absent = sorted(stem for stem, path in _paths().items() if path.suffix == ".cpp" and _absent(path))
     _aside.update(absent)
     begun, ended = time.monotonic(), itertools.count(1)
@@ -74,7 +74,7 @@ def compile_aside(done: Callable[[], None]) -> int:
             _aside.discard(stem)
             done()
             said = f": {found}" if isinstance(found, str) else f", after {time.monotonic() - begun:.1f} s"
-            # A line each, not one that is overwritten: the server's process writes to the same terminal.
+            # A new line for each, instead of one that is overwritten: the server writes to the same terminal.
             number = next(ended)
             _say(f"kernel {number} of {len(absent)}: {stem}{said}")
         if number == len(absent):
@@ -95,7 +95,8 @@ def compile_aside(done: Callable[[], None]) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # at once: threads that end together must not write into each other's lines
+    sys.stderr.flush()
 
 
 def compiling() -> bool:
@@ -109,7 +110,7 @@ def building() -> bool:
 
 
 def _absent(source: Path) -> bool:
-    """Whether a kernel for CPUs can be compiled here and has not been."""
+    """Whether a CPU kernel can be compiled here and is not in the cache."""
     compiler, openmp = shutil.which("g++"), _torch_openmp()
     if compiler is None or openmp is None:
         return False
@@ -120,7 +121,7 @@ def _absent(source: Path) -> bool:
 
 
 def _target(source: Path, compiler: str, openmp: str | None) -> Path:
-    """Where the library of a source is kept."""
+    """Path of the library of a source in the cache."""
     return cache_directory("ops") / f"{source.stem}-{_digest(source, compiler, _version(compiler), openmp or '')}.so"
 
 
@@ -184,7 +185,7 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
 
 
 def check_nvcc(device: torch.device) -> None:
-    """For what computes on `device`, at its start: one warning for the process if kernels for it cannot be compiled."""
+    """Call it before computing on `device`: warns, once per process, if its CUDA kernels cannot be compiled."""
     if is_hopper(device) and _nvcc() is None:
         _warn_without_nvcc()
 
@@ -199,7 +200,7 @@ def _warn_without_nvcc() -> None:
 
 
 def function(stem: str, name: str, signature: str) -> Callable[..., int]:
-    """C function `name` of a library that `on_cpu` or `on_hopper` said yes to, returning int.
+    """C function `name`, returning int, of a library for which `on_cpu` or `on_hopper` returned True.
 
     One letter per argument: p pointer, l int64, f float.
     """
@@ -249,8 +250,9 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
         if openmp is None:
             commands = [[compiler, *CUDA_FLAGS, f"-I{SOURCES}", str(source), "-o", linked]]
         else:
-            # Two steps: with -fopenmp at link time the compiler's own libgomp would be named, and two OpenMP runtimes
-            # in a process keep two sets of spinning threads. Linking the library torch has loaded shares its threads.
+            # Compile and link separately: with -fopenmp at link time the library would need the compiler's own libgomp,
+            # and two OpenMP runtimes in a process keep two sets of spinning threads. Linking the one that torch has
+            # loaded shares its threads.
             commands = [
                 [compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", made],
                 [compiler, "-shared", made, openmp, "-o", linked],
@@ -262,8 +264,8 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
 
 @contextlib.contextmanager
 def _turn(directory: Path, source: str) -> Iterator[None]:
-    """One process at a time compiles a source, so that ranks that start together compile each once. The lock ends with
-    its process. A process that has waited for TURN_SECONDS compiles beside the other one."""
+    """Locks a source while one process compiles it, so that ranks that start together compile each once. The lock ends
+    with its process. A process that has waited for TURN_SECONDS compiles without the lock."""
     held = os.open(directory / f"{TURN_PREFIX}{source}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         end = time.monotonic() + TURN_SECONDS
@@ -289,7 +291,7 @@ def _scratch(directory: Path) -> Iterator[str]:
             held = os.open(scratch, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
+        with contextlib.suppress(OSError):  # a file system without locks: `sweep` then deletes no folder
             fcntl.flock(held, fcntl.LOCK_EX)
         # Another thread or process may have swept the folder before it was locked: the lock is then of a removed one.
         with contextlib.suppress(FileNotFoundError):
@@ -335,7 +337,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 @functools.cache
 def processor() -> str:
-    """What -march=native depends on."""
+    """A string that identifies this CPU: all that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -345,7 +347,7 @@ def processor() -> str:
 
 
 def _torch_openmp() -> str | None:
-    torch.get_num_threads()  # torch, and with it its OpenMP runtime, is loaded
+    torch.get_num_threads()  # loads torch with its OpenMP runtime
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
@@ -361,7 +363,8 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def cache_directory(name: str) -> Path:
-    """A directory of the user's cache, ours alone: a library that others can write is code they can run as us."""
+    """A directory in the user's cache that only this user can write: a library that others could write would let them
+    run code as this user."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / name
     try:

@@ -1,4 +1,4 @@
-"""What op files describe their cases with: the sizes of real models, tolerances, and a maker of inputs."""
+"""Parts of an op's test cases: sizes of real models, tolerances, and a maker of random inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -58,7 +58,7 @@ def exact() -> dict[torch.dtype, Tol]:
 
 
 def sums(scale: float = 1.0) -> dict[torch.dtype, Tol]:
-    """For outputs that are long sums of products of magnitude about `scale`."""
+    """Tolerances of outputs that are long sums of products of magnitude about `scale`."""
     return {
         FLOAT32: Tol(2e-5 * scale, 2e-5, 2e-6, "fp32 sums in another order"),
         BFLOAT16: Tol(1.6e-2 * scale, 1.6e-2, 4e-3, "bf16 rounding of the result and of one intermediate"),
@@ -66,13 +66,13 @@ def sums(scale: float = 1.0) -> dict[torch.dtype, Tol]:
 
 
 def dequantized() -> dict[torch.dtype, Tol]:
-    """For the sum over experts whose weights may be dequantised to the activations' type first."""
+    """Tolerances of sums over experts, with weights that may be dequantised to the activations' type first."""
     why = "bf16 rounding of each weight, of gate and up, of their product, of each expert's result"
     return {FLOAT32: sums()[FLOAT32], BFLOAT16: Tol(4e-2, 3e-2, 1.2e-2, why)}
 
 
 def rounded() -> dict[torch.dtype, Tol]:
-    """For elementwise formulas and short sums."""
+    """Tolerances of elementwise formulas and short sums."""
     return {
         FLOAT32: Tol(1e-6, 4e-6, 1e-6, "a few fp32 roundings"),
         BFLOAT16: Tol(1e-4, 2**-7, 4e-3, "two bf16 roundings"),
@@ -134,7 +134,7 @@ class Make:
 
 
 def tensors(args: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor among arguments by its name, those in records too: "x", "latents.pages"."""
+    """Every tensor among the arguments by name, also inside records: "x", "latents.pages"."""
     found: dict[str, Tensor] = {}
     for name, value in args.items():
         if isinstance(value, Tensor):
@@ -145,7 +145,7 @@ def tensors(args: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def clone(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with tensors of their own, also in records."""
+    """The arguments with copies of all tensors, also inside records."""
     return {name: _clone(value) for name, value in args.items()}
 
 

@@ -1,4 +1,4 @@
-"""The generic checks: every implementation of an op against its reference, on every case, the same way."""
+"""Checks every implementation of an op against its reference, on every case."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one implementation on one case: it passed, refused (why), or failed (how)."""
+    """The result of one implementation on one case: passed, refused (with the reason), or failed (with the error)."""
 
     impl: str
     refused: str | None = None
@@ -23,7 +23,8 @@ class Outcome:
 
 
 def cases(op: Op[..., Any], device: torch.device, pattern: str | None = None) -> list[Any]:
-    """The cases to run there: all on a GPU, the ones not marked big on CPU; `pattern` is a part of their text."""
+    """The cases to run on `device`: all on a GPU, on a CPU those not marked big. `pattern`: only cases with this text
+    in their repr."""
     return [c for c in op.cases if (device.type != "cpu" or not c.big) and (pattern is None or pattern in repr(c))]
 
 
@@ -50,7 +51,7 @@ def check(
 
 
 def tolerances(op: Op[..., Any], case: Any, dtype: torch.dtype) -> dict[str, Tol]:
-    """Of each output of the op on this case."""
+    """The tolerance of each output of the op on this case."""
     return {name: case.tol(name, dtype) or by_dtype[dtype] for name, by_dtype in op.tol.items()}
 
 

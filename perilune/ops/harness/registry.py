@@ -4,7 +4,7 @@ An op file makes one `Op` and decorates its implementations. Their order in the 
 reference, which runs everywhere, comes last under the name "reference". The choice for a call is cached under the kinds
 of the op's deciding arguments (shape and dtype of a tensor, `kind` of a record, a number itself), so a call costs one
 dictionary lookup beyond the implementation. The implementation that was chosen and logged is the one that runs: no
-implementation calls another one of its op, so everything that it refuses must be among the deciding arguments.
+implementation may call another one of its op, so it can refuse a call only by its deciding arguments, in `when`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from perilune.ops.harness.case import Tol
 log = logging.getLogger("perilune.ops")
 
 REFERENCE = "reference"
-MAX_DECISIONS = 4096  # per op; a decision is cheap to make again
+MAX_DECISIONS = 4096  # cached choices per op. Fewer: a choice is made again, which is cheap.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,9 +45,9 @@ _counting = threading.Lock()
 class Impl:
     """One implementation of an op. `when(args, device)` is True, or the reason why it cannot run there.
 
-    `args` has all of the call's arguments as attributes. The answer of `when` is cached under the kinds of the op's
-    deciding arguments, so it may depend on these and on this machine only. `alone`: the kernel needs the GPU for
-    itself, see `alone` below. `waits`: the CUDA sources of its kernels whose CTAs wait for other CTAs, of the same
+    `args` has all of the call's arguments as attributes. The result of `when` is cached under the kinds of the op's
+    deciding arguments, so it may depend only on these and on this machine. `alone`: only one engine per GPU may use the
+    kernel, see `alone` below. `waits`: CUDA sources of its kernels in which CTAs wait for other CTAs, of the same
     launch or of the one before.
     """
 
@@ -69,7 +69,7 @@ class Op(Generic[P, R]):
     `decides` names the arguments whose kinds choose the implementation: a tensor by shape and dtype, a record by its
     `kind`, a number by itself. The first one (default: the first parameter) is a tensor and gives device and size.
     `tol` has the outputs in order; an output with the name of an argument ("residual", or "latents.pages" for a field
-    of a record) is written in place. `cost(case, dtype)` counts the least work of the op. Arguments are positional.
+    of a record) is written in place. `cost(case, dtype)`: least FLOPs and bytes of the op. Arguments are positional.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class Op(Generic[P, R]):
         return SimpleNamespace(**dict(zip(self.parameters, args))), args[self._deciding[0]].device
 
     def forget(self) -> None:
-        """Decides anew from the next call on."""
+        """Drops cached choices: the next calls choose anew."""
         self._decisions = {}
 
     def _decide(self, key: Any, args: Sequence[Any], wanted: str | None) -> Callable[P, R]:
-        decisions = self._decisions  # of before: what is decided while another thread calls `forget` is not kept
+        decisions = self._decisions  # this dict, even if another thread calls `forget` meanwhile and replaces it
         if wanted is None:
             chosen, refused = self.explain(args)
             if chosen is None:
@@ -206,7 +206,7 @@ class Op(Generic[P, R]):
 
 
 def forget() -> None:
-    """Lets all ops decide anew: implementations that could not run before may run now."""
+    """Drops the cached choices of all ops: implementations that could not run before may run now."""
     for op in list(_ops.values()):
         op.forget()
 
@@ -234,7 +234,7 @@ def _key(deciding: Sequence[tuple[int, Any]]) -> Callable[[Sequence[Any]], Any]:
 
 
 def _type(argument: Any) -> str:
-    """The dtype of a tensor or of a record's first tensor; "" of anything else."""
+    """The dtype of a tensor or of a record's first tensor, as text; "" for anything else."""
     if is_dataclass(argument):
         return _type(getattr(argument, fields(argument)[0].name))
     return str(argument.dtype).removeprefix("torch.") if isinstance(argument, Tensor) else ""
@@ -248,8 +248,8 @@ def all_ops() -> dict[str, Op[..., Any]]:
 
 
 def alone() -> dict[str, str]:
-    """{op: implementation} that replaces each implementation whose CTAs wait for each other, so all must be on the GPU
-    at once: two such kernels on two streams could each hold a part of the GPU and wait for ever."""
+    """{op: implementation}: replacements for implementations in which CTAs wait for each other, so that all must be
+    resident at once: two such kernels on two streams could each occupy a part of the SMs and deadlock."""
     return {
         name: next(impl.name for impl in op.candidates if not impl.alone)
         for name, op in all_ops().items()
@@ -258,8 +258,8 @@ def alone() -> dict[str, str]:
 
 
 def waiting() -> dict[str, list[str]]:
-    """{CUDA source: "op/implementation", ...} of every kernel whose CTAs wait for other CTAs. All of them must be able
-    to become resident: while such a kernel runs, only copies and kernels that end by themselves may run beside it."""
+    """{CUDA source: ["op/implementation", ...]} of every kernel in which CTAs wait for other CTAs. All of its CTAs must
+    be able to become resident: beside it only copies and kernels that end by themselves may run."""
     found: dict[str, list[str]] = {}
     for op in all_ops().values():
         for impl in op.impls.values():

@@ -1,15 +1,15 @@
-"""Facts about tensors that several rooms of ops share."""
+"""Helpers for tensors that several rooms of ops share."""
 
 from torch import Tensor
 
-FEW_ON_CPU = 64  # rows up to which float32 is no slower here than in torch's library
+FEW_ON_CPU = 64  # up to so many rows this package's float32 kernels are as fast as torch's
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if its rows can be read in pieces of 16 bytes."""
+    """x itself if its rows can be read with 16-byte loads, else a contiguous copy."""
     return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 def address(x: Tensor | None) -> int | None:
-    """As an argument of a launcher."""
+    """The address of x for a launcher; None for None."""
     return None if x is None else x.data_ptr()

@@ -1,7 +1,7 @@
-"""How many threads the kernels of this package compute on, where there is no GPU.
+"""How many threads this package's CPU kernels use.
 
-They share work over the pool of work_pool.h, torch's own calls over OpenMP, whose threads spin for milliseconds after
-each call and so keep processors from the pool. A step whose torch calls are all small computes those on one thread.
+These kernels use the thread pool of work_pool.h, torch's own calls use OpenMP. Threads of OpenMP spin for milliseconds
+after each call and keep cores from the pool. So in a step with only small torch calls, torch computes on one thread.
 """
 
 import threading
@@ -20,7 +20,7 @@ def count() -> int:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Torch's own calls compute on the calling thread."""
+    """Inside this context torch's own calls compute on the calling thread only."""
     before = torch.get_num_threads()
     if before == 1 or getattr(_here, "count", None):
         yield

@@ -1,4 +1,4 @@
-"""How long implementations take, beside the least it could take on this machine."""
+"""Measures implementations, and the roofline of this machine to compare with."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from perilune.ops.harness.case import FLOAT32, Make, clone, tensors
 from perilune.ops.harness.check import SEED
 from perilune.ops.harness.registry import Op
 
-CACHE_BYTES = 64 << 20  # copies of the inputs are rotated until they outgrow the caches
+CACHE_BYTES = 64 << 20  # Calls use copies of the inputs by turns, of so many bytes together: more than the caches hold.
 MAX_COPIES = 16
 ROUNDS = 7
 ROUND_SECONDS = 4e-3
@@ -22,7 +22,7 @@ ROUND_SECONDS = 4e-3
 
 @dataclass(frozen=True)
 class Roof:
-    """What this machine reaches: bytes per second read from memory, FLOPs per second in a large matrix product."""
+    """The machine's measured roofs: bytes per second read from memory, FLOPs per second in a large matrix product."""
 
     bandwidth: float
     flop_rate: float
@@ -37,7 +37,7 @@ class Timing:
 
     @property
     def of_roof(self) -> float:
-        """Fraction of the binding roof; above 1 if the inputs fit a cache that outruns memory."""
+        """Fraction of the binding roof; above 1 if the inputs fit a cache that is faster than memory."""
         return self.cost.seconds(self.roof.flop_rate, self.roof.bandwidth) / self.seconds
 
 

@@ -2,16 +2,16 @@
 
 A mailbox is a tensor through which CTAs of one launch, or of two launches that overlap, exchange results. It is zeroed
 once, when it is made; afterwards the kernels keep it usable: a word carries the number of the launch that wrote it, or
-the last reader makes it zero again. So one mailbox serves any number of launches that follow each other, and no two
-that run at the same time. Launches of one CUDA stream follow each other: a `Workspace` is the memory of one device and
-one stream. The stream is the one that is current when the op is called. For a CUDA graph that is the stream of its
+the last reader sets it to zero again. So one mailbox serves any number of launches that follow each other, but never
+two that run at the same time. Launches of one CUDA stream follow each other, so a `Workspace` is the memory of one
+device and one stream: the stream that is current when the op is called. For a CUDA graph that is the stream of its
 capture, not of its replay: all graphs of one capture stream hold the addresses of that stream's mailboxes, and must be
-replayed one after the other, as an engine does. Calls on the replaying stream have their own.
+replayed one after the other, as an engine does.
 
 `Workspaces` is the owner: the workspaces of one engine (engine/runner.py), of a model outside an engine
-(model/varlen.py), of a test or a measurement (`owned`). What runs ops enters the owner with `use`, and an op finds its
-workspace with `current(device)`: neither the model nor the ops between carry it as an argument, and two engines of one
-process never share memory, even where PyTorch gives both the same stream of its pool. An owner closes after the last
+(model/varlen.py), of a test or a measurement (`owned`). The caller of ops enters the owner with `use`, and an op finds
+its workspace with `current(device)`: so neither the model nor other ops pass it as an argument, and two engines of one
+process never share memory, even if PyTorch gives both the same stream of its pool. Close an owner only after the last
 replay of the graphs that were captured while it was in use: they hold addresses, not tensors.
 """
 
@@ -35,13 +35,13 @@ class Workspace:
         self._kept: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave for that key on the first call: a tensor, or a record of tensors."""
+        """The result of `make` at the first call with this key: a tensor, or a record of tensors."""
         found: T | None = self._kept.get(key)
         return self._kept.setdefault(key, make()) if found is None else found
 
     def zeros(self, key: Hashable, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """[size], zero when it is made. `key` names the op and everything that the kernel's use of it depends on: a
-        kernel that counts the CTAs of a launch needs one for each number of CTAs."""
+        """A tensor [size], zero when it is made. `key` has the op's name and everything on which the kernel's use of
+        the memory depends: a kernel that counts the CTAs of a launch needs a tensor for each number of CTAs."""
         found = self.kept(key, lambda: torch.zeros(size, dtype=dtype, device=self.device))
         assert found.numel() == size, f"{key}: {found.numel()} values were made, {size} are wanted"
         return found
@@ -52,8 +52,8 @@ class Workspace:
 
 
 class Workspaces:
-    """The workspaces of one owner, made when an op first asks. Threads may use it at the same time; threads that
-    launch kernels with mailboxes need a stream each, because launches of one stream share them."""
+    """The workspaces of one owner, made at first use. Thread-safe; but threads that launch kernels with mailboxes need
+    a stream each, because launches of one stream share mailboxes."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.device, int], Workspace] = {}
@@ -63,7 +63,7 @@ class Workspaces:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Within it, in this thread, ops keep their memory here."""
+        """Inside this context, ops called by this thread keep their memory here."""
         token = _owner.set(self)
         try:
             yield
@@ -71,7 +71,7 @@ class Workspaces:
             _owner.reset(token)
 
     def of(self, device: torch.device) -> Workspace:
-        """Of the device's current stream."""
+        """The workspace of the device's current stream."""
         stream = _stream(device)
         found = self._made.get((device, stream))
         return self._made.setdefault((device, stream), Workspace(device, stream)) if found is None else found
@@ -92,7 +92,7 @@ _owner: ContextVar[Workspaces | None] = ContextVar("perilune_workspaces", defaul
 
 @contextmanager
 def owned() -> Iterator[Workspaces]:
-    """For tests and measurements: an owner that is in use until the end of the block, and then closed."""
+    """For tests and measurements: an owner that is in use inside the block and closed after it."""
     owner = Workspaces()
     with owner.use():
         try:
@@ -102,7 +102,7 @@ def owned() -> Iterator[Workspaces]:
 
 
 def current(device: torch.device) -> Workspace:
-    """Of the owner in use and the device's current stream."""
+    """The workspace of the owner in use and of the device's current stream."""
     owner = _owner.get()
     assert owner is not None, "an op that keeps device memory was called without an owner: wrap the call in `owned()`"
     return owner.of(device)

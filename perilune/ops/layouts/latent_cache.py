@@ -1,7 +1,7 @@
 """Rows of the latent cache: R latent values and r rope values side by side, of a float type, or packed into bytes.
 
-A packed row (of a uint8 cache) is R e4m3 and then r bfloat16, R + 2 r bytes. Latents beyond e4m3's 448 become 448; what
-keeps them below, and far above its smallest number, is loading/fp8_latents.py.
+A packed row (of a uint8 cache) is R e4m3 and then r bfloat16, R + 2 r bytes. Latents beyond e4m3's 448 become 448;
+loading/fp8_latents.py scales weights so that latents stay below that, and far above e4m3's smallest number.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Operands of the fused ops as records, instead of their tensors one by one.
+"""Records of operands of the fused ops, instead of 14 to 21 loose tensors per op.
 
-A record checks nothing: the op that takes it does. `kind` is what may choose an implementation, a hashable value that
-is made once with the record, so that a call compares one tuple and looks at no tensor (harness/registry.py).
+A record checks nothing: the op that takes it does. `kind` is a hashable value, made once with the record, by which an
+implementation is chosen: so a call compares one tuple and need not look at tensors (harness/registry.py).
 """
 
 from collections.abc import Hashable
@@ -52,7 +52,7 @@ class Matrix:
 
 
 def pointers(w: Matrix) -> list[int | None]:
-    """Where weight, scale and row_scale of contiguous matrices are, as kernels take them."""
+    """Addresses of weight, scale and row_scale of contiguous matrices, for launchers."""
     held = (w.weight, w.scale, w.row_scale)
     assert all(t is None or t.is_contiguous() for t in held), f"{w.kind=}: not contiguous"
     return [None if t is None else t.data_ptr() for t in held]
@@ -60,10 +60,10 @@ def pointers(w: Matrix) -> list[int | None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """One layer's KV cache, and where a step writes.
+    """One layer's KV cache, and the slots that a step writes.
 
     pages   [N, block_size, R + r] of any float type, or packed rows (layouts/latent_cache.py)
-    slots   [T] int64: block * block_size + offset of each row's latent; below 0: not written
+    slots   [T] int64: block * block_size + offset of each row's latent; below 0: the row is not written
     """
 
     pages: Tensor
@@ -80,7 +80,7 @@ class Span:
 
     tables       [B, M] int32 block tables, padded with any valid block
     query_start  [B + 1] int32
-    context      [B] int32 tokens in the cache after this step's are written; a request's rows are the last of them
+    context      [B] int32 tokens in the cache after those of this step are written; a request's rows are the last ones
     """
 
     tables: Tensor
@@ -93,13 +93,13 @@ class Span:
 
     @property
     def kind(self) -> Hashable:
-        """Nothing of a span chooses an implementation: its numbers change from step to step."""
+        """Constant: an implementation must not depend on a span, because its numbers change from step to step."""
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotary:
-    """The rotation of each row's rope values: cos and sin [T, r / 2] float32 of the angles of its position."""
+    """The rotation of each row's rope values: cos and sin [T, r / 2] float32 of the angles at the row's position."""
 
     cos: Tensor
     sin: Tensor
@@ -108,7 +108,7 @@ class Rotary:
 @dataclass(slots=True, eq=False)
 class Attention:
     """Weights of one layer's latent attention: D hidden, i the query's rank, H heads, n and r the query's nope and rope
-    widths, v the value width, R the latent width. An op of one part of it reads the fields of that part."""
+    widths, v the value width, R the latent width. An op reads only the fields that it needs."""
 
     qkv_a: Matrix  # [i + R + r, D]: q_a_proj's rows, then kv_a_proj_with_mqa's
     q_a_norm: Tensor  # [i]
@@ -117,7 +117,7 @@ class Attention:
     w_uk: Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
     w_uv: Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
     o: Matrix  # [D, H v]
-    uv_fp8: Matrix | None = None  # where o is FP8: the same numbers as w_uv, for one token's kernel; scale [H, v]
+    uv_fp8: Matrix | None = None  # w_uv in FP8 with scale [H, v], if o is FP8: for the kernel of one token
 
     @property
     def kind(self) -> Hashable:
@@ -156,8 +156,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """An RMS norm of a residual stream: weight [D] and the number added to the mean of squares. peers: the ranks
-    that each have a part of what is added to the stream before; None: that is whole."""
+    """An RMS norm of a residual stream: weight [D] and epsilon. peers: the ranks that each have a partial sum of what
+    is added to the stream before the norm; None: what is added is whole."""
 
     weight: Tensor
     eps: float

@@ -2,9 +2,9 @@
 
 "cpp" wins on CPU below about 16 rows (one row of 384 against 4096 outputs: 68 us, torch 147, two cores), and for
 bfloat16, which torch multiplies slowly on processors without bfloat16 instructions, at any size. Its sums do not
-depend on the number of rows. "cuda" (linear.cu) streams the weights of a decode step: up to 16 rows, and a row's result
-does not depend on the others. Some rows, or very wide ones, are split between two
-processors. "cuda_many" (skinny_gemm.cu) is for up to 64 rows and large weights; there too a row's result is its own.
+depend on the number of rows. "cuda" (linear.cu) streams the weights of a decode step, for up to 16 rows; a row's result
+does not depend on the others. For 5 to 8 rows, or very wide ones, two CTAs split the width. "cuda_many"
+(skinny_gemm.cu) is for up to 64 rows and large weights; there, too, a row's result does not depend on the others.
 """
 
 import functools
@@ -22,10 +22,12 @@ from perilune.ops.harness.tensors import FEW_ON_CPU, aligned
 from perilune.ops.linear import skinny_gemm
 
 FEW_ROWS = 16
-SHARED_BYTES = 144 << 10  # of the rows of x that "cuda" keeps in a processor's shared memory
-SOME_ROWS, SOME_BYTES = 4, 80 << 10  # beyond both, halves of rows in two processors' are faster,
-SPLIT_ROWS, SPLIT_OUTPUTS = 8, 32768  # up to these: with more rows "cuda_many" is, with more outputs whole rows are
-HALVES = 1024  # widths that may be split are multiples of this
+SHARED_BYTES = 144 << 10  # bytes of x that "cuda" may keep in the shared memory of an SM
+# Two CTAs split the width if x has more than SOME_ROWS rows and SOME_BYTES bytes, up to SPLIT_ROWS rows (with more,
+# "cuda_many" is faster) and SPLIT_OUTPUTS outputs (with more, whole rows are faster).
+SOME_ROWS, SOME_BYTES = 4, 80 << 10
+SPLIT_ROWS, SPLIT_OUTPUTS = 8, 32768
+HALVES = 1024  # widths that are split are multiples of this
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,12 @@ def cpp(x: Tensor, w: Tensor, wide: bool) -> Tensor:
 
 
 def fit(T: int, i: int) -> bool:
-    """Whether T rows of width i fit a processor's shared memory, beside the weights on their way."""
+    """Whether T rows of width i fit the shared memory of an SM, beside the weights in flight."""
     return T * (i + 32) * 2 <= SHARED_BYTES
 
 
 def halved(x: Tensor, w: Tensor) -> bool:
-    """Whether two processors of linear.cu share the width of x, which no norm may change."""
+    """Whether two CTAs of linear.cu split the width of x; not with a norm, which needs whole rows."""
     (T, i), o = x.shape, w.shape[0]
     wide = not fit(T, i) or (T > SOME_ROWS and T * i * 2 > SOME_BYTES)
     few = T <= SPLIT_ROWS and o <= SPLIT_OUTPUTS and fit(T, i // 2)
@@ -118,7 +120,7 @@ def halved(x: Tensor, w: Tensor) -> bool:
 
 
 def streamable(x: Tensor, w: Tensor, *, normed: bool = True) -> tuple[tuple[bool, str], ...]:
-    """What linear.cu needs. Without a norm, two processors may share the width."""
+    """Conditions of linear.cu. Without a norm, two CTAs may split the width."""
     (T, i), o, chunk = x.shape, w.shape[0], 64 // w.itemsize
     return (
         (x.dtype == BFLOAT16, "bfloat16"),
@@ -136,8 +138,8 @@ def _stream() -> Any:
 
 
 def k_split(chunks: int, tiles: int, processors: int) -> int:
-    """Warps of linear.cu that share a tile of 8 outputs: as many as leave each 12 pieces of 64 bytes of a row, in whole
-    stages of four; where tiles are few, 12 of any kind."""
+    """Warps of linear.cu that split k for a tile of 8 outputs: so many that each has at least 12 pieces of 64 bytes of
+    a row, in whole stages of four pieces; if there are few tiles, without the whole stages."""
     few = tiles < 4 * processors
     return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12 and (few or chunks // s % 4 == 0)), 1)
 
@@ -152,7 +154,8 @@ def run_streamed(
     eps: float = 0.0,
     y: Tensor | None = None,
 ) -> Tensor:
-    """With `scale` [o] float32, w holds e4m3; with `norm` [i], x is normalised first. `y`: where the result goes."""
+    """Launches linear.cu. With `scale` [o] float32, w is e4m3; with `norm` [i], x is normalised first. `y`: the output
+    tensor, if given."""
     x = aligned(x)
     (T, i), o = x.shape, w.shape[0]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -4,8 +4,8 @@ x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; s
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
 for decode steps of a few rows; its products are of fp16, and a row of x is multiplied by the power of two that
 brings its largest value near 2^15, which is exact down to 2^-28 of that value. "cuda_many" (skinny_gemm.cu) is for up
-to 128 rows, with products of bf16. "torch" widens the weights first: for prompts, where that is little beside the
-product.
+to 128 rows, with products of bf16. "torch" converts the weights to x's type first: for prompts, where that takes little
+time compared with the product.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from perilune.ops.linear.linear import run_streamed, streamable
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
-LARGEST = 448.0  # of e4m3
-FEW_ROWS = 4  # of "cuda";
-FEW_LONG, LONG = 8, 1 << 15  # so many for weights of at least so many rows
+LARGEST = 448.0  # e4m3's largest number
+FEW_ROWS = 4  # most rows of "cuda"
+FEW_LONG, LONG = 8, 1 << 15  # most rows of "cuda" if w has LONG rows or more
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def quantize_rows(w: Tensor, agree: Callable[[Tensor], Tensor] = lambda largest:
 
 
 def quantize_exactly(w: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 [..], scale, w's shape with 1 for `dim`, float32): scales are powers of two, the least with which no value
-    along `dim` exceeds e4m3's largest, so that bfloat16 holds every product of the two."""
+    """(e4m3 as w, float32 scale with w's shape but 1 for `dim`). Scales are the smallest powers of two with which no
+    value along `dim` exceeds e4m3's largest, so that bfloat16 represents value * scale exactly."""
     largest = w.float().abs().amax(dim, keepdim=True)
     mantissa, exponent = torch.frexp(largest / LARGEST)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)
@@ -116,7 +116,7 @@ def cuda_many(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: flo
 def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
     if norm is not None:
         x = rmsnorm(x, norm, eps)
-    # The scales multiply the sums, not the weights: w itself is exact in bfloat16.
+    # Multiply the sums by the scales, not the weights: e4m3 values are exact in bfloat16, scaled ones are not.
     y = torch.nn.functional.linear(x, w.to(x.dtype))
     return y.float().mul_(scale) if wide else y.mul_(scale)  # in fp32, in one pass
 

@@ -1,4 +1,4 @@
-"""y = (x x_scale) (w w_scale)^T with both in e4m3: prompts, where weights are FP8 and activations may be.
+"""y = (x x_scale) (w w_scale)^T with both in e4m3 (W8A8): for prompts, if weights are FP8 and activations may be.
 
 x [T, i] float8_e4m3fn and x_scale [ceil(i / 128), rows] float32 as quantize_tokens.py makes them; w of format "fp8",
 [o, i] with a scale for each of its rows; y [T, o] bfloat16, or float32 if `wide`. The products of 128 columns are added
@@ -27,9 +27,9 @@ from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_fp8
 from perilune.ops.linear.quantize_tokens import GROUP, ROWS, quantize_tokens, rows
 
-MIN_TOKENS = 129  # fewer are a decode step's, which takes as long as its weights
+MIN_TOKENS = 129  # steps of fewer tokens are bound by reading weights, so FP8 activations would gain nothing
 SHORT = ROWS // 2  # tokens of the smaller tiles
-PAIR = 256  # outputs of two CTAs
+PAIR = 256  # outputs of a pair of CTAs
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _kernel() -> Any:
 
 
 def tall(T: int, o: int, processors: int) -> bool:
-    """Whether tiles of 256 tokens are to be used: those of 128 read a third more for each product, and win where they
-    leave processors idle for much less."""
+    """Whether to use tiles of 256 tokens: tiles of 128 read a third more bytes per product, and are faster only if they
+    leave much fewer SMs idle in the last wave."""
 
     def turns(tokens: int) -> int:
         return -(-(-(-T // tokens) * -(-o // PAIR)) // (processors // 2)) * tokens
@@ -140,7 +140,7 @@ def linear_w8a8(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool = False) -> Te
 
 
 def applies(w: Matrix, x: Tensor) -> bool:
-    """Whether w is to multiply x [T, i] so."""
+    """Whether this op should multiply x [T, i] by w."""
     return w.fp8_activations and x.shape[0] >= MIN_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Rows of activations in e4m3, with a scale for each row and 128 columns: what linear_w8a8.py multiplies.
+"""Quantises activations to e4m3, with a scale for each row and group of 128 columns: the input of linear_w8a8.py.
 
 x [T, i], rows may be strided; it is normalised first if `norm` [i] as x is given (rmsnorm.py), and if `gated`, x is
 [T, 2 i] and silu(gate) * up of its halves is what is rounded (swiglu.py); the two do not go together.
@@ -22,10 +22,10 @@ from perilune.ops.harness.tensors import address, aligned
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.swiglu import reference as gate_reference
 
-GROUP = 128  # columns of a scale
-ROWS = 256  # scales are there for whole tiles of so many rows
-LARGEST, LEAST = 448.0, 1e-30  # of e4m3; of a group's largest magnitude, unless that is 0
-MOST_NORMED = 8192  # columns
+GROUP = 128  # columns that share a scale
+ROWS = 256  # scales are stored for whole tiles of so many rows
+LARGEST, LEAST = 448.0, 1e-30  # e4m3's largest number; lower bound of a group's largest magnitude, unless that is 0
+MOST_NORMED = 8192  # most columns of a row with a norm
 
 
 @dataclass(frozen=True)

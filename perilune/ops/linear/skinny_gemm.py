@@ -1,4 +1,4 @@
-"""How skinny_gemm.cu is called: products of some tens of rows with weights that are read once.
+"""The launcher of skinny_gemm.cu: products of up to 64 rows with weights that are read once.
 
 y = x w^T for x [T, i] bfloat16, rows of which may be strided, and w [o, i] bfloat16 or, with `scale` [o] float32,
 float8_e4m3fn; `gated`: w's halves are a gate and what it weighs, and y = silu(gate) * up of their products. Sums are
@@ -22,16 +22,17 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32
 
 SOURCE = "skinny_gemm.cu"
 MOST_ROWS = 128
-MOST_DENSE = 64  # rows of bfloat16 up to which it wins, for weights of LARGE values or more
+MOST_DENSE = 64  # up to so many rows it is faster than cuBLAS for bfloat16 weights of LARGE values or more
 LARGE = 1 << 22
 WORTH = 5760  # rows of w, times the CTAs that split k, that fill the GPU
-ONE_PASS = 15360  # what its CTAs hold sums of at once, likewise
-LONGEST = 4096  # k of a CTA, if there is a choice
-SOME_ROWS, FULL = 32, 8400  # for more rows of x than these, bfloat16 needs so many rows of w, times the splits, to win
+ONE_PASS = 15360  # rows of w, times the CTAs that split k, in one wave of CTAs
+LONGEST = 4096  # columns (k) of a CTA at most, if they can be split
+# With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only from FULL rows of w, times the splits, on.
+SOME_ROWS, FULL = 32, 8400
 
 
 def needs(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What the kernel needs of w, and of x besides its width."""
+    """Conditions of the kernel on w and x, except for x's width."""
     T, (o, i), stage = x.shape[0], w.shape, 128 // w.itemsize
     return (
         (x.dtype == BFLOAT16, "bfloat16"),
@@ -41,7 +42,7 @@ def needs(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
 
 
 def wins(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What bfloat16 weights need besides, for the library to be slower."""
+    """Further conditions for bfloat16 weights, under which cuBLAS is slower."""
     (T, i), o = x.shape, w.shape[0]
     held = o * layout(o, i, i // 64)[1]
     return (
@@ -51,8 +52,8 @@ def wins(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
 
 
 def layout(o: int, i: int, stages: int, gated: bool = False) -> tuple[int, int]:
-    """(CTAs of a cluster, how many of them split k); the others share x. k is split where w has few rows, or long ones;
-    evenly, so what divides the stages along k."""
+    """(CTAs of a cluster, how many of them split k). k is split if w has few rows, or long ones; evenly, so the number
+    divides the number of stages along k. The other CTAs of the cluster share x."""
     splits = 1
     while splits < 8 and stages % (2 * splits) == 0:
         if o * splits >= WORTH and (i // splits <= LONGEST or o * splits * 2 > ONE_PASS):

@@ -4,9 +4,9 @@ x [T, D]; ids and weights [T, k] in `Chosen`; gate_up [E, 2 I, D], the gate's ro
 each, here in x's type; y [T, D] as x.
 
 "cpp" (experts.cpp) computes in fp32, adds the experts in ascending order and rounds once: a token's result does not
-depend on the batch. "gathered" copies the experts of each token, for few tokens of a small model on a GPU; a CUDA graph
-can hold it, because the host need not know which experts are hit. "torch" goes through the experts that are hit. Both
-round to x's type between their calls.
+depend on the batch. "gathered" copies the experts of each token, for few tokens of a small model on a GPU; it can be
+captured in a CUDA graph, because the host need not know which experts are used. "torch" loops over the experts that are
+used. Both round to x's type between their calls.
 
 `define` makes the op for one format of weights: experts_fp8.py, experts_int4.py, experts_int4_compact.py and
 experts_nvfp4.py have the others. There "cpp" reads the weights as they are, once per call for all tokens of an expert,
@@ -29,7 +29,7 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Matrix
 from perilune.ops.moe.chosen import Chosen
 
-GATHERED_BYTES = 256 << 20  # of weights that "gathered" copies; above, the copies take longer than a loop over experts
+GATHERED_BYTES = 256 << 20  # "gathered" copies at most so many bytes of weights; beyond, a loop over experts is faster
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case(Sized):
         return min(1, self.T) if self.to_one else costs.expected_experts(self.T, self.k, self.E)
 
 
-CASES = [  # of K2's 384 experts a slice: an eighth of each in width, 48 of them
+CASES = [  # a slice of K2's experts: 48 of 384, each with an eighth of its width
     *(Case(t, K2.top_k, 48, K2.hidden, K2.width // 8, big=True) for t in (1, 4, 16, 64, 512)),
     *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width) for t in (1, 4, 16, 64, 512)),
     Case(0, 2, 4, 32, 32),
@@ -86,7 +86,7 @@ class Format:
     """How the experts' weights are stored.
 
     name           of the op
-    bits           of a weight, with its share of the scales; None: those of x's type
+    bits           bits per weight, with its share of the scales; None: those of x's type
     matrices       gate_up and down of a case
     gate_up, down  dequantise such a Matrix, of all experts, of some or of one, to [..., o, i] of a dtype
     needs          what "cpp" needs, as `build.on_cpu` takes it, of a call's arguments
@@ -178,7 +178,8 @@ def define(form: Format, cases: list[Any], tol: dict[str, Any]) -> "Op[[Tensor, 
             gate, up = both.chunk(2, -1)
             h = torch.nn.functional.silu(gate) * up
             part = torch.nn.functional.linear(h, form.down(_some(down, e), x.dtype))
-            # A token meets an expert once, so no two rows of an addition collide, and the order of experts is fixed.
+            # A token has an expert at most once, so no two rows of one addition have the same index; the order of
+            # experts is fixed, so the sum is deterministic.
             y.index_add_(0, tokens, part.float() * chosen.weights[tokens, choice].unsqueeze(-1))
         return y.to(x.dtype)
 

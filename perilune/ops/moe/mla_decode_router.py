@@ -7,10 +7,10 @@ are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are
 `add_rmsnorm`; y is rounded before it is added.
 
 "cuda" is for one token: the launch of attention; one that adds each row of y, and those that peers send, to the
-residual and writes the sums to a mailbox (mla_decode_output_t1.cu); and one that takes them from there while the first
-still runs (mla_decode_router_t1.cu): all that it needs is in shared memory by then, and no kernel's end lies between.
-The experts may take x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" is the ops one by
-one.
+residual and writes the sums to a mailbox (mla_decode_output_t1.cu); and one that reads them from there while the second
+still runs (mla_decode_router_t1.cu): its weights are in shared memory by then, and it does not wait for a kernel's end.
+The expert kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" runs the ops
+one after the other.
 """
 
 import functools
@@ -30,9 +30,9 @@ from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 
-SEGMENT = 256  # values of x whose squares a warp sums
-MOST_WIDTH = 7168  # of x: what the experts' gate_up takes from the mailbox at once
-LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate, for a processor
+SEGMENT = 256  # values of x of which one warp sums the squares
+MOST_WIDTH = 7168  # most columns of x: the experts' gate_up reads so many from the mailbox at once
+LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate per CTA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Case(mla_decode_output.Case):
     k: int = K2.top_k
     wide_gate: bool = False  # float32
     normalise: bool = True
-    against: bool = False  # the choice is the other way round
+    against: bool = False  # the bias reverses the order of the experts
     ties: bool = False  # all scores are equal
-    ranks: int = 0  # that y is a part of the sum of; 0: y is whole
+    ranks: int = 0  # y is this rank's part of a sum over so many ranks; 0: y is whole
 
 
 def _one(context: int, **other: Any) -> Case:
@@ -98,7 +98,8 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Rows of the gate are multiples of one direction in which the residual is long, so that no error changes ids."""
+    """Rows of the gate are multiples of one vector that the residual is nearly parallel to, so that rounding errors
+    cannot change the ids."""
     args = mla_decode_output.inputs(c, g)
     args = {"attention" if name == "weights" else name: value for name, value in args.items()}
     along = g.randn(c.D, dtype=FLOAT32)
@@ -167,7 +168,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 
 
 def _rows(experts: int, device: torch.device) -> int:
-    """Of the gate, for each processor but the one that chooses."""
+    """Rows of the gate for each CTA but the one that chooses the experts."""
     return max(LEAST_GATE, -(-experts // (mla_decode.processors(device) - 1)))
 
 
@@ -186,14 +187,14 @@ def cuda(
     assert all(t.is_contiguous() for t in (norm.weight, gate.weight, gate.bias)), f"{gate.weight.stride()=}"
     memory = workspace.current(device)
     box = mailbox(memory)
-    # In these mailboxes kernels count the CTAs of a launch (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
-    # launches of other sizes have others.
+    # Kernels count the CTAs of a launch in these mailboxes (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
+    # launches with another number of CTAs need others.
     values, sums, launches, scores = (
         memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
         for name, n in (("values", H * K2.value + 2), ("sums", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
     )
-    # Made before the launches: the second one of `launch` has not ended when these are written, so they must not lie in
-    # memory that it still reads.
+    # Allocated before the launches: the second launch may still run when these are written, so the allocator must not
+    # place them in memory that it reads.
     x = torch.empty_like(residual)
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)

@@ -3,8 +3,8 @@
 
 Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
 host. Dequantised weights, h and each expert's result are rounded to bfloat16; scales are 0 or between 2^-78 and 2^42.
-The weighted sum of a token's experts is in fp32 and in the order of its choices. What the routed experts give a token
-does not depend on the batch.
+The weighted sum of a token's experts is in fp32 and in the order of its choices. A token's result from the routed
+experts does not depend on the batch.
 
 A tile is 256 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is read again for each
 further tile. Memory beside the arguments: 2 D bytes for each of T tokens, (2 D + 2 I) for each of T k + 7 E rows.
@@ -24,9 +24,10 @@ from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE = "moe_int4_tall.cu"
-MIN_TOKENS, MAX_TOKENS = 128, 512  # below, reading an expert for every 4 tokens wins; above, moe_int4_grouped.py
-BLOCK = 256  # values of k, and rows, that a CTA takes at a time
-STEP, WIDEST = 8, 96  # pairs of a tile
+# For fewer tokens kernels that read an expert again for every 4 tokens are faster, for more tokens moe_int4_grouped.py.
+MIN_TOKENS, MAX_TOKENS = 128, 512
+BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
+STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024
 
 

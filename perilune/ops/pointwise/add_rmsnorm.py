@@ -2,8 +2,8 @@
 
 residual [T, D] is updated in place and rounded to its type before the norm; x [T, D] of the same type, or float32
 [T, P, D], P parts whose sum (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32, y is
-rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of processors, "cuda_many" (rmsnorm.cu) one or
-several rows to a processor.
+rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of CTAs, "cuda_many" (rmsnorm.cu) one or
+several rows to a CTA.
 """
 
 import functools
@@ -86,8 +86,8 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return y
 
 
-MOST_CUDA = 8 * 4096  # width: 8 processors, 256 threads of 16 values each
-FEW_ROWS = 512  # of a row to a cluster
+MOST_CUDA = 8 * 4096  # largest width of "cuda": 8 CTAs, 256 threads of 16 values each
+FEW_ROWS = 512  # up to so many rows "cuda" is used, with a cluster for each
 
 
 @functools.cache

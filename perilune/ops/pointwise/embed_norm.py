@@ -1,4 +1,4 @@
-"""What a step needs before its first layer: h = table[token], x = rmsnorm(h), and its rows of the rope tables.
+"""Inputs of a step's first layer: h = table[token], x = rmsnorm(h), and the tokens' rows of the rope tables.
 
 ids [T] int64; where an id is PENDING, the token is last[rows[t]], with rows [T] and last [slots] int64 (both None: no
 id is pending); positions [T] int64; table [V, D]; norm [D] -> h and x [T, D] as table; cos, sin [P, r] float32 ->

@@ -1,4 +1,4 @@
-"""INT4 weights to NVFP4 with next to the least squared error that e4m3 block scales allow.
+"""Converts INT4 weights to NVFP4, with nearly the smallest squared error that e4m3 block scales allow.
 
 packed [o, i / 8] int32 and scale [o, i / 32] bfloat16 as checkpoints hold INT4 (element 2b of a row in the low nibble
 of byte b, plus 8); exponent, an integer above log2 of the largest scale minus 7; often [i] uint8, 1 to 15, or None: how
@@ -17,9 +17,9 @@ implementation decides alike, ties going to the smaller step. The codes come fro
 
 With `often`, sums of 16 become sums of up to 240, and the costs are rounded 16 times coarser.
 
-The cost is the squared error, tilted a little: rounding with the least error shrinks weights (e is orthogonal to what
-is kept, so w . e < 0), by 0.6 % here. Unlike the rest of the error that adds up over the inputs of a layer, and over
-layers. TILT * 2 w . e takes it out for 0.02 dB.
+The cost is the squared error plus a small bias term: rounding with the smallest squared error shrinks weights by 0.6 %
+(the error e is orthogonal to the result, so w . e < 0). Unlike the rest of the error, the shrinkage adds up over the
+inputs of a layer and over layers. The term TILT * 2 w . e removes it and costs 0.02 dB.
 
 "cpp" takes 0.06 s for a matrix of Kimi K2's on two cores. "cuda", with a lane for every candidate, takes 0.4 ms on an
 H200; the reference, a gather and a sum per level, 10 ms there.
@@ -38,13 +38,13 @@ from perilune.ops.harness.case import BFLOAT16, EXACT, K2, NANO, Make, Sized, To
 from perilune.ops.harness.registry import Op
 
 GROUP, BLOCK = 32, 16
-CANDIDATES = 32  # four octaves of eight e4m3 mantissas, from half of s's power of two on
+CANDIDATES = 32  # block scales to try: four octaves of eight e4m3 mantissas, from half of s's power of two on
 LOWEST, HIGHEST = -11, 6  # powers of two of s, relative to the exponent, for which a candidate exists
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 UNIT = 2.0**-14  # of the error table, in squared INT4 steps
-MOST = 2**19 - 1  # so that 16 of them, and the price of what cannot be written, stay below 2 ** 24
+MOST = 2**19 - 1  # largest table entry: 16 of them, plus PRICE for a scale that e4m3 cannot hold, stay below 2 ** 24
 PRICE = 2.0**23
-OFTEN = 15  # the most that an input can count
+OFTEN = 15  # largest weight of an input in `often`
 COARSE = 16
 TILT = 0.005
 CHUNK = 1 << 16  # blocks that the reference works on at once, 60 MB; 16 times as many on a GPU

@@ -1,7 +1,7 @@
-"""The largest logit's id per row, ties to the lower id; -1 for a row that has no answer.
+"""The largest logit's id per row, ties to the lower id; -1 for an invalid row.
 
-logits [S, V] float32 -> ids [S] int64. A row with nan or +inf, or of -inf alone, gives -1: nothing may be read from it.
-"cuda" and "cpp" (in sample.cu and sample.cpp) look and compare in one go.
+logits [S, V] float32 -> ids [S] int64. A row with nan or +inf, or of -inf alone, gives -1. "cuda" and "cpp" (in
+sample.cu and sample.cpp) check and compare in one pass.
 """
 
 import functools
@@ -69,21 +69,21 @@ def reference(logits: Tensor) -> Tensor:
 op = Op("argmax", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
 
 
-FEW_ROWS = 4  # for more rows, 16 processors each leave too many idle
+FEW_ROWS = 4  # Up to so many rows, 16 CTAs share a row. For more rows that would leave too many SMs idle.
 
 
 @functools.cache
 def _widest_row() -> int:
-    """Processors that can share a row in sample.cu on this GPU."""
+    """The largest number of CTAs (a cluster) that can share a row in sample.cu on this GPU."""
     return int(build.function("sample.cu", "widest_row", "")())
 
 
 def processors(rows: int) -> int:
-    """How many share a row there, at most."""
+    """CTAs that share a row in sample.cu, for this number of rows."""
     return _widest_row() if rows <= FEW_ROWS else 8
 
 
-MOST_IDS = 8 * 30_720  # of sample.cu, where 8 processors share a row
+MOST_IDS = 8 * 30_720  # largest vocabulary of sample.cu, with 8 CTAs sharing a row
 
 
 @functools.cache
@@ -125,7 +125,7 @@ def cuda(logits: Tensor) -> Tensor:
 
 @op.impl("torch")
 def by_argmax(logits: Tensor) -> Tensor:
-    # argmax takes nan for the largest.
+    # torch's argmax treats NaN as the largest.
     ids = logits.argmax(-1, keepdim=True)
     return torch.where(logits.gather(-1, ids).isfinite(), ids, -1).squeeze(-1)
 

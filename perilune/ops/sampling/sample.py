@@ -2,15 +2,15 @@
 
 logits [R, V] float32; temperature [R] float32; top_k [R] int32 (0: off); top_p, min_p [R] float32; u [R] float64 in
 [0, 1) -> ids [R] int64. With temperature 0 the largest logit wins, ties to the lower id. Otherwise a token has
-z = (logit - max) * (1 / temperature) and weighs w = floor(2^36 e^z), in fp32 operations that `weights` fixes one by
-one, so that every implementation on every device has the same bits. From there all is integers, exact in any order: the
-same logits give the same token in any batch on any device. Kept are
-  the top_k tokens of the largest z; of these the fewest, from the largest z on, whose weights reach top_p of theirs, at
-  least one (equal z: lower ids first); of these the ones that weigh at least min_p times the heaviest;
-and the token is the first, in order of ids, whose running sum of kept weights exceeds u times their total. What lies
-28 or more below the largest z weighs nothing.
+z = (logit - max) * (1 / temperature) and weight w = floor(2^36 e^z), in fp32 operations that `weights` fixes one by
+one, so that every implementation on every device has the same bits. From there on all numbers are integers, exact in
+any order of addition: the same logits give the same token in any batch on any device. Kept are
+  the top_k tokens of the largest z; of these the fewest, from the largest z on, with at least top_p of their total
+  weight, at least one (equal z: lower ids first); of these the ones with at least min_p times the largest weight;
+and the token is the first, in order of ids, at which the running sum of kept weights exceeds u times their total. A
+token 28 or more below the largest z has weight 0.
 -inf never wins. A row with nan or +inf, or of -inf alone, gives -1.
-"cuda" gives a row to a cluster of processors and sorts nothing.
+"cuda" gives a row to a cluster of CTAs and does not sort.
 """
 
 import functools
@@ -26,9 +26,9 @@ from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, Sized, exact
 from perilune.ops.harness.registry import Op
 from perilune.ops.sampling.argmax import MOST_IDS, processors, spoil
 
-ONE = 36  # the heaviest token weighs 2^36: the sums of 2^17 such tokens are exact in float64 too
-LEAST = -28.0  # the z below which nothing weighs anything
-PIECE = 64  # rows at a time, in torch: it takes ten times the memory of their logits
+ONE = 36  # the largest weight is 2^36: sums of 2^17 such weights are exact in float64, too
+LEAST = -28.0  # tokens with a smaller z have weight 0
+PIECE = 64  # rows at a time in the torch implementation, which needs ten times the memory of their logits
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def scaled(logits: Tensor, temperature: Tensor, largest: Tensor | None = None) -> Tensor:
-    """z [R, V] of rows with a temperature above 0, not below LEAST; 0 where the logit is nan. `largest` [R, 1]: of the
-    row, if other ranks have parts of it."""
-    # Scaled after the largest is taken off: a tiny temperature must not give inf - inf, nor 0 times inf.
+    """z [R, V] of rows with a temperature above 0, not below LEAST; 0 where the logit is nan. `largest` [R, 1]: the
+    largest logit of the whole row, if other ranks have parts of it."""
+    # Subtract the largest logit before scaling: a tiny temperature must not give inf - inf, nor 0 times inf.
     inverse = temperature.reciprocal().clamp_max(torch.finfo(FLOAT32).max)
     largest = logits.amax(-1, keepdim=True) if largest is None else largest
     z = (logits - largest) * inverse.unsqueeze(-1)
@@ -98,7 +98,7 @@ def scaled(logits: Tensor, temperature: Tensor, largest: Tensor | None = None) -
 
 
 def weights(z: Tensor) -> Tensor:
-    """floor(2^36 e^z) as int64, the exponential to 3e-7. The other implementations round where this one does."""
+    """floor(2^36 e^z) as int64, with a relative error of 3e-7. The other implementations round at the same points."""
     n = (z * 1.44269502).round_()
     r = (z - n * 0.693359375).add_(n * 2.12194442e-4)
     p = torch.full_like(r, 1.38888892e-3)
@@ -192,7 +192,7 @@ def cuda(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
 def by_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
-    """Every row takes the same path, whatever it asks for: the host never waits to see the values."""
+    """All rows take the same path, whatever their parameters: the host does not wait to see values."""
     rows = zip(*(torch.split(x, PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
     return torch.cat([_piece(*piece) for piece in rows])
 
@@ -200,7 +200,7 @@ def by_thresholds(
 def _piece(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     V = logits.shape[1]
     greedy = temperature == 0
-    largest = logits.argmax(-1, keepdim=True)  # takes nan for the largest
+    largest = logits.argmax(-1, keepdim=True)  # NaN counts as the largest
     z = scaled(logits, torch.where(greedy, 1.0, temperature))
     w = weights(z)
     falling = z.sort(-1, descending=True)[0]

@@ -41,12 +41,12 @@ KINDS = {
 
 
 class Blocks:
-    """The content blocks of a message as they grow, and the events that tell of it."""
+    """The content blocks of a message while it is generated, and the stream's events for them."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._open = False  # whether the last block still grows
-        self._text: list[str] = []  # its text or input
+        self._open = False  # whether the last block is still being generated
+        self._text: list[str] = []  # pieces of the last block's text or input
         self._calls: dict[int, dict[str, Any]] = {}
         self._inputs: dict[int, str] = {}  # by position among the blocks: a call's input as the model wrote it
 
@@ -79,7 +79,8 @@ class Blocks:
         yield {"type": "content_block_stop", "index": at}
 
     def content(self, turn: Turn) -> list[dict[str, Any]]:
-        """The blocks of a message sent whole: calls the model or the token limit left incomplete are not in it."""
+        """The blocks of a message that is sent whole, without calls that the model or the token limit left
+        incomplete."""
         unfinished = [self._calls[i] for i in turn.stream.incomplete]
         content = []
         for at, block in enumerate(self.blocks):
@@ -134,7 +135,7 @@ class Answer:
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        # The cached part of the prompt is known only with the first token: the last event has the final figures.
+        # The cached part of the prompt is known only with the first token: the last event has the final usage.
         start = {"input_tokens": len(self.turn.generation.prompt), "output_tokens": 0}
         unknown = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         end = {"stop_reason": None, "stop_sequence": None}
@@ -221,7 +222,7 @@ def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:
 
 
 def _thinks_unasked(template: ChatTemplate) -> bool:
-    """Whether the model thinks even when it is asked not to, so that such a request would be refused."""
+    """Whether the model always thinks. A request without `thinking` must then not switch it off, as that is refused."""
     try:
         return template.thinks(False)
     except RequestError:
@@ -242,7 +243,7 @@ def model(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The list of models, which has one page: behind or ahead of any other id there is none."""
+    """The list of models as one page; after or before an id of another page there is nothing."""
     shown = [] if query.get("after_id") or query.get("before_id") else found
     ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return {"data": shown, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
@@ -271,7 +272,7 @@ class ErrorShape:
             await self.app(scope, receive, send)
             return
         begun = False
-        start: Message | None = None  # of an error, held until its body comes
+        start: Message | None = None  # http.response.start of an error, held until its body comes
 
         async def reshape(message: Message) -> None:
             nonlocal begun, start
@@ -281,7 +282,7 @@ class ErrorShape:
             elif start is None:
                 await send(message)
             elif message["type"] == "http.response.body":
-                text = msgspec.json.decode(message["body"])["error"]["message"]  # always our own, and sent whole
+                text = msgspec.json.decode(message["body"])["error"]["message"]  # errors.response sends one whole body
                 body = msgspec.json.encode(error_object(start["status"], text))
                 headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", b"%d" % len(body)))

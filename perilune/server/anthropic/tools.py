@@ -1,7 +1,7 @@
-"""Tools of a Messages request, which may come in the middle of a conversation.
+"""Tools of a Messages request, which may be added in the middle of a conversation.
 
-A tool with `defer_loading` is not declared at the head of the prompt. It is declared where a tool's result or a message
-of the system refers to it, so that the cached prefix stays as it was; only then can it be called.
+A tool with `defer_loading` is not declared at the head of the prompt. It is declared at the tool result or system
+message that refers to it, so that the cached prefix before that stays valid; only from there on can it be called.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ _CHANGES = ("tool_addition", "tool_removal")
 class ToolSet:
     """The tools of a request as its messages are read, in the form of chat tools.
 
-    head      declared at the head of the prompt
-    callable  by name, as after the last message
+    head      tools declared at the head of the prompt
+    callable  tools that may be called after the last message, by name
     """
 
     form: DeclarationForm
     head: list[dict[str, Any]] = field(default_factory=list)
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)
     _known: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _declared: set[str] = field(default_factory=set)  # each once: references must not multiply the prompt's length
+    _declared: set[str] = field(default_factory=set)  # declared already: repeated references must not grow the prompt
     _changed: bool = False
 
     @classmethod
@@ -42,16 +42,17 @@ class ToolSet:
             else:
                 found._changed = True
         if found._changed:
-            parse_tools([*found._known.values()])  # names the tool that is wrong, loaded or not
+            parse_tools([*found._known.values()])  # checks all tools, also those that are never referred to
         return found
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Those that can be called. A name that two have is in `head` twice, for the error that says so."""
+        """The tools that can be called. A duplicate name is in `head` twice, so that chat's check reports it."""
         return list(self.callable.values()) if self._changed else self.head
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages with each reference to a tool as text: its declaration, or that it is gone."""
+        """The messages with each reference to a tool replaced by text: its declaration, or a note that it is
+        missing."""
         return [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
     def _message(self, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -120,7 +121,7 @@ class ToolSet:
 
 
 def chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The tool as the chat API declares it; RequestError for one that is not run by the client."""
+    """The tool in the form of the chat API; RequestError for a tool that Anthropic's servers would run."""
     if tool.get("type") not in (None, "custom"):
         raise wrong(
             f"{where}.type",

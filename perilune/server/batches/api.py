@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: OpenAI's API for work that may wait, as its SDK calls it."""
+"""/v1/files and /v1/batches: OpenAI's API for requests without an urgent deadline."""
 
 import asyncio
 import contextlib
@@ -110,7 +110,7 @@ async def _list_files(request: Request) -> Response:
 
 
 async def file_by_id(request: Request) -> Response:
-    """GET and DELETE."""
+    """GET and DELETE /v1/files/{id}."""
     served, owner, id = _batches(request), current().account.name, request.path_params["id"]
     if request.method == "GET":
         return json_response(served.store.get(owner, id))
@@ -164,7 +164,7 @@ def _page(request: Request, found: Sequence[dict[str, Any]], default: int, most:
 
 
 def open_batches(service: Service, endpoints: Mapping[str, Endpoint], app: Any) -> Batches | None:
-    """The batches of a server that has a directory for files. ConfigError for one that cannot be used."""
+    """The batches of a server, None without --files-dir. ConfigError if the directory cannot be used."""
     config = service.config
     if config.files_dir is None:
         return None

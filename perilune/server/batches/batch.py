@@ -1,7 +1,7 @@
-"""Batches: requests of a file, answered when the engine has room beside other requests, into a file.
+"""Batches: answers the requests of a file when the engine has room beside other requests, into a file.
 
-Answers are appended to ID.output and ID.errors beside the batch's record; a server that starts again goes on behind
-them. When all lines are answered, or the batch is cancelled, expires or fails, these become files.
+Answers are appended to ID.output and ID.errors beside the batch's record; a restarted server continues after the
+answers that are there. When all lines are answered, or the batch is cancelled, expires or fails, these become files.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ from perilune.server.service import JSON, Service
 from perilune.text.tools import show
 
 MAX_LINES = 50_000
-MAX_BATCHES = 100  # of a key that have not ended
-MAX_RECORDS = 1000  # of a key, ended ones included; the oldest are deleted
-MAX_ERRORS = 20  # of a file that is no batch, reported
+MAX_BATCHES = 100  # unfinished batches per key
+MAX_RECORDS = 1000  # batches per key, ended ones included; the oldest are deleted
+MAX_ERRORS = 20  # errors that are reported about one input file
 POLL_SECONDS = 0.05
 RETRY_SECONDS = 1.0
 MAX_WAIT_SECONDS = 30.0
-ANSWERS = ("output", "errors")  # ends of the names of files with answers, right ones and errors
+ANSWERS = ("output", "errors")  # suffixes of the two files of a batch: answers, and errors
 ENDED = ("completed", "failed", "expired", "cancelled")
 Endpoint = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger("perilune.server")
 
 
 class Batch:
-    """One batch on its way. `record` is what clients see of it, and under "own" what only this server reads."""
+    """One unfinished batch. `record` is its JSON object, with the server's private data under "own"."""
 
     def __init__(self, store: FileStore, owner: str, about: dict[str, Any]) -> None:
         self.store = store
         self.owner = owner
         self.record = about
-        self.done: set[str] = set()  # custom ids that were answered
+        self.done: set[str] = set()  # custom ids of answered requests
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -67,7 +67,7 @@ class Batch:
         return {name: value for name, value in self.record.items() if name != "own"}
 
     def move(self, status: str) -> None:
-        """Changes the status, and says so on disk."""
+        """Changes the status and writes the record."""
         self.record["status"] = status
         if f"{status}_at" in self.record:
             self.record[f"{status}_at"] = int(time.time())
@@ -78,7 +78,7 @@ class Batch:
             self.path(end).unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any], *, failed: bool) -> None:
-        """Writes an answer; RequestError when the files have no room for it."""
+        """Appends an answer to its file; RequestError if the limit of bytes is reached."""
         data = msgspec.json.encode(line) + b"\n"
         self._reserve(len(data))
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -88,14 +88,14 @@ class Batch:
         self.record["request_counts"]["failed" if failed else "completed"] += 1
 
     def recover(self, found: Mapping[str, tuple[int, list[str]]]) -> None:
-        """Takes over what `answered` found."""
+        """Restores the state from the result of `answered`, after a restart."""
         for end, (size, ids) in found.items():
             self._reserve(size)
             self.done.update(ids)
             self.record["request_counts"]["completed" if end == "output" else "failed"] = len(ids)
 
     def finish(self, status: str) -> None:
-        """Makes files of the answers and ends the batch. The server may end at any moment: `resume` does the rest."""
+        """Turns the answers into files and ends the batch. If the server ends in between, `resume` completes it."""
         own = self.record["own"]
         if "final" not in own:
             own["final"] = status
@@ -122,8 +122,8 @@ class Batch:
 class Batches:
     """All batches of a server. Belongs to the event loop.
 
-    At most half of the requests that the engine computes together are batches', they begin only while it has room for
-    more, and wait behind all others. Limits of their key hold: beyond one they wait.
+    At most half of the requests that the engine computes together belong to batches. They begin only while the engine
+    has room for more, and have the lowest priority. They wait while a limit of their key is reached.
     """
 
     def __init__(self, service: Service, store: FileStore, endpoints: Mapping[str, Endpoint], app: Any) -> None:
@@ -138,14 +138,14 @@ class Batches:
             self._batches[owner] = {b.id: b for b in sorted(found, key=lambda b: b.record["created_at"])}
 
     def resume(self) -> None:
-        """Goes on with the batches that an earlier server left. To be called once, in the event loop."""
+        """Continues the unfinished batches of an earlier server process. Call it once, in the event loop."""
         for batches in self._batches.values():
             for batch in batches.values():
                 if not batch.ended:
                     self._start(batch)
 
     async def close(self) -> None:
-        """Ends the work; the batches stay as they are, for `resume`."""
+        """Stops working; unfinished batches stay on disk, for `resume`."""
         tasks = [b.task for batches in self._batches.values() for b in batches.values() if b.task is not None]
         for task in tasks:
             task.cancel()
@@ -153,7 +153,7 @@ class Batches:
         self.store.close()
 
     def create(self, owner: str, body: BatchBody) -> Batch:
-        """RequestError for a file that is not there, or when the key has too many batches."""
+        """Starts a batch. RequestError if the file does not exist or the key has too many batches."""
         self.store.get(owner, body.input_file_id, "input_file_id")
         own = self._batches.setdefault(owner, {})
         if sum(not b.ended for b in own.values()) >= MAX_BATCHES:
@@ -182,11 +182,11 @@ class Batches:
         return found
 
     def reads(self, owner: str, file: str) -> bool:
-        """Whether a batch that has not ended reads a file."""
+        """Whether an unfinished batch reads a file."""
         return any(b.record["input_file_id"] == file and not b.ended for b in self.list(owner))
 
     async def cancel(self, batch: Batch) -> None:
-        """What was answered stays. A batch that has ended, or is about to, stays as it is."""
+        """Cancels a batch; its answers so far are kept. No effect on a batch that has ended or is finalizing."""
         if batch.ended or batch.task is None or batch.record["status"] == "finalizing":
             return
         batch.move("cancelling")
@@ -207,7 +207,7 @@ class Batches:
                 raise  # the server ends
             batch.finish("cancelled")
         except Exception as e:
-            while isinstance(e, ExceptionGroup):  # of the tasks for lines
+            while isinstance(e, ExceptionGroup):  # raised by the TaskGroup of lines
                 e = e.exceptions[0]
             if not isinstance(e, RequestError):
                 log.error("batch %s failed: %s", batch.id, e, exc_info=e)
@@ -217,7 +217,7 @@ class Batches:
 
     async def _work(self, batch: Batch) -> None:
         batch.recover(await asyncio.to_thread(answered, batch))
-        if batch.record["status"] in ("cancelling", "finalizing"):  # the server ended before the batch had
+        if batch.record["status"] in ("cancelling", "finalizing"):  # the earlier server ended before `finish` had
             batch.finish("cancelled")
             return
         self.store.get(batch.owner, batch.record["input_file_id"], "input_file_id")
@@ -240,7 +240,7 @@ class Batches:
         batch.finish("expired" if batch.expired else "completed")
 
     async def _one(self, batch: Batch, line: Line) -> None:
-        """Answers a line. What has no room, or meets an engine that is down, is tried again until the batch expires."""
+        """Answers a line. If there is no room, or the engine is down, it is tried again until the batch expires."""
         while not batch.expired:
             account = await self._room(batch)
             call = Call(account, method="POST", route=batch.record["endpoint"])
@@ -256,7 +256,7 @@ class Batches:
         batch.append(_answer(line, None, about), failed=True)
 
     async def _room(self, batch: Batch) -> Account:
-        """Waits until a request of the batch may begin, or the batch expires. RequestError if its key is gone."""
+        """Waits until a request of the batch may begin, or the batch expires. RequestError if its key was removed."""
         while True:
             account = next((a for a in self.service.keys.accounts if a.name == batch.owner), None)
             if account is None:
@@ -291,7 +291,7 @@ class Batches:
         async def receive() -> Any:
             if messages:
                 return messages.pop()
-            return await asyncio.Event().wait()  # no client leaves
+            return await asyncio.Event().wait()  # never returns: there is no client that could disconnect
 
         with entered(call):
             try:
@@ -304,7 +304,7 @@ class Batches:
 
 
 def answered(batch: Batch) -> dict[str, tuple[int, list[str]]]:
-    """By file, the bytes and the custom ids of what was answered before. Half a line at an end is cut off. Blocks."""
+    """By file: its bytes, and the custom ids of its answers. Truncates an incomplete last line. Blocks on the disk."""
     found = {}
     for end in ANSWERS:
         if not batch.path(end).is_file():
@@ -321,7 +321,7 @@ def answered(batch: Batch) -> dict[str, tuple[int, list[str]]]:
 
 
 def _validated(path: Path, endpoint: str) -> tuple[list[dict[str, Any]], int]:
-    """(What is wrong with a file, up to MAX_ERRORS; its lines.) Blocks."""
+    """(Errors in an input file, up to MAX_ERRORS; number of its lines.) Blocks on the disk."""
     wrong: list[dict[str, Any]] = []
     seen: set[str] = set()
     with open(path, "rb") as file:

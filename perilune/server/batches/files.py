@@ -19,11 +19,11 @@ from perilune.core.errors import ConfigError, RequestError
 from perilune.core.files import open_regular
 from perilune.text.tools import show
 
-MAX_FILES = 10_000  # of a key
+MAX_FILES = 10_000  # files per key
 EXPIRY_SECONDS = 30 * 86_400
 MIN_EXPIRY_SECONDS = 3600
-OWNER_SHARE = 0.5  # of the room, for one API key
-FREE_BYTES = 256 << 20  # of the disk, which stay free
+OWNER_SHARE = 0.5  # share of `limit_bytes` that one API key may fill
+FREE_BYTES = 256 << 20  # bytes of the disk that are left free
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 
 
@@ -35,7 +35,7 @@ class FileStore:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self._files: dict[str, dict[str, dict[str, Any]]] = {}  # by owner and id, oldest first
-        self._bytes: dict[str, int] = {}  # by owner, of files and of what room is reserved for
+        self._bytes: dict[str, int] = {}  # by owner: bytes of files and of reservations
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -51,7 +51,7 @@ class FileStore:
         os.close(self._lock)
 
     def folder(self, owner: str) -> Path:
-        """Where the files of a key lie; "" for a server without keys."""
+        """The folder with the files of a key; owner "": a server without keys."""
         folder = self.directory / f"key-{owner}"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
@@ -83,7 +83,7 @@ class FileStore:
         self._bytes[owner] = self._bytes.get(owner, 0) + size
 
     def write(self, owner: str, id: str, data: bytes) -> Path:
-        """Blocks. A file under way, which `keep` takes over. Room for it must have been reserved."""
+        """Writes data to a temporary file, for `keep`. Its bytes must have been reserved. Blocks on the disk."""
         path = self.folder(owner) / f"{id}.new"
         write_synced(path, data)
         return path
@@ -91,7 +91,7 @@ class FileStore:
     def keep(
         self, owner: str, id: str, source: Path, about: Mapping[str, Any], expiry_seconds: int | None = None
     ) -> dict[str, Any]:
-        """Makes a file of `source`, with reserved room; `about` has filename and purpose."""
+        """Turns the temporary file `source`, with reserved bytes, into a file; `about` has filename and purpose."""
         now = int(time.time())
         made = {
             "id": id,
@@ -103,7 +103,7 @@ class FileStore:
             "status_details": None,
             **about,
         }
-        # The server may end between the two: without its data a file does not exist, and `source` is still there.
+        # The server may end between the two writes: a record without data is no file, and `source` still exists.
         write_whole(self.folder(owner) / f"{id}.json", msgspec.json.encode(made))
         os.rename(source, self.path(owner, id))
         self._files.setdefault(owner, {})[id] = made
@@ -146,7 +146,7 @@ class FileStore:
         }
         self._files[owner] = dict(sorted(found.items(), key=lambda item: item[1]["created_at"]))
         self._add(owner, sum(about["bytes"] for about in found.values()))
-        for path in folder.glob("file-*.data"):  # of an upload that the server's end cut off
+        for path in folder.glob("file-*.data"):  # left by an upload during which the server ended
             if path.stem not in found:
                 path.unlink(missing_ok=True)
         for path in folder.glob("*.new"):
@@ -166,14 +166,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Under another name first, so that no half file is ever found."""
+    """Writes a file under a temporary name and renames it, so that no incomplete file is ever found."""
     new = path.with_suffix(path.suffix + ".new")
     write_synced(new, data)
     os.rename(new, path)
 
 
 def read_records(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of a kind in a folder; one that is damaged is left out."""
+    """The records of a kind in a folder; damaged ones are skipped."""
     for path in folder.glob(f"{kind}*.json"):
         try:
             with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""multipart/form-data, as clients upload files with: a body that has been read, taken apart."""
+"""Parses multipart/form-data, the format of file uploads, from a body in memory."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -254,6 +254,11 @@ class OutputTokens(BaseModel):
     reasoning_tokens: int
 
 
+class InputTokenCount(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokens

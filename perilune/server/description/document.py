@@ -33,7 +33,7 @@ BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # errors of every endpoint that re
 ERRORS: Mapping[int, str] = {
     400: "A field is wrong; `param` names it, the message says what to send instead.",
     401: "The API key is missing, wrong or expired.",
-    403: "The API key may not do this.",
+    403: "The API key may not do this, or there are none and a web page of a foreign name asks.",
     404: "There is no such path, model or stored object.",
     405: "The path has other methods: see the header allow.",
     408: "The body came too slowly.",
@@ -100,7 +100,7 @@ _FORMS: Forms = (answers.Error, answers.MessagesError)
 def _operation(o: Operation) -> dict[str, Any]:
     forms = (answers.MessagesError,) if o.path.startswith("/v1/messages") else _FORMS if o.other else _FORMS[:1]
     is_open = o.path in OPEN
-    statuses = {*o.errors, *(BODY_ERRORS if o.body else ()), *(() if is_open else (401, 403, 429))}
+    statuses = {*o.errors, *(BODY_ERRORS if o.body else ()), 403, *(() if is_open else (401, 429))}
     made: dict[str, Any] = {
         "tags": [o.tag],
         "summary": o.summary,

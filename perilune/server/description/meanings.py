@@ -8,7 +8,7 @@ bodies: every declared field has an entry, and no entry is left over.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perilune.core.sampling import MAX_BAD_WORDS, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOPS
+from perilune.core.sampling import MAX_BAD_WORDS, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
 from perilune.server.batches.files import EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from perilune.server.openai.protocol import MAX_DEADLINE_SECONDS, MAX_PRIORITIES, MAX_SALT_CHARS
 
@@ -49,7 +49,7 @@ MEANINGS: Mapping[str, str] = {
     "top_k": "sample from so many of the likeliest tokens; 0 or -1: all",
     "min_p": "drop tokens less likely than this share of the likeliest, 0 to 1",
     "seed": "the same seed gives the same answer",
-    "stop": f"up to {MAX_STOPS} texts that end the answer and are no part of it",
+    "stop": f"up to {MAX_STOPS} texts of {MAX_STOP_CHARS} characters that end the answer and are no part of it",
     "stop_token_ids": "token ids that end the answer",
     "ignore_eos": "true: go on behind the model's own end",
     "n": "answers to the prompt",
@@ -159,6 +159,8 @@ def _whole(low: int | None = None, high: int | None = None) -> dict[str, Any]:
 
 
 _TEXT = {"type": "string", "minLength": 1}
+_STOP = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_INPUT = {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
 _FUNCTION = _object(
     ["name"],
     name=_NAME,
@@ -234,7 +236,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
     ),
-    "stop": _or_null({"type": "string"}, _list(_TEXT, 0, MAX_STOPS)),
+    "stop": _or_null({"type": "string", "maxLength": MAX_STOP_CHARS}, _list(_STOP, 0, MAX_STOPS)),
     "stop_token_ids": _or_null(_list(_ID)),
     "allowed_token_ids": _or_null(_list(_ID, 1)),
     "bad_words": _or_null(_TEXT, _list(_TEXT, 0, MAX_BAD_WORDS)),
@@ -275,11 +277,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "DetokenizeBody.tokens": _list(_ID),
     "functions": _NULL,
     "function_call": _NULL,
-    "ResponsesBody.input": {"anyOf": [_TEXT, _list({"type": "object"}, 1)]},
-    "ResponsesBody.tool_choice": _or_null(
-        {"enum": ["auto", "none", "required"]},
-        _NAMED,
-        _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode=_MODE, tools=_list(_NAMED, 1)),
+    "ResponsesBody.input": _INPUT,
+    "InputTokensBody.input": _or_null(_INPUT),
+    **dict.fromkeys(
+        ("ResponsesBody.tool_choice", "InputTokensBody.tool_choice"),
+        _or_null(
+            {"enum": ["auto", "none", "required"]},
+            _NAMED,
+            _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode=_MODE, tools=_list(_NAMED, 1)),
+        ),
     ),
     "Text.format": _or_null(
         _object(["type"], type={"enum": ["text", "json_object"]}),

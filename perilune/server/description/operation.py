@@ -14,7 +14,7 @@ from perilune.server.body import RequestBody
 from perilune.server.description import answers, batch_answers
 from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from perilune.server.responses.items import MAX_PAGE_ITEMS, PAGE_ITEMS
-from perilune.server.responses.protocol import ResponsesBody
+from perilune.server.responses.protocol import InputTokensBody, ResponsesBody
 
 HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
 BYTES, FORM = "application/octet-stream", "multipart/form-data"
@@ -131,6 +131,16 @@ OPERATIONS: tuple[Operation, ...] = (
         events=BACKGROUND_EVENTS,
         errors=GENERATION_ERRORS,
         example={"input": "What is 347 + 589?", "instructions": "Answer briefly.", "max_output_tokens": 400},
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        tag="responses",
+        summary="Tokens of the prompt that such a request makes",
+        meaning="Nothing is generated or kept. Without input: of instructions, or of the conversation so far.",
+        body=InputTokensBody,
+        answer=answers.InputTokenCount,
+        example={"input": "What is 347 + 589?", "instructions": "Answer briefly."},
     ),
     Operation(
         method="GET",

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: an assistant turn, whole or streamed, with reasoning and tool calls set apart."""
+"""POST /v1/chat/completions: an assistant turn, whole or streamed, with separate reasoning and tool calls."""
 
 import contextlib
 import time
@@ -91,22 +91,22 @@ def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], body: ChatB
 async def _chunks(
     tokenizer: Tokenizer, turns: Turns, head: Mapping[str, Any], body: ChatBody
 ) -> AsyncGenerator[bytes, None]:
-    # Everything but the choice is the same in every chunk of a stream: spelled once, ahead of the loop.
+    # All fields but the choice are the same in every chunk of a stream: encode them once.
     start = msgspec.json.encode({**head, "object": "chat.completion.chunk"})[:-1]
     end = b'],"usage":null}' if body.include_usage else b"]}"
     encode = msgspec.json.Encoder().encode
-    prompt = b""  # in the first chunk
+    prompt = b""  # prompt_token_ids, in the first chunk only
     if body.return_token_ids:
         prompt = b',"prompt_token_ids":' + encode(turns.turns[0].generation.prompt)
 
     def ready(index: int, field: str) -> tuple[bytes, bytes]:
-        """What a frame has before and after its piece of text."""
+        """The bytes of a frame before and after its piece of text."""
         choice = b'{"index":%d,"delta":{"%b":' % (index, field.encode())
         return b"data: " + start + b',"choices":[' + choice, b'},"finish_reason":null}' + end + b"\n\n"
 
     async def frames(index: int, turn: Turn) -> AsyncGenerator[bytes, None]:
-        sent = 0  # of the turn's ids
-        # Nearly all frames differ in their text alone.
+        sent = 0  # number of the turn's ids that were sent
+        # Nearly all frames differ only in their text.
         constant = not (body.logprobs or body.return_token_ids or body.continuous_usage)
         around_content, around_reasoning = ready(index, "content"), ready(index, "reasoning_content")
 
@@ -138,7 +138,7 @@ async def _chunks(
                     else:
                         made.append(chunk(_delta(e), shown, None))
                     shown = ()
-                if shown:  # tokens whose text is held back (part of a character, a marker or a stop string)
+                if shown:  # ids of tokens with text held back (part of a character, a marker or a stop string)
                     made.append(chunk({}, shown, None))
                 if made:
                     yield made[0] if len(made) == 1 else b"".join(made)  # one write

@@ -31,7 +31,7 @@ from perilune.server.sse import CLIENT_GONE, DONE, ClientGone, EventStream, erro
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+DEFAULT_MAX_TOKENS = 16  # as OpenAI's, for this endpoint
 
 
 class LogprobTable:
@@ -53,7 +53,7 @@ class LogprobTable:
             self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token)))
 
     def spell(self, token: int) -> str:
-        """The token's text; bytes that are no text of their own are spelled out, so that tokens stay distinct."""
+        """The token's text; one that is not UTF-8 by itself is spelled byte by byte, so that tokens stay distinct."""
         if self.as_ids:
             return named(token)
         raw = self.tokenizer.token_bytes(token)
@@ -104,7 +104,7 @@ class Choice:
                 self.logprobs += [entry.logprob for entry in delta.logprobs]
                 if not delta.tokens:
                     continue
-                if echoing:  # a prompt's log-probabilities are complete when its first token comes
+                if echoing:  # the prompt's log-probabilities are complete before the first token comes
                     echoing = False
                     yield self.prompt_text, self._prompt_rows()
                 if self.silent:
@@ -210,7 +210,7 @@ class _Prompt:
 
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
     """A prompt as text or token ids, of which `count` continuations are generated."""
-    # The caller of this endpoint writes the template itself, control tokens included.
+    # Clients of this endpoint write the prompt's template themselves, including control tokens.
     context = text.context(info) if body.truncate_prompt_tokens is None else None
 
     def check(tokens: int) -> None:
@@ -245,7 +245,7 @@ def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelT
 
 
 def _best(groups: Sequence[Sequence[Choice]], answers: Sequence[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """Of each group the `n` answers with the highest mean log-probability, best first."""
+    """From each group the `n` answers with the highest mean log-probability, best first."""
     chosen, rest = [], iter(answers)
     for group in groups:
         own = [next(rest) for _ in group]
@@ -298,7 +298,7 @@ async def _chunks(
     encoder = msgspec.json.Encoder()
 
     async def frames(index: int, choice: Choice) -> AsyncGenerator[bytes, None]:
-        sent: int | None = None  # of the choice's ids
+        sent: int | None = None  # number of the choice's ids that were sent
 
         def chunk(text: str, rows: dict[str, Any] | None, finish_reason: str | None, **more: Any) -> bytes:
             nonlocal sent

@@ -54,7 +54,8 @@ class StreamOptions(Body):
 
 
 class Thinking(Body):
-    """Kimi's own switch. `keep`: "all" preserves the reasoning of earlier turns. `budget_tokens`: see ChatBody."""
+    """Kimi's field `thinking`. `keep`: "all" preserves the reasoning of earlier turns. `budget_tokens`: see
+    ChatBody."""
 
     type: Literal["enabled", "disabled"]
     keep: Literal["all"] | None = None
@@ -67,12 +68,12 @@ class TemplateKwargs(Body):
 
 
 class SamplingBody(RequestBody):
-    """What chat and text completions have in common.
+    """The common fields of chat and text completions.
 
     `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
     context holds beside max_tokens. `request_id` becomes part of the response's id. `cache_salt`: only requests with
-    the same one share cached KV. `priority`: 0 to 100, larger ones are admitted later. `deadline_seconds`: the answer
-    is wanted by then or not at all.
+    the same one share cached KV. `priority`: 0 to 100, larger ones are admitted later. `deadline_seconds`: an answer
+    that has not ended by then is ended with finish_reason "deadline".
     """
 
     max_tokens: int | None = None
@@ -157,7 +158,7 @@ class SamplingBody(RequestBody):
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """What the engine shares cached KV by, besides the token ids."""
+        """Submit.cache_keys: only requests with equal ones share cached KV."""
         return () if self.cache_salt is None else (f"salt:{self.cache_salt}",)
 
     @property
@@ -223,7 +224,7 @@ class ContinuedBody(RequestBody):
     continue_final_message: bool | None = None
 
     def continues(self) -> bool | None:
-        """What the fields say; None: nothing."""
+        """Whether the last message should be continued, by these fields; None: they do not say."""
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "add_generation_prompt and continue_final_message contradict each other: send one of them",
@@ -285,7 +286,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         fields.check_open(self.messages, self.tools or (), lenient=lenient)
 
     def declare_first(self, tools: list[dict[str, Any]]) -> None:
-        """These tools are declared at the head of the prompt, instead of `tools`, which can be called."""
+        """Declares these tools at the head of the prompt, instead of `tools`, which stay those that can be called."""
         self._head = tools
 
     @property
@@ -294,7 +295,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         return None if self.tool_choice == "none" else (self.tools if self._head is None else self._head) or None
 
     def think(self) -> bool | None:
-        """Whether the model shall think; None: as it does by itself."""
+        """Whether the model should think; None: its default."""
         kwargs = None if self.chat_template_kwargs is None else self.chat_template_kwargs.thinking
         asked = {
             "thinking": None if self.thinking is None else self.thinking.type == "enabled",
@@ -302,7 +303,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         }
         effort = None if self.reasoning_effort is None else self.reasoning_effort != "none"
         said = _agreed({**asked, "reasoning_effort": effort})
-        # An effort bounds the thought of a model that thinks; it does not ask one to think that never does.
+        # An effort only bounds the thought; it does not switch thinking on for a model that cannot think.
         return None if said and not any(asked.values()) else said
 
     def preserve_thinking(self) -> bool | None:
@@ -319,7 +320,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         }
 
     def thinking_budget(self) -> int | None:
-        """How many tokens the thought may take; None: no bound."""
+        """Limit of the thought, tokens; None: no limit."""
         limits = {
             "max_thinking_tokens": self.max_thinking_tokens,
             "thinking_token_budget": None if self.thinking_token_budget == -1 else self.thinking_token_budget,
@@ -357,7 +358,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def silent(self) -> bool:
-        """Only the prompt is asked for: the one token the engine generates is dropped."""
+        """Whether only the prompt is wanted (max_tokens 0): the one token that the engine generates is dropped."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
@@ -389,7 +390,7 @@ class DetokenizeBody(RequestBody):
 
 
 def _agreed(votes: Mapping[str, bool | None]) -> bool | None:
-    """What all fields that say something say; RequestError if they differ."""
+    """The common value of all fields that are set, None if none is; RequestError if they differ."""
     said = {name: vote for name, vote in votes.items() if vote is not None}
     if len(set(said.values())) > 1:
         first = next(iter(said))
@@ -408,7 +409,7 @@ def json_response(payload: Any) -> Response:
 
 @dataclass(slots=True)
 class Predictions:
-    """Tokens guessed ahead for generations: in so many steps so many, of which so many were right."""
+    """Counts of speculation over generations: steps that had drafts, drafts, and accepted drafts."""
 
     steps: int = 0
     drafted: int = 0
@@ -433,7 +434,7 @@ def usage(
     predictions: Predictions,
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """`acceptance_length`, which OpenAI's has not, is tokens per step with guesses: 1 and those that were right.
+    """`acceptance_length`, which OpenAI's has not, is tokens per step with drafts: 1 and those that were right.
     `media` are image_tokens and video_tokens, if there are any."""
     p = predictions
     return {

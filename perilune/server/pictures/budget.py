@@ -1,4 +1,4 @@
-"""The memory of all pictures: what requests hold, and what is kept for the next request of a conversation."""
+"""The memory of all pictures: those of running requests, and a cache for the next request of a conversation."""
 
 import contextlib
 from collections import OrderedDict
@@ -7,25 +7,25 @@ from collections.abc import Iterator
 from perilune.core.errors import RequestError
 from perilune.core.messages import Picture, Video, pictures_of
 
-CACHE_SHARE = 1 / 4  # of the limit, at most; requests take it back where they need it
+CACHE_SHARE = 1 / 4  # The cache may take this share of the limit; it shrinks when requests need the memory.
 
 
 class Budget:
-    """The bytes that pictures of all requests take: as text until they are decoded, as patches until the answers that
-    see them have ended. What is left keeps decoded pictures: a conversation sends its pictures again with each turn.
+    """The bytes of pictures of all requests: as text until they are decoded, then as patches until their answers have
+    ended. The rest is a cache of decoded pictures, because a conversation sends its pictures again with each turn.
 
     held    bytes that requests hold
-    cached  bytes of the pictures that are kept
+    cached  bytes of cached pictures
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held = self.cached = 0
-        self._kept: OrderedDict[bytes, Picture | Video] = OrderedDict()  # the one not used for longest first
+        self._kept: OrderedDict[bytes, Picture | Video] = OrderedDict()  # the least recently used first
 
     @contextlib.contextmanager
     def share(self) -> Iterator["Share"]:
-        """What one request takes, given back at the end."""
+        """The share of one request, released at the end of the context."""
         share = Share(self)
         try:
             yield share
@@ -38,7 +38,7 @@ class Budget:
         return picture
 
     def keep(self, key: bytes, picture: Picture | Video) -> None:
-        """Where there is room; the ones not used for longest make room."""
+        """Caches a picture if there is room, after dropping least recently used ones."""
         if key in self._kept:
             return
         self._kept[key] = picture
@@ -46,7 +46,7 @@ class Budget:
         self.make_room(0)
 
     def make_room(self, size: int) -> None:
-        """Drops kept pictures until `size` bytes more, or at least those that requests hold, fit."""
+        """Drops cached pictures until `size` more bytes fit and the cache has at most its share, or none is left."""
         while self._kept and (
             self.held + self.cached + size > self.limit_bytes or self.cached > self.limit_bytes * CACHE_SHARE
         ):
@@ -55,19 +55,19 @@ class Budget:
 
 
 def nbytes(medium: Picture | Video) -> int:
-    """Of its patches."""
+    """Bytes of its patches."""
     return sum(memoryview(picture.patches).nbytes for picture in pictures_of([medium]))
 
 
 class Share:
-    """What one request holds of the budget."""
+    """The part of the budget that one request holds."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._size = 0
 
     def take(self, size: int) -> None:
-        """RequestError: 503 if there is no room for `size` more bytes, 400 if there never is."""
+        """Takes `size` more bytes. RequestError: 503 if they do not fit now, 400 if they exceed the whole budget."""
         budget = self._budget
         if self._size + size > budget.limit_bytes:
             raise RequestError(
@@ -91,5 +91,5 @@ class Share:
         self._size -= size
 
     def release(self) -> None:
-        """Gives all of it back."""
+        """Releases all of it."""
         self.give(self._size)

@@ -1,5 +1,5 @@
-"""The pictures and videos of a request: their bytes, from the request or fetched; decoded within bounds; counted until
-the end."""
+"""Reads the pictures and videos of a request: takes their bytes from the request or fetches them, decodes them within
+bounds, and counts their memory until the answer has ended."""
 
 import asyncio
 import hashlib
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from perilune.server.pictures.fetch import Fetcher
 
 MAX_DECODERS = 4
-FETCHES = 8  # at once; with their files, of up to 32 MB each, until these are decoded
-PER_REQUEST = 4  # pictures of one request in work at once: the others' requests take turns with it
-REQUEST_SECONDS = 60.0  # for all pictures and videos of a request
-SMALL_CHARS = 16_384  # of a data: URL that is decoded on the event loop
+FETCHES = 8  # fetched files at a time, of up to 32 MB each, until they are decoded
+PER_REQUEST = 4  # pictures of one request in work at a time, so that requests share the decoders
+REQUEST_SECONDS = 60.0  # time limit for all pictures and videos of a request
+SMALL_CHARS = 16_384  # a data: URL up to this length is decoded on the event loop, a longer one on a thread
 
 
 class PictureReader:
-    """Of one served model. Belongs to one event loop."""
+    """Reads pictures for one served model. Belongs to one event loop."""
 
     def __init__(self, limits: Limits, config: ServerConfig) -> None:
         self.budget = Budget(config.media_memory_mb << 20)
@@ -110,14 +110,14 @@ class PictureReader:
             share.take(nbytes(medium))
             return medium
         except RequestError as e:
-            # Fetching does not know what a file is for.
+            # The fetcher does not know whether a file should be a picture or a video: correct its error code.
             code = "invalid_video_url" if part.is_video and e.code == "invalid_image_url" else e.code
             raise RequestError(
                 f"{part.where}: {e}", param=part.where, code=code, status=e.status, retry_seconds=e.retry_seconds
             ) from e
 
     async def _inline(self, url: str, is_video: bool) -> Picture | Video:
-        """What a data: URL holds, kept for the same account's next request with it."""
+        """The picture or video of a data: URL; cached for the next request of the same account with it."""
         account, small = current().account.name, len(url) < SMALL_CHARS
         key = _key(account, url, is_video) if small else await asyncio.to_thread(_key, account, url, is_video)
         if (kept := self.budget.get(key)) is not None:
@@ -141,6 +141,6 @@ def _key(account: str, url: str, is_video: bool = False) -> bytes:
 def _fetcher(hosts: Sequence[str]) -> "Fetcher | None":
     if not hosts:
         return None
-    from perilune.server.pictures.fetch import Fetcher  # with httpx, which takes 0.1 s to import
+    from perilune.server.pictures.fetch import Fetcher  # imported here: it imports httpx, 0.1 s
 
     return Fetcher(hosts)

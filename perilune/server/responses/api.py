@@ -1,5 +1,5 @@
-"""The OpenAI Responses API: POST /v1/responses, whole, streamed or in the background, and what is asked of a response
-by its id: GET, DELETE, cancel, input_items.
+"""The OpenAI Responses API: POST /v1/responses, whole, streamed or in the background, what is asked of a response by
+its id (GET, DELETE, cancel, input_items), and input_tokens, which counts.
 
 A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
@@ -24,11 +24,11 @@ from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.responses import custom, items
 from perilune.server.responses.background import Job, Jobs
 from perilune.server.responses.custom import Unwrapped
-from perilune.server.responses.protocol import FIELDS, ResponsesBody
+from perilune.server.responses.protocol import FIELDS, InputTokensBody, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
-from perilune.server.turn import Turn, begin
+from perilune.server.turn import Turn, begin, rendered, see
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tools import Form
 
@@ -308,14 +308,7 @@ async def create_response(request: Request) -> Response:
     jobs: Jobs = request.app.state.jobs
     body, size = await service.receive(request, ResponsesBody)
     body.check_supported()
-    owner = current().account.name
-    if (previous := body.previous_response_id) is not None and jobs.running(owner, previous) is not None:
-        raise RequestError(
-            f"response {previous!r} is still being made: wait until it is completed",
-            param="previous_response_id",
-            code="response_not_complete",
-        )
-    stored = [] if previous is None else store.conversation(owner, previous)
+    stored = _before(body.previous_response_id, store, jobs)
     size += sum(len(turn) for turn in stored)
 
     def translate() -> Read:
@@ -342,6 +335,38 @@ async def create_response(request: Request) -> Response:
             return json_response(await race(answer.whole(), request.receive, service.stopping))
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
+
+
+async def input_tokens(request: Request) -> Response:
+    """POST /v1/responses/input_tokens: how many tokens the prompt of such a request has."""
+    service: Service = request.app.state.service
+    body, size = await service.receive(request, InputTokensBody)
+    body.check_supported()
+    stored = _before(body.previous_response_id, request.app.state.responses, request.app.state.jobs)
+    size += sum(len(turn) for turn in stored)
+    chat = await service.offload(size, lambda: body.chat(decoded(stored))[0])
+
+    def count() -> int:
+        return len(rendered(chat, service.text, chat.head_tools).ids)
+
+    with spelled(FIELDS), contextlib.ExitStack() as held:
+        chat.check_supported()
+        await see(service, request, chat, held)
+        return json_response({"object": "response.input_tokens", "input_tokens": await service.offload(size, count)})
+
+
+def _before(previous: str | None, store: ResponseStore, jobs: Jobs) -> list[bytes]:
+    """The stored conversation that a request continues. RequestError if there is none, or it is still being made."""
+    if previous is None:
+        return []
+    owner = current().account.name
+    if jobs.running(owner, previous) is not None:
+        raise RequestError(
+            f"response {previous!r} is still being made: wait until it is completed",
+            param="previous_response_id",
+            code="response_not_complete",
+        )
+    return store.conversation(owner, previous)
 
 
 def _followed(service: Service, job: Job, after: int) -> Response:

@@ -1,7 +1,8 @@
-"""Responses made in the background: started by one request, polled, followed and cancelled by others.
+"""Background responses: started by one request; polled, streamed and cancelled by others.
 
-A job holds room among the generations in flight like a request that waits for its answer, so their number is bounded,
-and a server that drains waits for them. It is logged and audited when it ends, apart from the request that began it.
+A job counts among the generations in flight like a request that waits for its answer, so the number of jobs is bounded,
+and a draining server waits for them. A job is logged and audited when it ends, separately from the request that
+started it.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from perilune.server.call import Call
 from perilune.server.service import Service
 from perilune.server.sse import named_event
 
-EVENT_BYTES = 64 << 20  # of the events of all jobs: beyond, the job with the most loses its first ones
-MAX_ENDED_JOBS = 256  # of which events are kept for clients that come back
+EVENT_BYTES = 64 << 20  # kept events of all jobs: beyond this, the job with the most bytes loses its first events
+MAX_ENDED_JOBS = 256  # ended jobs with events kept for clients that reconnect
 
 
 class Answer(Protocol):
-    """What makes a response, responses.api.Answer."""
+    """The part of responses.api.Answer that a job needs."""
 
     head: dict[str, Any]
     owner: str
@@ -33,7 +34,7 @@ class Answer(Protocol):
 
 
 class Job:
-    """A response on its way. `events`: those that are kept, of which the first has number `first`."""
+    """A background response. `events`: the kept events; the first of them has sequence number `first`."""
 
     def __init__(self, answer: Answer, *, keeps_events: bool) -> None:
         self.answer = answer
@@ -46,12 +47,12 @@ class Job:
         self.news = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes all that follow."""
+        """Wakes all streams that follow the job."""
         news, self.news = self.news, asyncio.Event()
         news.set()
 
     def check(self, after: int) -> None:
-        """RequestError if the event behind number `after` is not kept any more, or the response ended before it."""
+        """RequestError if the event after number `after` is no longer kept, or the response ended before it."""
         if after + 1 < self.first:
             raise _gone(after + 1, self.first)
         if self.ended and after >= self.first + len(self.events):
@@ -62,7 +63,7 @@ class Job:
             )
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events behind number `after`, as they come. RequestError once the next one is not kept any more."""
+        """The events after number `after`, as they come. RequestError if the next one is no longer kept."""
         at = after + 1
         while True:
             if at < self.first:
@@ -82,11 +83,11 @@ class Jobs:
     def __init__(self, service: Service, event_bytes: int = EVENT_BYTES) -> None:
         self.service = service
         self.event_bytes = event_bytes
-        self._jobs: dict[tuple[str, str], Job] = {}  # by owner and id; those that ended stay for their events
+        self._jobs: dict[tuple[str, str], Job] = {}  # by owner and id; ended jobs stay while their events are kept
         self._bytes = 0
 
     def start(self, answer: Answer, call: Call, release: Callable[[], None], *, keeps_events: bool) -> Job:
-        """`call`: the job's own, of which its generations are part. `release` is called at the end."""
+        """Starts a job. `call`: the job's own Call, to which its generations are added. Calls `release` at the end."""
         job = Job(answer, keeps_events=keeps_events)
         self._jobs[answer.owner, answer.head["id"]] = job
         job.task = asyncio.create_task(self._run(job, call, release))
@@ -100,8 +101,8 @@ class Jobs:
         return None if job is None or job.ended else job
 
     async def cancel(self, job: Job) -> None:
-        """Ends a job; one that has ended stays as it is."""
-        await asyncio.sleep(0)  # a task that is cancelled before its first step would release nothing
+        """Ends a job; no effect on an ended one."""
+        await asyncio.sleep(0)  # let a new task begin: cancelled before that, it would never release its room
         job.task.cancel()
         await asyncio.gather(job.task, return_exceptions=True)
 
@@ -128,7 +129,7 @@ class Jobs:
             self._drop_ended()
 
     async def _make(self, job: Job) -> None:
-        """Takes the answer's events, until the server stops."""
+        """Collects the answer's events, until its end or until the server stops."""
 
         async def consume() -> None:
             async with contextlib.aclosing(job.answer.events()) as events:
@@ -163,7 +164,7 @@ class Jobs:
         job.notify()
 
     def _drop_ended(self) -> None:
-        """Forgets jobs that have ended, except the last ones with events: their responses are in the store."""
+        """Forgets ended jobs except the last MAX_ENDED_JOBS with events; their responses stay in the store."""
         ended = [key for key, job in self._jobs.items() if job.ended]
         silent = [key for key in ended if not self._jobs[key].keeps_events]
         for key in {*silent, *ended[: max(len(ended) - MAX_ENDED_JOBS, 0)]}:

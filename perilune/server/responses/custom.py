@@ -1,7 +1,8 @@
 """Tools of type "custom": a call has one text as input, free or by a grammar, instead of JSON arguments.
 
-For the model each is a function. One with free text has a single argument, `input`: the models were trained to write
-JSON there. One with a grammar gets the text itself, as no grammar of JSON strings can be made of another grammar.
+The model sees each as a function. A tool with free text has a single JSON argument, `input`, because the models were
+trained to write JSON arguments. For a tool with a grammar the model writes the text itself, because its grammar cannot
+be turned into one of JSON strings.
 """
 
 import json
@@ -29,7 +30,7 @@ def declared(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, description = string(tool, "name", where, empty=False), tool.get("description")
     if form(tool, where) is not None:
         note = "The call's arguments are the input itself, not JSON."
-        if isinstance(description, str | None):  # what else it may be is refused with all tools
+        if isinstance(description, str | None):  # other types are refused when all tools are checked
             description = f"{description}\n{note}" if description else note
     function = {"name": name, "parameters": _PARAMETERS}
     return {"type": "function", "function": function | ({} if description is None else {"description": description})}
@@ -52,12 +53,12 @@ def form(tool: Mapping[str, Any], where: str) -> Form | None:
 
 
 def arguments(text: str, *, raw: bool) -> str:
-    """What the model writes to call a custom tool with this input."""
+    """The text that the model writes as arguments of a call with this input."""
     return text if raw else json.dumps({"input": text}, ensure_ascii=False)
 
 
 class Unwrapped:
-    """The text in the arguments of a custom tool with free text, as it comes."""
+    """Extracts, while it is generated, the text from the JSON arguments of a custom tool with free text."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -1,4 +1,5 @@
-"""The body of POST /v1/responses, and what it says in the terms of a chat completion."""
+"""The bodies of POST /v1/responses and /v1/responses/input_tokens, and what they say in the terms of a chat
+completion."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -7,7 +8,7 @@ from perilune.core.errors import RequestError
 from perilune.server.answer_format import Effort
 from perilune.server.body import Body, RequestBody
 from perilune.server.conversation import Conversation, content_of, string, text_of, wrong
-from perilune.server.fields import REASONING, RESPONSES, TEXT, of_chat
+from perilune.server.fields import INPUT_TOKENS, REASONING, RESPONSES, TEXT, of_chat
 from perilune.server.openai.protocol import ChatBody
 from perilune.server.pictures.parts import chat_part, check_detail, earlier
 from perilune.server.responses import custom
@@ -47,25 +48,101 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(RequestBody):
-    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
+class InputBody(RequestBody):
+    """What makes the prompt of a response."""
+
     PROMPT: ClassVar = ("input",)
-    input: Any  # a text or a list of items
+    input: Any = None  # a text or a list of items
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: Any = None  # known, not acted on
+
+    def check_supported(self) -> None:
+        """RequestError for what would otherwise be silently ignored."""
+        if self.input is not None and not (isinstance(self.input, str | list) and self.input):
+            raise wrong("input", "must be a text or a list of items that is not empty")
+        if self.conversation is not None:
+            raise RequestError(
+                "conversation is not supported: use previous_response_id or send the conversation as input",
+                param="conversation",
+                code="unsupported_parameter",
+            )
+        if self.truncation == "auto":
+            raise RequestError(
+                "truncation 'auto' is not supported: shorten the input, or leave it out",
+                param="truncation",
+                code="unsupported_parameter",
+            )
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
+        """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
+
+        OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
+        is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
+        """
+        conversation = Conversation(earlier(before, "previous_response_id"))
+        continued, raw = False, self.forms()
+        if isinstance(self.input, str):
+            conversation.say("user", self.input)
+        elif self.input is not None:
+            for i, item in enumerate(self.input):
+                _add(conversation, item, f"input[{i}]", raw)
+            continued = _continued(self.input[-1], f"input[{len(self.input) - 1}]")
+        # Instructions are this request's alone: they are not kept for the responses that continue it.
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": system + conversation.messages,
+            "tools": tools or None,
+            "tool_choice": _choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _format(self.text.format) if self.text and self.text.format else None,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "continue_final_message": continued or (False if self.input is None else None),
+            **self.sampling_fields(),
+        }
+        body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
+        return body, conversation.messages[len(before) :]
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Fields of the chat body that change no prompt."""
+        return {}
+
+    def forms(self) -> dict[str, Form]:
+        """The grammars of custom tools by name."""
+        found = {}
+        for i, tool in enumerate(self.tools or ()):
+            if tool.get("type") == "custom" and (form := custom.form(tool, f"tools[{i}]")) is not None:
+                found[string(tool, "name", f"tools[{i}]", empty=False)] = form
+        return found
+
+
+class InputTokensBody(InputBody):
+    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES, **INPUT_TOKENS}
+
+    def check_supported(self) -> None:
+        if self.input is None and self.previous_response_id is None and not self.instructions:
+            raise wrong("input", "is required, or instructions, or previous_response_id")
+        super().check_supported()
+
+
+class ResponsesBody(InputBody):
+    FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **RESPONSES}
+    input: Any
+    store: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include: list[str] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -74,34 +151,21 @@ class ResponsesBody(RequestBody):
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
     background: bool | None = None
     # Known, not acted on.
-    conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
 
     def check_supported(self) -> None:
-        """RequestError for what would otherwise be silently ignored."""
-        if not isinstance(self.input, str | list) or not self.input:
+        if self.input is None:
             raise wrong("input", "must be a text or a list of items that is not empty")
+        super().check_supported()
         if self.background and self.store is False:
             raise RequestError(
                 "a response made in the background is kept: leave store out", param="store", code="invalid_value"
-            )
-        if self.conversation is not None:
-            raise RequestError(
-                "conversation is not supported: use previous_response_id or send the conversation as input",
-                param="conversation",
-                code="unsupported_parameter",
             )
         if self.prompt is not None:
             raise RequestError(
                 "prompt (a stored template) is not supported: send instructions and input",
                 param="prompt",
-                code="unsupported_parameter",
-            )
-        if self.truncation == "auto":
-            raise RequestError(
-                "truncation 'auto' is not supported: shorten the input, or leave it out",
-                param="truncation",
                 code="unsupported_parameter",
             )
         if self.top_logprobs:
@@ -118,49 +182,15 @@ class ResponsesBody(RequestBody):
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise wrong("max_output_tokens", f"must be at least 1, not {self.max_output_tokens}")
 
-    def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
-        """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
-
-        OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
-        is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
-        """
-        conversation = Conversation(earlier(before, "previous_response_id"))
-        continued, raw = False, self.forms()
-        if isinstance(self.input, str):
-            conversation.say("user", self.input)
-        else:
-            for i, item in enumerate(self.input):
-                _add(conversation, item, f"input[{i}]", raw)
-            continued = _continued(self.input[-1], f"input[{len(self.input) - 1}]")
-        # Instructions are this request's alone: they are not kept for the responses that continue it.
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "messages": system + conversation.messages,
-            "tools": tools or None,
-            "tool_choice": _choice(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": _format(self.text.format) if self.text and self.text.format else None,
+    def sampling_fields(self) -> dict[str, Any]:
+        return {
             "max_tokens": self.max_output_tokens,
             "cache_salt": self.cache_salt,
             "priority": self.priority,
             "deadline_seconds": self.deadline_seconds,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "continue_final_message": continued or None,
         }
-        body = ChatBody(**{name: value for name, value in fields.items() if value is not None})
-        return body, conversation.messages[len(before) :]
-
-    def forms(self) -> dict[str, Form]:
-        """The grammars of custom tools by name."""
-        found = {}
-        for i, tool in enumerate(self.tools or ()):
-            if tool.get("type") == "custom" and (form := custom.form(tool, f"tools[{i}]")) is not None:
-                found[string(tool, "name", f"tools[{i}]", empty=False)] = form
-        return found
 
 
 def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]) -> None:

@@ -37,12 +37,12 @@ class _Shelf:
 
 
 class ResponseStore:
-    """At most `max_responses` responses of at most `max_bytes` together. Each belongs to the API key (`owner`) that it
-    was made for, and does not exist for any other.
+    """At most `max_responses` responses of at most `max_bytes` together. Each belongs to the API key (`owner`) that
+    requested it, and does not exist for any other.
 
-    A response holds only its own turn, so that a conversation of n turns costs n turns and not n squared. Using one
-    makes everything it continues more recent than itself: a conversation is forgotten from its end. When the store is
-    full, the owner with the most bytes loses its least recently used response: one key cannot push out the others'.
+    A response stores only its own turn, so that a conversation of n turns takes n turns of memory, not n squared. Using
+    a response marks all that it continues as used after it, so a conversation is dropped from its end. When the store
+    is full, the owner with the most bytes loses its least recently used response: no key can evict those of others.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -66,8 +66,8 @@ class ResponseStore:
         previous: str | None,
         items: Sequence[msgspec.Raw] = (),
     ) -> None:
-        """Keeps a response; `messages` are those that it added to the conversation, `previous` what it continues,
-        `items` what the request sent."""
+        """Stores a response. `messages`: those that it added to the conversation; `previous`: the id of the response
+        that it continues; `items`: those that the request sent."""
         added = None if messages is None else msgspec.json.encode(messages)
         entry = Stored(msgspec.json.encode(response), added, previous, msgspec.json.encode(items))
         shelf = self._shelves.setdefault(owner, _Shelf())
@@ -89,7 +89,7 @@ class ResponseStore:
         return self._entry(owner, id, "response_id").items
 
     def delete(self, owner: str, id: str) -> None:
-        """Forgets a response; what continues it can then no longer be continued. RequestError 404 as in `get`."""
+        """Deletes a response; responses after it can then no longer be continued. RequestError 404 as in `get`."""
         self._entry(owner, id, "response_id")
         self._forget(owner, id)
 
@@ -140,7 +140,7 @@ class ResponseStore:
 
 
 def decoded(turns: Sequence[bytes]) -> list[Mapping[str, Any]]:
-    """The messages of ResponseStore.conversation. One call per message: one for all would stall the event loop."""
+    """The messages of ResponseStore.conversation. Decoded one by one: a single call would stall the event loop."""
     raw = [message for turn in turns for message in msgspec.json.decode(turn, type=list[msgspec.Raw])]
     return [msgspec.json.decode(message) for message in raw]
 

@@ -33,6 +33,12 @@ def test_steps_of_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch, device: fl
     assert f"{bound}-bound (device {row['device_ms']} ms, host {row['host_ms']} ms)" in line
 
 
+ALWAYS = {"layers", "gpus", "tp", "ep", "kv_layout", "kv_dtype", "expert_format", "rest_dtype", "exchange"}
+DECODE = {"distinct_experts", "batch", "context", "draft", "draft_ms", "step_ms", "tokens_per_s"}
+
+
 def test_steps_without_graphs(tiny: Path) -> None:
     row, line = measured(tiny)
+    assert row.keys() >= ALWAYS | DECODE | {"kv_capacity_tokens", "weights_gb_per_gpu", "p99_over_median"}
+    assert row["kv_capacity_tokens"] == 32 * 16 and row["p99_over_median"] >= 1 and "slice" not in row
     assert not {"device_ms", "host_ms"} & row.keys() and "bound" not in line and row["step_ms"] > 0

@@ -154,7 +154,8 @@ def test_an_engine_with_tiers_comes_close_to_the_ideal(tiny: Path, tmp_path: Pat
     assert row["ideal_share"] >= row["hit_share"] >= 0.85 * row["ideal_share"]  # blocks of 8 of prompts of 100 to 200
     assert sum(row["hit_share_by_tier"].values()) == pytest.approx(row["hit_share"], abs=1e-3)
     assert row["hit_share_by_tier"]["host"] > 0.1
-    assert row["ttft_p50_no_tiers_s"] > 0 and row["tokens_per_s_no_tiers"] > 0
+    assert row["ttft_p50_no_tiers_s"] > 0 and row["tokens_per_s_no_tiers"] > 0 and row["restore_gb_s"] > 0
+    assert {"layers", "gpus", "tp", "ep", "kv_layout", "kv_dtype", "expert_format", "rest_dtype"} <= row.keys()
     assert row["hit_share_no_tiers"] < row["hit_share"]
     assert "20 of 20 requests" in said and (tmp_path / "p.svg").read_text().count("<circle") == 20
     again, _ = invoke(str(written), str(tiny), *small)

@@ -126,7 +126,7 @@ def test_the_grid_is_the_same_as_rows(mean: float) -> None:
         assert int(end[b]) - f == n
         expected = [own[j] if sampled[b, f + j] >= 0 else -1 for j in range(w.count)]
         assert drawn.view(B, m)[b, f:].tolist() == expected
-        assert own[:n] == list(w.guesses[:n])
+        assert own[:n] == list(w.draft_tokens[:n])
 
 
 def test_it_is_refused_without_random_weights_or_a_draft_model(tiny: Path) -> None:

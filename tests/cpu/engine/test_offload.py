@@ -1,4 +1,4 @@
-"""The scheduler with KV tiers: the rig of test_scheduler.py with a runner that checks every position of block tables,
+"""The scheduler with KV tiers: scheduler_rig.py with a runner that checks every position of block tables,
 and a mover that copies its KV at random times."""
 
 import random
@@ -13,7 +13,7 @@ from perilune.engine.step_times.pacing import Pacer
 from perilune.kv.blocks import BlockPool
 from perilune.kv.prefix import PrefixTree, extend_digests
 from perilune.kv.tiers import Copied, Name, Restored, Stored, Tiers, Written
-from tests.cpu.engine.test_scheduler import Rig
+from tests.cpu.engine.scheduler_rig import Rig
 
 
 class Mover:
@@ -278,7 +278,7 @@ def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
     for _ in range(20):
         rig.tick()
     stats = rig.scheduler.stats()
-    assert rig.scheduler._waiting[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
+    assert rig.scheduler._queue.requests[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
     pacer.tokens = 64
     rig.finish()
     rig.expect(11, cached=16)

@@ -19,7 +19,7 @@ from perilune.engine.scheduler import Scheduler
 from perilune.engine.step_times import pacing
 from perilune.engine.step_times.pacing import Pacer, StepTimes
 from perilune.engine.step_times.prompt_turns import share
-from tests.cpu.engine.test_scheduler import FakeRunner, Rig, prompt_of
+from tests.cpu.engine.scheduler_rig import FakeRunner, Rig, prompt_of
 
 # Tokens of a step and us of a layer of Kimi K2.5 on one H200 (docs/speed.md), steps of up to 64 tokens decoding.
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1000, 2000, 4000, 10_000)

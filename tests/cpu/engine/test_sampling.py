@@ -66,12 +66,23 @@ class TestParams:
             ("logit_bias", "5"),
             ("logit_bias", dict.fromkeys(range(MAX_BIASED + 1), 1)),
             ("stop_token_ids", [True]),
+            ("stop_token_ids", [2**63]),
+            ("stop", ["x" * 1025]),
+            ("stop", ["x"] * 17),
+            ("top_k", 2**63),
+            ("top_k", 10**400),
+            ("min_tokens", 10**400),
+            ("max_tokens", 2**64),
+            ("seed", -(10**400)),
+            ("prompt_logprobs", 10**400),
+            ("temperature", 10**400),
+            ("top_p", math.inf),
         ],
     )
     def test_a_bad_value_is_named(self, field: str, value: Any) -> None:
         with pytest.raises(RequestError, match=field) as error:
             SamplingParams(**{"max_tokens": 8, field: value})
-        assert error.value.param == field and "\n" not in str(error.value)
+        assert error.value.param == field and "\n" not in str(error.value) and len(str(error.value)) < 200
 
     def test_bounds_are_inside_and_bias_may_be_a_mapping(self) -> None:
         pairs: Any = {"7": -100, 3: 100.0}
@@ -86,6 +97,11 @@ class TestParams:
 
     def test_the_engine_process_gets_them_whole(self) -> None:
         params = SamplingParams(logit_bias={5: -3}, repetition_penalty=1.5, min_tokens=2, presence_penalty=1)
+        most = 2**63 - 1
+        assert SamplingParams(stop="x" * 1024).stop == ("x" * 1024,)
+        largest = SamplingParams(top_k=most, seed=most, min_tokens=most, max_tokens=most, stop_token_ids=(most,))
+        frame = wire.encode([Submit(1, (1,), largest)])
+        assert wire.decode(frame[wire.HEADER.size :]) == [Submit(1, (1,), largest)]
         frame = wire.encode([Submit(1, (1,), params)])
         assert wire.decode(frame[wire.HEADER.size :]) == [Submit(1, (1,), params)]
 
@@ -96,6 +112,8 @@ class TestParams:
             (129, None, "n"),
             (True, None, "n"),
             (3, 2, "best_of"),
+            (10**400, None, "n"),
+            (1, 10**400, "best_of"),
             (1, 0, "best_of"),
         ):
             with pytest.raises(RequestError, match=param) as error:

@@ -4,9 +4,11 @@ import contextlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from time import process_time
 from typing import Any
 
+import hypothesis
 import jsonschema
 import pytest
 from hypothesis import given, settings
@@ -14,11 +16,13 @@ from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
 from perilune.formats.hub import resolve_model
+from perilune.grammar import shortest_end
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.expressions import example, length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import vocabulary
 from perilune.grammar.references import SchemaError, resolved
+from perilune.grammar.shortest_values import shortest_values
 from perilune.grammar.sizes import bounded
 from perilune.text.tokenizer import Tokenizer
 from tests.cpu.grammar.test_grammar import Monkey, read, tools
@@ -64,6 +68,10 @@ X = {"$ref": "#/$defs/X"}
             "#/$defs/odd -> #/$defs/odd/properties/e -> #/$defs/even -> #/$defs/even/items -> #/$defs/odd",
         ),
         ({"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}}, "#/additionalProperties -> #"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False, "minProperties": 1},
+            "# -> #/properties/a -> #",
+        ),
     ],
 )
 def test_what_nothing_finite_satisfies_is_refused(nano: Tokenizer, schema: Any, path: str) -> None:
@@ -168,8 +176,63 @@ def has_value(schema: Any, definitions: Any, finite: set[str]) -> bool:
     return all(has_value(properties[name], definitions, finite) for name in schema.get("required", ()))
 
 
+def _any(*names: str) -> Any:
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+
+
+def _object(required: str, **properties: Any) -> Any:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+# Definitions of which each value may go on for ever: B and C lead to an end, which the keys alone do not tell.
+ENDING = [
+    {"A": _object("y", y=_any("A", "C")), "B": _object("", x={"type": "null"}), "C": _object("x", x={"type": "null"})},
+    {
+        "A": _object(
+            "tp", t={"anyOf": [_object("s", s=_any("B")), LIST | {"items": _any("A")}]}, p=_any("B"), v=_any("A")
+        ),
+        "B": {"type": "array", "items": _any("A"), "maxItems": 3},
+        "C": _object("v", v=_any("C")),
+    },
+    {
+        "A": {"allOf": [_object("a", a=_any("A", "B")), _object("b", b=_any("A", "B"))]},
+        "B": {"anyOf": [_object("c", c=_any("A")), _object("d", d={"type": "string", "pattern": "[A-Z]{2}-[0-9]"})]},
+    },
+]
+
+
+@pytest.mark.parametrize("number", range(len(ENDING)))
+def test_an_end_is_found_behind_keys_that_lead_on_for_ever(nano: Tokenizer, number: int) -> None:
+    schema = {"$ref": "#/$defs/A", "$defs": ENDING[number]}
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
+    assert constraint is not None and constraint.least < 60
+    for room in (constraint.least, constraint.least + 10):
+        ids = Monkey(nano, room).type(constraint, room)
+        assert ids[-1] == nano.special("<|im_end|>")
+        jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_the_search_for_an_end_is_bounded(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500 definitions each may be any of six: a text may mean thousands of them at once, 0.1 s a byte."""
+    monkeypatch.setattr(shortest_end, "MAX_SECONDS", 0.2)
+    parts = {f"d{i}": _object("n", n=_any(*(f"d{(7 * i + k) % 500}" for k in range(6)))) for i in range(499)}
+    schema = {"$ref": "#/$defs/d0", "$defs": parts | {"d499": {"type": "null"}}}
+    with pytest.raises(RequestError, match="no text was found"):
+        constrain(nano, answer=AnswerFormat("json_schema", schema))
+
+
+def test_values_that_double_take_no_memory() -> None:
+    parts = {f"d{i}": _object("lr", l=_any(f"d{i + 1}"), r=_any(f"d{i + 1}")) for i in range(20)}
+    tracemalloc.start()
+    values = shortest_values([{"$ref": "#/$defs/d0", "$defs": parts | {"d20": {"type": "null"}}}])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert values[0] == b'{"l":null,"r":null}' and peak < 2_000_000
+
+
 @settings(max_examples=150, deadline=None)
 @given(definitions=GRAPHS)
+@hypothesis.example(definitions=ENDING[0])
 @pytest.mark.slow
 def test_graphs_of_references_are_judged_as_by_trying(nano: Tokenizer, definitions: Any) -> None:
     finite = set[str]()
@@ -230,6 +293,8 @@ def test_lower_bounds_beyond_every_answer_are_refused_at_once(nano: Tokenizer, s
         ({"type": "array", "items": {"const": 1}, "minItems": 2.0, "maxItems": 2.0}, "[1,1]"),
         ({"type": "string", "minLength": 3.0, "maxLength": 3.0}, '"abc"'),
         ({"type": "object", "minProperties": 1.0, "maxProperties": 1.0, "required": ["a"]}, '{"a":1}'),
+        ({"type": ["integer", "string"], "format": "int64"}, '"a"'),
+        ({"format": "double"}, '"a"'),
     ],
 )
 def test_other_bounds_are_taken(nano: Tokenizer, schema: Any, text: str) -> None:

@@ -309,8 +309,10 @@ class TestDirectory:
         with pytest.raises(ConfigError, match="no directory of KV blocks"):
             clear(tmp_path)
         file = tmp_path / "thesis.tex"
-        with pytest.raises(ConfigError, match="cannot be used"):
-            Directory(file, MODEL, 4096)
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        for path in (file, file / "kv", tmp_path / "link"):
+            with pytest.raises(ConfigError, match="cannot be used: it is no directory; give an empty or a new one"):
+                Directory(path, MODEL, 4096)
 
     def test_the_oldest_come_first_and_a_read_counts_as_use(self, tmp_path: Path) -> None:
         with rig(tmp_path / "kv") as r:

@@ -452,7 +452,7 @@ def test_answers_that_are_not_ours_pass_as_they_are() -> None:
         refused = await s.client.request("OPTIONS", PATH, [b""])
         assert refused.status == 400 and refused.text.startswith("Disallowed CORS")
 
-    serve(test, cors_origins=("https://a.example",))
+    serve(test, cors_origins=("https://a.example",), api_key="k")
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,9 @@ def test_halves_of_characters_are_named(path: str, body: str, where: str, half: 
     serve(test)
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES, "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "path", [CHAT, TEXT, MESSAGES, RESPONSES, f"{RESPONSES}/input_tokens", "/tokenize", "/v1/messages/count_tokens"]
+)
 @pytest.mark.parametrize("depth", [201, 5_000, 100_000])
 def test_bodies_that_nest_too_deeply_are_refused_by_depth(path: str, depth: int) -> None:
     async def test(s: Served) -> None:
@@ -430,3 +432,47 @@ def test_strict_servers_refuse_what_the_vendor_does() -> None:
         assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
 
     serve(test, vendor_strict=True)
+
+
+@pytest.mark.parametrize("coding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("size", [10, 1_100_000])
+def test_bodies_with_a_byte_order_mark_are_refused_by_it(coding: str, size: int) -> None:
+    async def test(s: Served) -> None:
+        text = json.dumps({"messages": HELLO, "user": "x" * size})
+        reply = await s.client.post(CHAT, text.encode(coding))
+        assert reply.status == 400 and "begins with a byte order mark" in reply.error["message"]
+
+    serve(test)
+
+
+def test_a_long_method_is_not_repeated() -> None:
+    async def test(s: Served) -> None:
+        for path, status in ((CHAT, 405), ("/nowhere", 404)):
+            reply = await s.client.request("A" * 3000, path, [b""])
+            assert reply.status == status and len(reply.error["message"]) < 100
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("guided_regex", "|".join(f"x{i}" for i in range(15_000))),
+        ("guided_grammar", "root ::= " + " | ".join(f'"x{i}"' for i in range(15_000))),
+        ("guided_choice", ["a" * 40_000, "b" * 40_000]),
+    ],
+)
+def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, field: asked})
+        assert reply.status == 400 and reply.error["param"] == field
+        assert "characters, at most 65536 can be enforced: make it shorter" in reply.error["message"]
+        tool = {
+            "type": "custom",
+            "name": "f",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "x" * 70_000},
+        }
+        reply = await s.client.post(RESPONSES, {"input": "Hi", "tools": [tool]})
+        assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
+
+    serve(test)

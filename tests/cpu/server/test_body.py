@@ -35,6 +35,10 @@ LARGE: dict[str, dict[str, Any]] = {
         "input": MESSAGES,
         "tools": [{"type": "function", "name": "get_weather", "parameters": PARAMETERS}],
     },
+    "/v1/responses/input_tokens": {
+        "input": MESSAGES,
+        "tools": [{"type": "function", "name": "get_weather", "parameters": PARAMETERS}],
+    },
     "/tokenize": {"messages": MESSAGES, "tools": [WEATHER]},
 }
 ROOMY = dataclasses.replace(INFO, max_model_len=1 << 20)

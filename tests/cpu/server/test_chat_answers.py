@@ -329,3 +329,15 @@ def test_usage_tells_of_tokens_guessed_ahead(path: str) -> None:
         assert details["acceptance_length"] == 1.0
 
     serve(test)
+
+
+def test_a_budget_of_more_than_64_bits_is_cut() -> None:
+    """Messages to the engine's process have no room for larger numbers."""
+
+    async def test(s: Served) -> None:
+        for asked in ({"max_thinking_tokens": 2**64}, {"thinking_token_budget": 10**400}):
+            assert (await s.client.post(CHAT, {"messages": HELLO, **asked})).status == 200
+            constraint = s.engine.constraints[-1]
+            assert constraint is not None and constraint.thinking_budget == 2**63 - 1
+
+    serve(test)

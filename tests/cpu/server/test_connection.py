@@ -369,24 +369,24 @@ def test_a_target_may_name_its_origin(target: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "status"),
+    "chunks",
     [
-        (b"5\r\nhelloX\r\n0\r\n\r\n", 400),
-        (b"-1\r\n", 400),
-        (b"g\r\n", 400),
-        (b"5\nhello\n0\n\n" * 9, 408),  # no end of the first line comes
-        (b"0x5\r\nhello\r\n0\r\n\r\n", 400),
+        b"5\r\nhelloX\r\n0\r\n\r\n",
+        b"-1\r\n",
+        b"g\r\n",
+        b"5\nhello\n0\n\n",  # at once: no end of the first line would come
+        b"0x5\r\nhello\r\n0\r\n\r\n",
+        b"1\r\n \r\n" * 20_000,  # bodies of tiny chunks cost more than they hold
+        b"0\r\n" + b"a: b\r\n" * 20_000,
     ],
+    ids=lambda chunks: repr(chunks[:30]),
 )
-def test_malformed_chunks_are_refused_and_end_the_connection(chunks: bytes, status: int) -> None:
+def test_malformed_chunks_are_refused_and_end_the_connection(chunks: bytes) -> None:
     async def test(s: Served) -> None:
         async with s.connect() as wire:
             wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
-            await s.until(lambda: s.paths)
-            if status == 408:
-                s.passes(QUICK.body_seconds + 0.01)
-            found, headers, _ = await wire.response()
-            assert found == status and headers["connection"] == "close" and await wire.ended()
+            status, headers, _ = await wire.response()
+            assert status == 400 and headers["connection"] == "close" and await wire.ended()
 
     serve(test)
 

@@ -258,17 +258,37 @@ def test_no_secret_is_ever_logged(form: str, tmp_path: Path) -> None:
         assert text and KEY not in text and KEY[:20] not in text
 
 
-def test_probes_are_no_lines_unless_they_fail() -> None:
+def test_no_text_makes_a_line_of_its_own_or_commands_a_terminal() -> None:
+    forged = "resp_\n12:00:00 INFO GET /v1/models 200 \x1b[2J\u2028\x85\ud800 \u00e9"
+
+    def work() -> None:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            logging.getLogger("perilune.server").error("%s failed", forged, exc_info=True)
+
+    first, *rest = captured("text", "info", work).split("\n")
+    assert "\\n12:00:00 INFO" in first and "\\x1b[2J" in first and first.endswith("é failed") and first.isprintable()
+    assert rest[0].startswith("Traceback") and rest[-2] == "ZeroDivisionError", "a traceback keeps its lines"
+    assert captured("json", "info", work).count("\n") == 1
+
+
+def test_probes_are_lines_where_their_answer_changes() -> None:
     async def test(s: Served) -> None:
         for path in ("/health", "/health/ready", "/health/live", "/metrics", "/", "/v1/models"):
             assert (await s.client.get(path)).status == 200
-        s.engine.alive = False
-        await s.client.get("/health/ready")
+        for alive in (False, False, False, True, True, False):
+            s.engine.alive = alive
+            assert (await s.client.get("/health/ready")).status == (200 if alive else 503)
+            assert (await s.client.get("/health/live")).status == 200
+        assert (await s.client.get("/health")).status == 503, "the same probe by another name"
 
     said = captured("text", "info", lambda: serve(test)).splitlines()
     asked = [found[1] for line in said if (found := re.search(r"GET (\S+ \d+)", line))]
-    assert asked == ["/ 200", "/v1/models 200", "/health/ready 503"]
-    assert captured("text", "debug", lambda: serve(test)).count(" 200 ") == 6
+    changes = ["/health/ready 503", "/health/ready 200", "/health/ready 503"]
+    assert asked == ["/ 200", "/v1/models 200", *changes]
+    assert len([line for line in said if "/health" in line]) == len(changes), said
+    assert captured("text", "debug", lambda: serve(test)).count("GET /health/ready ") == 9
 
 
 # ---- the audit log

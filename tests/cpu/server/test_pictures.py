@@ -182,6 +182,10 @@ def test_messages_and_counting() -> None:
         assert f"<|im_middle|>{PICTURE}A{PICTURE}<|im_end|>" in s.prompt()
         counted = await s.client.post(f"{MESSAGES}/count_tokens", {"messages": messages})
         assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
+        parts = [{"type": "input_text", "text": "A"}, {"type": "input_image", "image_url": url(WIDE)}]
+        asked = {"input": [{"role": "user", "content": parts}]}
+        counted = await s.client.post(f"{RESPONSES}/input_tokens", asked)
+        assert counted.json["input_tokens"] == (await s.client.post(RESPONSES, asked)).json["usage"]["input_tokens"]
         reply = await s.client.post("/tokenize", chat(part(), text("A"), part(TALL, "jpeg")))
         assert reply.json["tokens"].count(PAD) == 16 and reply.json["count"] == len(reply.json["tokens"])
         for path, where in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):

@@ -1,11 +1,11 @@
-// The cache's row of one token: the normalised latent and the rotated key, as latent_cache.py says.
+// Computes and writes a token's row of the latent cache: normalised latent and rotated rope key (latent_cache.py).
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "attention/sm90/mla_shapes.cuh"
 
 namespace mla {
 
-// What a step adds to the cache, and where. `packed`: rows of 640 bytes, as latent_cache.py says, else of 576 bf16.
+// The new cache rows of a step and their slots. `packed`: rows of 640 bytes (latent_cache.py), else of 576 bf16.
 struct NewRows {
   const bf16* ckv;  // [T, LATENT + ROPE], rows `stride` elements apart
   int64_t stride;
@@ -18,7 +18,7 @@ struct NewRows {
   float eps;
 };
 
-// From a launcher's arguments, in the order of cache_rows.py.
+// From a launcher's arguments, in the order of cache_rows.arguments.
 inline NewRows new_rows(const void* ckv, int64_t stride, const void* norm, const void* cos, const void* sin,
                         void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps) {
   return {static_cast<const bf16*>(ckv), stride, static_cast<const bf16*>(norm), static_cast<const float*>(cos),
@@ -80,7 +80,7 @@ __device__ __forceinline__ void write_row(const NewRows& a, int token, const New
   }
 }
 
-// By a warp per token: the whole of what a kernel does for `token`, the wait included.
+// Called by a warp per token: computes and writes the row of `token`, including the wait for the predecessor.
 __device__ __forceinline__ void add_row(const NewRows& a, int token) {
   int lane = threadIdx.x % 32;
   uint4 norm[2];

@@ -1,18 +1,17 @@
-// Everything between the attention projections and absorbed attention, in one launch; the contract is in
-// mla_absorb_query.py.
+// All work between the attention projections and absorbed attention, in one launch. Contract in mla_absorb_query.py.
 //
-// CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each hold COLUMNS columns of one head's W_UK, streamed to shared memory before
-// the wait, and multiply TOKENS tokens (y) by them: a warp owns 16 columns. They also rotate their share of q_pe.
-// The CTAs after them write the cache, a warp per token. No pointer is __restrict__: the compiler may move a load
-// through such a one above the wait.
+// CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each hold COLUMNS columns of one head's W_UK, loaded to shared memory before
+// the wait, and multiply TOKENS tokens (y) by them: a warp has 16 columns. They also rotate their share of q_pe. The
+// CTAs after them write the cache, a warp per token. Hazard: no pointer to activations may be __restrict__, because the
+// compiler may then move a load above the wait.
 #include "attention/sm90/cache_row.cuh"
 
 using namespace mla;
 
 namespace {
 
-constexpr int TOKENS = 64;  // of one CTA
-constexpr int ROW = NOPE * 2 + 64;  // bytes
+constexpr int TOKENS = 64;  // tokens per CTA
+constexpr int ROW = NOPE * 2 + 64;  // bytes from one token's q_nope to the next in shared memory
 
 template <int COLUMNS>
 __global__ void __launch_bounds__(COLUMNS * 2)
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(COLUMNS * 2)
   copies_commit();
   wait_for_predecessor();
 
-  // A token's 256 bytes, 320 apart: what eight lanes read together shares no bank.
+  // A token has 256 bytes, the next begins 320 bytes later: the reads of eight lanes have no bank conflict.
   auto row_of = [&](int token) { return shared + NOPE * COLUMNS * 2 + token * ROW; };
   for (int i = threadIdx.x; i < (last - first) * (NOPE / 8); i += THREADS) {
     int token = i / (NOPE / 8), piece = i % (NOPE / 8);
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(COLUMNS * 2)
       mma(d[group], a[k + 1], x[k / 2].z, x[k / 2].w, bf16());
     }
   }
-  // Transposed through shared memory, so that whole rows of columns are written: [TOKENS][COLUMNS], pieces swapped.
+  // Transpose through shared memory, so that stores are coalesced: [TOKENS][COLUMNS], with swizzled pieces.
   __syncthreads();
   auto place = [&](int row, int piece) { return shared + (row * (COLUMNS / 8) + (piece ^ (row & 7))) * 16; };
 #pragma unroll

@@ -1,15 +1,15 @@
-// The outputs of a context's ranges (mla_decode.cu), weighed: what one rank's part of the KV cache gives, with the
-// log-sum-exp that says what it weighs beside other ranks' parts. Contract in mla_decode_partial.py.
+// Combines the outputs of a context's ranges (mla_decode.cu) to the output over one rank's part of the KV cache, with
+// its log-sum-exp, by which it is combined with the other ranks' parts. Contract in mla_decode_partial.py.
 //
-// No activation's pointer is __restrict__: the compiler may move a load through such a one above the wait.
+// Hazard: no pointer to activations may be __restrict__, because the compiler may then move a load above the wait.
 #include "attention/sm90/split_kv_schedule.cuh"
 
 using namespace mla;
 
 namespace {
 
-constexpr int WARPS = 8, THREADS = WARPS * 32, AT_ONCE = 4;  // ranges that a warp reads together
-constexpr int FEW_TOKENS = 8;  // up to so many, all warps share a row's ranges, of which there are many
+constexpr int WARPS = 8, THREADS = WARPS * 32, AT_ONCE = 4;  // AT_ONCE: ranges that a warp reads together
+constexpr int FEW_TOKENS = 8;  // up to so many tokens a row has many ranges, and all warps share them
 
 struct Args {
   const bf16* partials;  // [ctas][LATENT / 64][ROWS][64], swizzled
@@ -21,7 +21,7 @@ struct Args {
   int ctas, T, H, groups, least;  // T requests of a token each
 };
 
-// A CTA has SHARED / WARPS heads of a token; SHARED warps have a head's ranges by turns.
+// SHARED warps share the ranges of a head by turns, so a CTA has WARPS / SHARED heads of a token.
 template <int SHARED>
 __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   __shared__ Found found;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   if (warp == 0) share_work<true>(a.query_start, a.context, a.T, a.H, a.ctas, a.least, &found, token, 1);
   __syncthreads();
   wait_for_predecessor();
-  let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
+  let_successor_start();  // only after the wait: the next kernel may then assume that the cache rows are written
   if (head >= a.H) return;
   const int index = found.index * a.H + head, row = index % ROWS, slot = found.first + index / ROWS * found.ranges;
   const int ranges = found.ranges;
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
 
 }  // namespace
 
-// Of the ranges that mla_decode made without W_UV, for T tokens of H heads in `groups` groups; o_step is in 8s.
+// partials, weights: from mla_decode without W_UV, for T tokens of H heads in `groups` groups; o_step is a multiple of
+// 8.
 API int mla_decode_partial(const void* partials, const void* weights, const void* query_start, const void* context,
                            void* o, int64_t o_step, void* lse, int64_t lse_step, int64_t ctas, int64_t T, int64_t H,
                            int64_t groups, int64_t least, void* stream) {

@@ -1,10 +1,10 @@
-// Queries from the input of their projection, in one launch: q_b with its norm, W_UK, rope, and the step's cache rows.
-// Contract in mla_project_query.py.
+// The query path in one launch: q_b with its norm, W_UK, rope, and the step's cache rows. Contract in
+// mla_project_query.py.
 //
-// A cluster of C CTAs makes a head: two of 64 heads, more of fewer. Each streams its share of the head's rows of q_b
-// past the tokens (weight_stream.cuh), gives the others its share of q_nope, and multiplies all of it by its share of
-// the columns of W_UK, which come while the rows do: both are asked for before the wait. The CTAs after the heads' write
-// the cache, a warp per token.
+// A cluster of C CTAs computes a head: C = 2 with 64 heads, more with fewer heads. Each CTA multiplies the tokens by
+// its share of the head's rows of q_b (weight_stream.cuh), sends its share of q_nope to the other CTAs, and multiplies
+// the whole q_nope by its share of the columns of W_UK. The loads of q_b and W_UK are issued before the wait. The CTAs
+// after those of the heads write the cache, a warp per token.
 #include "attention/sm90/cache_row.cuh"
 #include "cuda/weight_stream.cuh"
 
@@ -20,16 +20,16 @@ namespace {
 
 constexpr int MOST = 8, THREADS = WARPS * 32;
 constexpr int MOST_STAGES = 8;
-constexpr int STRIDE = NOPE + 8;  // of q_nope; its rows: eight meet no bank twice
+constexpr int STRIDE = NOPE + 8;  // elements from row to row of q_nope: reads of eight rows have no bank conflict
 
 // How C CTAs share a head.
 template <int C>
 struct Share {
   static constexpr int KS = C == 2 ? 4 : 8, GROUPS = WARPS / KS;       // warps that share a tile; tiles at once
-  static constexpr int NOPE_ROWS = NOPE / C, ROPE_ROWS = ROPE / C;     // of a CTA
+  static constexpr int NOPE_ROWS = NOPE / C, ROPE_ROWS = ROPE / C;     // rows of a CTA
   static constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE;
-  static constexpr int COLUMNS = LATENT / C, PITCH = COLUMNS * 2 + 16;  // of W_UK, likewise
-  // Clusters of two fill the GPU with a CTA per SM. Not so larger ones: two CTAs share an SM.
+  static constexpr int COLUMNS = LATENT / C, PITCH = COLUMNS * 2 + 16;  // columns of W_UK; bytes from row to row
+  // Clusters of two fill the GPU with one CTA per SM. Larger clusters do not, so two CTAs share an SM.
   static constexpr int CTAS = C == 2 ? 1 : 2, MEMORY = (C == 2 ? 208 : 94) * 1024;
 };
 template <typename W, int C>
@@ -38,7 +38,7 @@ using StageOf = stream::Stage<C == 2 ? W::BYTES * 128 : W::BYTES == 2 ? 128 : 19
 struct Args {
   stream::Rows in;
   const uint8_t* w;    // [H (NOPE + ROPE), i]
-  const float* scale;  // of its rows, of e4m3
+  const float* scale;  // of the rows of w, for e4m3 weights
   NewRows rows;
   const bf16* w_uk;  // [H, NOPE, LATENT]
   bf16* out;         // [T, H, WIDTH]
@@ -68,11 +68,11 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int part = warp % KS, group = warp / KS, rank = cluster_rank(), head = blockIdx.x / C;
   const int row_bytes = a.in.i * W::BYTES, chunks = a.in.i / W::CHUNK / KS, begin = part * chunks;
-  // Row n of this CTA's in the head's: its share of the nope rows, then of the rope rows.
+  // The index in the head of row n of this CTA: first its share of the nope rows, then of the rope rows.
   auto row_of = [&](int n) {
     return head * (NOPE + ROPE) + (n < NOPE_ROWS ? rank * NOPE_ROWS + n : NOPE + rank * ROPE_ROWS + n - NOPE_ROWS);
   };
-  // What is to be loaded next into a warp's ring: from chunk `ahead` of a tile.
+  // The next load into a warp's ring: from chunk `ahead` of a tile.
   struct Next {
     int tile, ahead, stage;
   };
@@ -96,8 +96,8 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
   if (threadIdx.x == 0) barrier_init(&w_uk_full, ASKING);
   barriers_visible();
-  // What is asked for after the weights arrives after them, some microseconds later: the norm is asked for before.
-  const int preparing = threadIdx.x - ASKING * 32;  // of the warps that prepare x
+  // Memory answers in order: a load issued after the weights returns some microseconds later. So load the norm first.
+  const int preparing = threadIdx.x - ASKING * 32;  // index among the threads that prepare x
   if (preparing >= 0) {
     for (int k = preparing * 8; k < a.in.i; k += (WARPS - ASKING) * 256) copy16(norm + k, a.in.norm + k);
     copies_commit();
@@ -126,7 +126,7 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   if (preparing >= 0) {
     copies_wait<0>();
     if (scaled) scales[preparing] = scale;
-    stream::prepared<ASKING>();  // the norm's weights are there
+    stream::prepared<ASKING>();  // the norm's weights have arrived
     stream::stage<W, ASKING>(a.in, xs, norm, lowered);
   }
   stream::hand_over<ASKING>(warp);
@@ -144,14 +144,14 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
       barrier_wait(&barriers[warp][stage_out], phase);
       stream::multiply<W, Stage::CHUNKS>(acc, mine + stage_out * Stage::BYTES, x, (begin + c) * W::CHUNK);
       if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
-      __syncwarp();  // everyone has read the stage that the next load overwrites
+      __syncwarp();  // all lanes have read the stage that the next load overwrites
       load(next, warp);
     }
     acc.store(sums[part][group + n * GROUPS]);
   }
-  cluster_wait();  // the others have started: their memory is there
+  cluster_wait();  // the other CTAs have started, so their shared memory may be written
   __syncthreads();
-  // Rows n and n + 1 of this CTA's for a token, rounded as the projection's output.
+  // Rows n and n + 1 of this CTA for a token, rounded to bf16 like the projection's output.
   auto pair = [&](int token, int n) {
     const float* at = &sums[0][n / TILE][token * TILE + n % TILE];
     float v[2] = {at[0], at[1]};
@@ -202,8 +202,8 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
 
 }  // namespace
 
-// scale: null for bf16 weights, else those of the rows of e4m3 weights. T is at most 8, i a multiple of 512
-// and at most 1,536; below 48 heads 1,536.
+// scale: null for bf16 weights, else the scales of the rows of e4m3 weights. T is at most 8, i a multiple of 512 and at
+// most 1,536; with fewer than 48 heads i is 1,536.
 API int mla_project_query(const void* x, int64_t x_stride, int64_t i, const void* norm, const void* w, const void* scale,
                     const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos, const void* sin,
                     void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps,

@@ -1,4 +1,4 @@
-// Before attention in the plain form: queries rotated in place, and the step's cache rows, in one launch. Contract in
+// Before attention in the plain form: rotates queries in place and writes the step's cache rows. Contract in
 // mla_rotate_query.py.
 #include "attention/sm90/cache_row.cuh"
 

@@ -1,4 +1,4 @@
-// What the kernels around absorbed MLA share: Kimi's sizes, and one head's weights as the A operand of tensor cores.
+// Shared by the kernels around absorbed MLA: Kimi's sizes, and one head's weights as the A operand of tensor cores.
 #pragma once
 #include "cuda/hopper.cuh"
 
@@ -8,7 +8,7 @@ using namespace hopper;
 
 constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, NOPE = 128, VALUE = 128;
 
-// Four 8 x 8 matrices, of whose rows each lane points at one.
+// ldmatrix of four 8 x 8 matrices; each lane gives the address of one of their rows.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], const void* row) {
   if (TRANSPOSED) {

@@ -1,8 +1,8 @@
-// The outputs of a context's ranges, weighed and multiplied by W_UV: a cluster of CTAs per head and 32 tokens. The
-// ranges are those of mla_decode.cu, or the parts of a KV cache that ranks hold.
+// The combine step of split-KV (flash decoding), fused with W_UV: a cluster of CTAs per head and 32 tokens. The splits
+// ("ranges") are those of mla_decode.cu, or the parts of a KV cache that is sharded over ranks.
 //
-// A CTA weighs the outputs for its part of the latent, multiplies by its rows of W_UV (streamed before the wait), and
-// the cluster sums over its CTAs.
+// A CTA adds the outputs of the ranges, weighted by their log-sum-exps, for its part of the latent, multiplies the sum
+// by its rows of W_UV (loaded before the wait), and the cluster adds the products of its CTAs.
 #pragma once
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/wgmma.cuh"
@@ -11,7 +11,7 @@ namespace mla {
 
 constexpr int TOKENS = 32, COMBINE_THREADS = 256;
 
-// CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y), up to MINE of them a warp's own.
+// CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y), up to MINE of them for each warp.
 // Up to 4 tokens in all, the warps share a token's ranges. AT_ONCE: ranges of each that are read together. RANKS: the
 // ranges are the parts of `ctas` ranks, outputs [T, H, LATENT] and log-sum-exps [T, H] of each, `least` outputs and `B`
 // log-sum-exps from one rank's to the next's; query_start and context are null.
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
                  ((column / 8) % 8 ^ (row & 7)) * 8;
   }
   wait_for_predecessor();
-  let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
+  let_successor_start();  // only after the wait: the next kernel may then assume that the cache rows are written
 
   int step = SIDE * sharing, s0 = MINE == 1 ? warp % sharing * SIDE + side : side;
   uint4 x[MINE][AT_ONCE];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     }
     __syncthreads();
   }
-  cluster_wait();  // the others have started: their memory is there
+  cluster_wait();  // the other CTAs have started, so their shared memory may be written
   int column_out = warp * 16 + lane / 4;
   uint32_t there = address_in(products + rank * (TOKENS * OWN) + column_out % OWN, column_out / OWN);
 #pragma unroll 1
@@ -213,7 +213,7 @@ int start_combine(const void* partials, const void* weights, const void* query_s
   constexpr size_t bytes =
       HeadWeights<K, VALUE>::BYTES + TOKENS * (K + 32) * 2 + TOKENS * VALUE * 4 + COMBINE_THREADS / 32 * K * 4;
   dim3 grid(H * CLUSTER, (T + TOKENS - 1) / TOKENS);
-  // Above 32 tokens, reading more than one range of each at once was slower: 16 us for 10.
+  // Above 32 tokens, reading more than one range of each token at once was slower: 16 us instead of 10.
   auto kernel = T <= 8    ? combine<CLUSTER, 1, 16, RANKS>
                 : T <= 16 ? combine<CLUSTER, 2, 8, RANKS>
                 : T <= 32 ? combine<CLUSTER, 4, 4, RANKS>

@@ -1,9 +1,9 @@
 // Absorbed MLA over one range of a context, by one CTA.
 //
-// A tile is 64 query rows (token, head) of one request. A producer warp brings 64 latents at a time (TMA, two stages,
-// 128-byte swizzle). Warpgroup 0 computes the scores and the softmax and hands the probabilities on in shared memory;
-// both warpgroups then accumulate 256 columns of the output each. Packed latents (latent_cache.py) arrive as bytes; the
-// producer and the three warps beside it widen them while the warpgroups work on the tile before.
+// A tile is 64 query rows (token, head) of one request. A producer warp loads 64 latents at a time (TMA, two stages,
+// 128-byte swizzle). Warpgroup 0 computes the scores and the softmax and writes the probabilities to shared memory;
+// then both warpgroups accumulate 256 columns of the output each. Packed latents (latent_cache.py) are loaded as e4m3
+// bytes; the producer and the three warps beside it convert them to bf16 while the warpgroups work on the tile before.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "attention/sm90/split_kv_short.cuh"
@@ -13,7 +13,7 @@ namespace mla {
 
 constexpr int CHUNKS = WIDTH / 64, STAGES = 2, ATTEND_THREADS = 384, WIDENERS = 128;
 constexpr int CHUNK_BYTES = 64 * 128, TILE_BYTES = CHUNKS * CHUNK_BYTES;
-constexpr int ROPE_AT = LATENT / 64 * CHUNK_BYTES, BYTES_AT = ROPE_AT / 2;  // of packed rows, within a tile's memory
+constexpr int ROPE_AT = LATENT / 64 * CHUNK_BYTES, BYTES_AT = ROPE_AT / 2;  // offsets in a tile: rope, packed latents
 
 struct Control {
   float rescale[ROWS], inverse[ROWS];
@@ -24,8 +24,8 @@ struct Control {
 constexpr int ATTEND_BYTES = TILE_BYTES * (1 + STAGES) + CHUNK_BYTES + 1024;
 static_assert(sizeof(Control) <= 1024 && ATTEND_BYTES <= 227 * 1024);
 
-// The cache's rows, in boxes of GROUP and of KEYS of them: all chunks of a bf16 cache, the rope of a packed one, whose
-// latents come as bytes.
+// Tensor maps of the cache's rows, with boxes of GROUP and of KEYS rows: all chunks of a bf16 cache; of a packed one
+// the rope, its latents being copied as bytes.
 struct Maps {
   CUtensorMap few, many, few_bytes, many_bytes;
 };
@@ -45,13 +45,13 @@ __device__ __forceinline__ void values_product(float (&d)[128], uint64_t a, uint
                : "l"(a), "l"(b));
 }
 template <int n>
-__device__ __forceinline__ void settle(float (&d)[n]) {  // keeps uses of d below the wait
+__device__ __forceinline__ void settle(float (&d)[n]) {  // keeps the compiler from using d before the wait
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 template <int id>
-__device__ __forceinline__ void meet() {  // of both warpgroups
+__device__ __forceinline__ void meet() {  // a named barrier of both warpgroups
   asm volatile("bar.sync %0, 256;" ::"n"(id) : "memory");
 }
 template <int id>
@@ -59,8 +59,8 @@ __device__ __forceinline__ void arrive() {
   asm volatile("bar.arrive %0, 256;" ::"n"(id) : "memory");
 }
 
-// Latents that came as e4m3 to bf16, in place: their bytes lie in the second half of the tile's memory, so what a chunk
-// becomes covers bytes of chunks before it, or of the last two. By the warpgroup that brings them.
+// Converts latents from e4m3 to bf16 in place: the bytes are in the second half of the tile's memory, so the bf16 of a
+// chunk overwrites bytes of earlier chunks, or of the last two. Run by the producer's warpgroup.
 __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
   constexpr int OF_CHUNK = KEYS * 4, AT_ONCE = 2 * OF_CHUNK, EACH = AT_ONCE / WIDENERS;  // pieces of 16 bytes
   const int thread = threadIdx.x % WIDENERS;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
     for (int n = 0; n < EACH; ++n) {
       v[n] = *reinterpret_cast<const uint4*>(tile + BYTES_AT + (first + n * WIDENERS + thread) * 16);
     }
-    named_sync(5, WIDENERS);  // all have read what is overwritten now
+    named_sync(5, WIDENERS);  // all threads have read the bytes that are overwritten now
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int piece = n * WIDENERS + thread, row = piece / 4 % KEYS, column = piece % 4 * 2;
@@ -88,8 +88,8 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
   barrier_arrive(ready);
 }
 
-// The producer warp. Latents of earlier steps, and the tables, are not written by the stream's last kernels: the first
-// tile of them is asked for before the wait, the second after the query, which would arrive behind it.
+// The producer warp. Latents of earlier steps and block tables are not written by the kernels that may still run, so
+// their first tile is loaded before the wait. The second is loaded after the query, which else would arrive after it.
 template <bool PACKED>
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const Maps* maps, const int* table,
                                       int block, int H, char* shared, Control* control) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
     widen_latents(shared + TILE_BYTES * (1 + tile % STAGES), &control->ready[tile % STAGES]);
   };
   bool waited = false;
-  int rows = row_of(lane);  // of 32 groups, one a lane
+  int rows = row_of(lane);  // the cache rows of 32 groups, one per lane
 #pragma unroll 1
   for (int first = 0; first < groups; first += PER_TILE) {
     int tile = first / PER_TILE, stage = tile % STAGES, here = min(PER_TILE, groups - first);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, co
         }
       }
     }
-    if (PACKED) {  // as many tiles as there are stages are on their way before the first is widened
+    if (PACKED) {  // fill all stages before the first tile is converted
       const bool last = first + PER_TILE >= groups;
       if (tile == STAGES - 1 || (last && tile < STAGES)) {
         for (int i = 0; i < tile; ++i) widen(i);
@@ -191,7 +191,8 @@ __device__ __forceinline__ void rescale(float (&o)[128], float low, float high) 
   }
 }
 
-// Columns 256 `half` .. + 255 of the range's output, by one warpgroup; `shared` is the query's memory, free by now.
+// Writes columns 256 half .. + 255 of the range's output, by one warpgroup; `shared` is the query's memory, free by
+// now.
 __device__ void write_out(float (&o)[128], int half, const Control* control, char* shared, bf16* partial, int rows) {
   int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16;
   rescale(o, control->inverse[row + lane / 4], control->inverse[row + lane / 4 + 8]);
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
     int half = __shfl_sync(EVERYONE, warp / 4, 0), row = warp % 4 * 16 + lane / 4;
     asm volatile("bar.sync 0;" ::: "memory");
     const Work work = control->work;
-    // Who has nothing to do makes room; that all predecessors have finished when this kernel has is up to the others.
+    // A CTA without work ends at once. CTA 0 always waits, so that this kernel does not end before its predecessors.
     if (work.rows == 0 && blockIdx.x > 0) return;
     wait_for_predecessor();
     if (work.rows == 0) return;
@@ -317,7 +318,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           max_low = fmaxf(max_low, __shfl_xor_sync(EVERYONE, max_low, i));
           max_high = fmaxf(max_high, __shfl_xor_sync(EVERYONE, max_high, i));
         }
-        // A maximum that grows by less than 2^8 is not followed: the sums bear it, and most tiles need no rescaling.
+        // The running maximum is updated only if it grows by a factor above 2^8: the fp32 sums have room for that, and
+        // most tiles need no rescaling.
         auto follow = [scale](float& top, float max) {
           max *= scale;
           if (!(max > top + 8)) return 1.0f;
@@ -338,7 +340,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           sum_low += s[i] + s[i + 1];
           sum_high += s[i + 2] + s[i + 3];
         }
-        if (tile) meet<2>();  // the other warpgroup has read the last probabilities
+        if (tile) meet<2>();  // the other warpgroup has read the probabilities of the tile before
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
           store_matrices(probabilities, warp * 16, j * 8, narrow(s[j * 4], s[j * 4 + 1]),
@@ -365,7 +367,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           }
         }
       } else if (at + KEYS > work.end) {
-        // Past the end lies anything, nan included, and a probability of 0 does not hide that.
+        // Rows past the end may hold anything: 0 x NaN is NaN, so set them to zero.
         int from = work.end - at;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < (KEYS - from) * (LATENT / 8); i += 128) {

@@ -1,28 +1,28 @@
-// How decode attention is dealt out: which CTA attends which range of a context for which query rows.
+// The split-KV schedule of decode attention: which CTA computes which range of a context for which query rows.
 #pragma once
 #include "attention/sm90/mla_shapes.cuh"
 
 namespace mla {
 
 constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of one
-constexpr int QUARTER = ROWS / 4;    // rows of a CTA where four share a tile
-constexpr int GROUP = 16;            // latents that lie together in the cache
+constexpr int QUARTER = ROWS / 4;    // rows of a CTA if four CTAs share a tile
+constexpr int GROUP = 16;            // latents that are adjacent in the cache: the smallest block
 constexpr int MAX_RANGES = 256;
-constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's outputs: [LATENT / 64][ROWS][64], swizzled as in memory
+constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's output: [LATENT / 64][ROWS][64], 128-byte swizzle
 constexpr uint32_t EVERYONE = ~0u;
 
-// What a CTA does: rows row .. row + rows - 1 of request b against positions start .. end - 1; all of them, or one
-// quarter, which then is not below 0. The outputs are those of range `slot`.
+// The work of a CTA: query rows row .. row + rows - 1 of request b against positions start .. end - 1. quarter: which
+// quarter of the rows, or below 0: all. slot: the range to which its output is written.
 struct Work {
   int b, row, rows, start, end, count, context, first_token, slot, quarter;
 };
 
-// Where a token's ranges are: range first + row / ROWS * ranges + i, with row = index * H + head.
+// The ranges of a token: range i has slot first + row / ROWS * ranges + i, with row = index * H + head.
 struct Found {
   int first, ranges, index, unused;
 };
 
-// What every layer reads is not to leave the second-level cache between two of them.
+// Loads a value that every layer reads again, with the policy that keeps it in L2.
 __device__ __forceinline__ int kept(const int* p) {
   int v;
   asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(v) : "l"(p), "l"(KEPT) : "memory");
@@ -40,9 +40,9 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 __device__ __forceinline__ int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
 
-// One warp. Every tile with a context gets at least one of the CTAs, the others go where contexts are long; where all
-// are so short that three quarters would idle, four share a range. Returns this CTA's work, or writes down where the
-// ranges of `tokens` tokens from `first_token` on are.
+// Run by one warp. Every tile with a context gets at least one CTA, the other CTAs go to the longest contexts. If all
+// contexts are so short that three quarters of the CTAs would have no work, four CTAs share a range. Returns this CTA's
+// work, or with `record` writes down the ranges (`Found`) of `tokens` tokens from `first_token` on.
 template <bool record>
 __device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
                                            int least, Found* found, int first_token, int tokens) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
     if (lane < tokens) found[lane] = {};
     __syncwarp();
   }
-  int groups = 0, tiles = 0;  // of all tiles together; their number
+  int groups = 0, tiles = 0;  // groups of latents of all tiles together; number of tiles
 #pragma unroll 1
   for (int b = lane; b - lane < B; b += 32) {
     read(b);
@@ -77,7 +77,7 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
     if (B > 32) read(base + lane);
     if (n) {
       size = quotient_up(known, min(length < known ? quotient_up(known, length) : 1, MAX_RANGES));
-      int unit = size > KEYS ? KEYS : GROUP;  // part of a tile costs as much as a whole one
+      int unit = size > KEYS ? KEYS : GROUP;  // whole tiles: a part of one costs as much
       size = (size + unit - 1) & -unit;
       ranges = quotient_up(known, size);
     }

@@ -1,4 +1,4 @@
-// Which of the tokens drawn in a step stand, a thread per request. Contract in accept_drafts.py.
+// Accepts the drafts of a step, a thread per request. Contract in accept_drafts.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;

@@ -1,4 +1,4 @@
-// Where decoding goes on whose last step the host has not read yet, a thread per column. Contract in advance_inputs.py.
+// Completes the inputs of a chained step, a thread per column. Contract in advance_inputs.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;

@@ -1,7 +1,7 @@
 // The largest logit per row and its probability, in one pass. Contract in argmax_probability.py.
 //
-// A cluster of CTAs shares a row. A thread keeps the largest of its logits, where it lies, and the sum of e^(logit -
-// largest); two such triples join to one.
+// A cluster of CTAs shares a row. A thread keeps the largest of its logits, its index, and the sum of e^(logit -
+// largest); two such triples are merged to one (online softmax).
 #include <cooperative_groups.h>
 
 #include "cuda/hopper.cuh"
@@ -13,9 +13,9 @@ namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_CTAS = 8;  // of a row: as many as every GPU can place
-constexpr int FEW = 8192;     // ids that one CTA takes alone
-constexpr int BATCH = 8;      // loads in flight
+constexpr int MOST_CTAS = 8;  // most CTAs per row: the portable size of a cluster
+constexpr int FEW = 8192;     // a vocabulary up to this size needs one CTA
+constexpr int BATCH = 8;      // loads in flight per thread
 constexpr float INFINITE = __builtin_inff();
 
 struct Args {
@@ -25,7 +25,7 @@ struct Args {
   int V;
 };
 
-// Of some logits: the largest, its first place, the sum of e^(logit - largest); `broken` if one is nan or +inf.
+// Of a set of logits: the largest, its lowest index, the sum of e^(logit - largest); `broken` if one is nan or +inf.
 struct Best {
   float largest, sum;
   int at, broken;
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(THREADS) void argmax_probability_kernel(Args a) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int count = cluster.num_blocks(), rank = cluster.block_rank(), row = blockIdx.x / count;
   cluster.barrier_arrive();
-  wait_for_predecessor();  // and the kernel that follows waits for this kernel's end
+  wait_for_predecessor();  // no let_successor_start(): the next kernel must start after this one's end (see .py)
 
   const float* from = a.logits + static_cast<int64_t>(row) * a.V;
   const int each = (a.V + count - 1) / count, end = min(a.V, (rank + 1) * each);
@@ -75,7 +75,7 @@ __global__ __launch_bounds__(THREADS) void argmax_probability_kernel(Args a) {
   best = over_warp(best);
   if (lane == 0) warps[warp] = best;
   __syncthreads();
-  cluster.barrier_wait();  // every CTA of the row runs, and its memory can be written
+  cluster.barrier_wait();  // every CTA of the row has started, so its shared memory may be written
   if (warp == 0) {
     best = over_warp(lane < WARPS ? warps[lane] : Best{-INFINITE, 0.0f, a.V, 0});
     if (lane == 0) *cluster.map_shared_rank(&ctas[rank], 0) = best;

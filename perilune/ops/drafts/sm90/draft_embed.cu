@@ -1,4 +1,4 @@
-// What a draft's layer reads, in one launch: a CTA per token and half. Contract in draft_embed.py.
+// Inputs of the draft model's layer, in one launch: a CTA per token and half. Contract in draft_embed.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -6,7 +6,7 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MOST = 4;  // groups of 8 values a thread holds
+constexpr int MOST = 4;  // most groups of 8 values per thread
 
 struct Args {
   const int64_t *ids, *positions;

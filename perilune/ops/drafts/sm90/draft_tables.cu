@@ -1,4 +1,4 @@
-// Where chains branch off, some CTAs per request. Contract in draft_tables.py.
+// Inputs for drafting chains, several CTAs per request. Contract in draft_tables.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -6,8 +6,8 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MOST_CTAS = 16;  // of a request
-constexpr int EACH = 4;        // copies of 16 bytes that a thread has in flight
+constexpr int MOST_CTAS = 16;  // most CTAs per request
+constexpr int EACH = 4;        // copies of 16 bytes in flight per thread
 
 struct Args {
   const int* tables;             // [S, M]
@@ -20,7 +20,7 @@ struct Args {
 };
 
 __global__ __launch_bounds__(THREADS) void draft_tables_kernel(Args a) {
-  wait_for_predecessor();  // and the kernel that follows waits for this kernel's end
+  wait_for_predecessor();  // no let_successor_start(): the next kernel must start after this one's end (see .py)
   const int64_t b = blockIdx.x, p = a.last[b] + 1, first = p / a.size, own = a.scratch + a.ahead * b;
   const int64_t thread = static_cast<int64_t>(blockIdx.y) * THREADS + threadIdx.x, threads = gridDim.y * THREADS;
   const int* table = a.tables + b * a.M;

@@ -1,15 +1,15 @@
-// y = x w^T for a few rows of x: a stream of weights at the rate of the memory. Contracts in linear.py,
+// y = x w^T for a few rows of x: bound by memory bandwidth, because every weight is read once. Contracts in linear.py,
 // rmsnorm_linear.py and linear_fp8.py.
 //
-// A tile is 8 rows of w: the tensor core's A, as it lies in memory, with tokens as B (weight_stream.cuh). KS of a CTA's
-// 16 warps split the k of a tile and meet in shared memory. Each warp has a ring of stages that bulk copies fill,
-// across tiles, from before the kernel that makes x has finished: half of the warps ask, while the others wait for x
-// and prepare it. Not plain loads: those need lines of the first-level cache while they are in flight, and after a
-// kernel that took nearly all of it as shared memory (attention, experts) the same kernel took half as long again. Nor
-// tensor maps: their rows of 128 bytes reach 4.1 TB/s where copies of 256 reach 4.5.
+// A tile is 8 rows of w: the A operand of the tensor cores in memory order, with tokens as B (weight_stream.cuh). KS of
+// a CTA's 16 warps split the k of a tile and add their sums in shared memory. Each warp has a ring of stages that bulk
+// copies fill, across tiles, starting before the kernel that computes x has ended: half of the warps issue copies,
+// while the others wait for x and prepare it. Why not plain loads: they need L1 lines while they are in flight, and
+// after a kernel that used nearly all of L1 as shared memory (attention, experts) the same kernel took 1.5 times as
+// long. Why not tensor maps: their rows of 128 bytes reach 4.1 TB/s, bulk copies of 256 bytes 4.5.
 //
-// Some rows of x, or very wide ones, are split by k between two CTAs of a cluster: the first hands its sums to the
-// second, which adds its own in the same order. Such rows are copied as they lie, the first half of every warp's part
+// With 5 to 8 rows of x, or very wide ones, two CTAs of a cluster split k: the first sends its sums to the second,
+// which adds its own in the same order. Such rows of x are copied in memory order, the first half of every warp's part
 // first.
 #include "cuda/weight_stream.cuh"
 
@@ -20,21 +20,21 @@ namespace {
 struct Args {
   Rows in;
   const uint8_t* w;    // [o, i]
-  const float* scale;  // [o], of e4m3
+  const float* scale;  // [o], for e4m3 weights
   void* y;             // [T, o] bf16, or float if wide
   int o, wide;
-  int stages;  // of a ring
+  int stages;  // of each warp's ring
 };
 
-constexpr int LONG = 32;  // tiles for each group of warps, from which on larger copies of bf16 pay
+constexpr int LONG = 32;  // with so many tiles per group of warps, larger copies of bf16 weights are faster
 
 template <int ROW>
 constexpr int MOST_STAGES = ROW > 256 ? 2 : ROW == 256 ? 5 : 8;
 
-// Whether the weights of a norm are fetched before the wait.
+// Whether the norm's weights are loaded before the wait.
 __host__ __device__ constexpr bool kept(const Rows& in) { return in.norm != nullptr && in.i <= 2048; }
 
-// A sum as it is handed on: to `to` in CTA `rank` of the cluster, where `barrier` counts its bytes.
+// Sends a sum to address `to` of CTA `rank` of the cluster; `barrier` there counts its bytes.
 __device__ __forceinline__ void hand_on(const float* to, const uint64_t* barrier, int rank, float v) {
   const uint32_t there = address_in(to, rank), remote = address_in(reinterpret_cast<const float*>(barrier), rank);
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(v),
@@ -42,7 +42,7 @@ __device__ __forceinline__ void hand_on(const float* to, const uint64_t* barrier
                : "memory");
 }
 
-// CTAS: of a cluster that share the k of a tile.
+// CTAS: CTAs of a cluster that split the k of a tile.
 template <typename W, int ROW, int KS, int TOKENS, int CTAS>
 __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_constant__ Args a) {
   using S = Stage<ROW>;
@@ -50,7 +50,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   using Value = typename W::Value;
   constexpr int SHARING = KS / CTAS, GROUPS = WARPS / SHARING;  // warps of a CTA that share a tile; tiles at once
   constexpr bool SPLIT = CTAS > 1;
-  // Warps that prepare x: e4m3's takes longer than asking, and is the work of all.
+  // Warps FIRST .. prepare x. For e4m3 weights that takes longer than issuing loads, so all warps do it.
   constexpr int FIRST = W::BYTES == 1 ? 0 : ASKING, PREPARING = WARPS - FIRST;
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * a.stages * S::BYTES);
@@ -71,7 +71,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   const int k0 = part * chunks * W::CHUNK;  // in this CTA's part
   int tile = blockIdx.x / CTAS + group * clusters;  // evenly over processors
 
-  // What is to be loaded next into a warp's ring: piece `ahead` of a tile.
+  // The next load into a warp's ring: piece `ahead` of a tile.
   struct Next {
     const uint8_t* from;
     int tile, ahead, stage;
@@ -107,21 +107,21 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     if (threadIdx.x < 2) barrier_init(&x_full[threadIdx.x], WARPS);
   }
   barriers_visible();
-  __syncthreads();  // the barriers are there
+  __syncthreads();  // the barriers are initialised
   if (SPLIT) cluster_arrive();
-  // The scale of the row of w that this lane writes is loaded with the tile, not after its sum.
+  // Load the scale of the row of w that this lane writes now, with the tile, not after its sum.
   float scale = 1;
   auto load_scale = [&]() {
     if (W::BYTES == 1 && tile < tiles) scale = a.scale[tile * TILE + lane % TILE];
   };
   load_scale();
-  // What is asked for after the weights arrives after them, some microseconds later: norms are asked for before.
+  // Memory answers in order: a load issued after the weights returns some microseconds later. So load the norm first.
   if (warp >= FIRST && norm != nullptr) {
 #pragma unroll 1
     for (int k = (threadIdx.x - FIRST * 32) * 8; k < a.in.i; k += PREPARING * 256) copy16(norm + k, a.in.norm + k);
     copies_commit();
   }
-  // Asking takes as long as memory takes to answer: some microseconds.
+  // Filling the ring takes as long as the first answers of memory: some microseconds.
   Next other = first(warp + ASKING);
 #pragma unroll 1
   for (int s = 0; s < a.stages; s++) {
@@ -132,7 +132,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   let_successor_start();
   constexpr int READS = SPLIT ? TOKENS / 8 : X::KINDS;
   const Value* x[READS];
-  const int soon = (loads + 1) / 2;  // pieces of every warp's part of x that come first
+  const int soon = (loads + 1) / 2;  // pieces of every warp's part of x that are copied first
   if constexpr (SPLIT) {
     const int row = (warp + ASKING) % WARPS;
     if (elected()) {  // a warp copies a row
@@ -145,14 +145,14 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
         }
       }
     }
-    cluster_wait();  // the other has started: its memory is there
+    cluster_wait();  // the other CTA has started, so its shared memory may be written
 #pragma unroll
     for (int n = 0; n < READS; n++) x[n] = xs + min(n * 8 + g, in.T - 1) * pitch + t * 8;
   } else {
     if (warp >= FIRST) {
       if (norm != nullptr) {
         copies_wait<0>();
-        prepared<FIRST>();  // a row's segments meet weights that others have copied
+        prepared<FIRST>();  // a warp multiplies its weights by segments of x that other warps have copied
       }
       stage<W, FIRST>(in, xs, norm != nullptr ? norm : a.in.norm, lowered);
     }
@@ -177,7 +177,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
           multiply<W, S::CHUNKS>(acc, w, x, k);
         }
         if (++stage_out == a.stages) stage_out = 0, phase ^= 1;
-        __syncwarp();  // everyone has read the stage that the next load overwrites
+        __syncwarp();  // all lanes have read the stage that the next load overwrites
         load(next, warp);
       }
     }
@@ -221,7 +221,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     tile += step;
     load_scale();
   }
-  if (SPLIT) cluster_sync();  // neither's memory goes while the other writes to it
+  if (SPLIT) cluster_sync();  // neither CTA may end while the other writes to its shared memory
 }
 
 template <typename W, int ROW, int KS, int TOKENS, int CTAS = 1>
@@ -230,12 +230,12 @@ int start(Args a, int sms, void* stream) {
   const int pitch = CTAS > 1 ? a.in.i / CTAS + RAW_PAD : pitch_of(a.in.i);
   const int rows = (a.in.T * pitch + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
   const int units = (a.o / TILE + GROUPS - 1) / GROUPS;
-  // With one tile for each, what is loaded before x is there is all that counts; else what is beside the ring is better
-  // left to the kernels that follow: the router's CTAs wait there.
+  // With one tile per warp, use the largest ring: all loads are issued before x is ready. Else leave shared memory
+  // beside the ring to the next kernel: the CTAs of the router start early and wait there.
   const int most = ROW == 256 && units * CTAS > sms ? 4 : MOST_STAGES<ROW>;
   a.stages = min(most, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
-  // One CTA to a processor: a second would fit beside a small one, and where a predecessor that ends unevenly lets the
-  // hardware put two on one processor and none on another, work that is dealt out evenly takes twice as long.
+  // Claim enough shared memory for one CTA per SM. Else, after a predecessor that ends unevenly, the hardware may place
+  // two small CTAs on one SM and none on another, and evenly divided work takes twice as long.
   const int claimed = max(rows + a.stages * ROUND, 116 * 1024);
   return launch(linear_kernel<W, ROW, KS, TOKENS, CTAS>, dim3(min(units, sms / CTAS) * CTAS), dim3(WARPS * 32), claimed,
                 stream, CTAS, a);
@@ -251,14 +251,14 @@ template <typename W, int KS>
 int choose(const Args& a, int ctas, int sms, void* stream) {
   const int chunks = a.in.i / W::CHUNK / KS;
   const bool room = a.in.T <= 4 && a.in.T * pitch_of(a.in.i) <= 32 * 1024;
-  if constexpr (W::BYTES == 1) {  // half the copies are worth more than twice the stages
+  if constexpr (W::BYTES == 1) {  // half as many, larger copies gain more than twice as many stages
     if (room && chunks % 8 == 0) return start<W, 512, KS, 4>(a, sms, stream);
     if (room && chunks % 7 == 0) return start<W, 448, KS, 4>(a, sms, stream);
   }
   if constexpr (W::BYTES == 2 && KS == 8) {
     if (ctas == 2) return start<W, 256, KS, 8, 2>(a, sms, stream);
-    // A head over a whole vocabulary reads by copies of 256 bytes at anything between 4.0 and 4.6 TB/s, by larger ones
-    // always at 4.6; what takes a tenth of a millisecond is as fast by either, what takes less is faster by small ones.
+    // The lm_head over a whole vocabulary reads at 4.0 to 4.6 TB/s with copies of 256 bytes, always at 4.6 with larger
+    // ones. Kernels of about 0.1 ms are as fast with either, shorter ones faster with small copies.
     const bool long_way = a.o / TILE >= LONG * sms * (WARPS / KS);
     if (room && long_way && chunks % 7 == 0) return start<W, 448, KS, 4>(a, sms, stream);
   }
@@ -279,7 +279,7 @@ int split(const Args& a, int k_split, int ctas, int sms, void* stream) {
 
 }  // namespace
 
-// scale: null for bf16 weights, else those of the rows of e4m3 weights. k_split: warps that share a tile, 1, 2, 4 or 8.
+// scale: null for bf16 weights, else the scales of the rows of e4m3 weights. k_split: warps per tile, 1, 2, 4 or 8.
 // i / 32 (e4m3: i / 64) must be a multiple of it, o of 8, T at most 16. ctas: 1, or 2 that share k, for bf16 weights
 // without a norm, T up to 8, k_split 8 and i a multiple of 1,024.
 API int linear(const void* x, int64_t x_stride, const void* w, const void* scale, const void* norm, float eps, void* y,

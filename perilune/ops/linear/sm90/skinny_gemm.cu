@@ -1,10 +1,11 @@
-// y = x w^T for some tens of rows of x: every weight is read once, x as often as clusters need it. Contracts in
-// linear.py and linear_fp8.py.
+// y = x w^T for up to 128 rows of x: every weight is read once, x once per cluster. Contracts in linear.py and
+// linear_fp8.py.
 //
-// A CTA has some rows of w, the tensor core's A; x is its B, brought once to all CTAs of a cluster that multiply the
-// same k. Where w has few rows, CTAs of a cluster split k and add in shared memory at the end. A producing warp keeps a
-// ring of stages (128 bytes of each row of w, and what of x they meet) on their way, those of w from before the wait;
-// two or three warpgroups take turns at them. e4m3 becomes bf16, exactly, on its way to registers.
+// A CTA has some rows of w, the A operand of wgmma; x is B, multicast to all CTAs of a cluster that multiply the same
+// k. If w has few rows, CTAs of a cluster split k and add their sums through shared memory at the end. A producer warp
+// keeps a ring of stages (128 bytes of each row of w, and the part of x with the same k) in flight, those of w starting
+// before the wait; two or three consumer warpgroups take stages by turns. e4m3 is converted to bf16, exactly, between
+// shared memory and registers.
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -13,19 +14,19 @@ using namespace hopper;
 namespace {
 
 constexpr int MOST_STAGES = 24;
-constexpr int SHARED = 226 * 1024, ROW = 128;  // bytes of a row in a stage
+constexpr int SHARED = 226 * 1024, ROW = 128;  // bytes: shared memory; a row of w in a stage
 constexpr int MOST_CLUSTER = 8;
-constexpr int ALL = 8;  // the barrier of all warpgroups that multiply; each has one of its own
+constexpr int ALL = 8;  // the named barrier of all consumer warpgroups; each also has its own
 
 struct Args {
-  const float* scale;  // [o], of e4m3
+  const float* scale;  // [o], for e4m3 weights
   void* y;
   int64_t y_stride;
   int T, o;
-  int rows;    // of w, of a CTA, in one pass
+  int rows;    // rows of w per CTA in one pass
   int loads;   // stages of a pass
   int passes;
-  int splits;  // of k among the CTAs of a cluster
+  int splits;  // parts of k, one per CTA of a cluster
   int stages;
   int wide, gated;
 };
@@ -46,7 +47,7 @@ PERILUNE_PRODUCT(32, 2, 16, 17)
 PERILUNE_PRODUCT(64, 4, 32, 33)
 PERILUNE_PRODUCT(128, 8, 64, 65)
 
-// To the same place, and with the same barrier, in every CTA of `mask`.
+// Multicast: to the same address, and with the same barrier, in every CTA of `mask`.
 __device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, uint64_t* barrier,
                                                int mask) {
   asm volatile(
@@ -62,21 +63,21 @@ __device__ __forceinline__ float4 load_from(const float* p, int rank) {
                : "r"(address_in(p, rank)));
   return v;
 }
-// All CTAs of the cluster have come here; says nothing about what they wrote, which takes a flush of every write.
+// A barrier of the cluster without release semantics: writes before it need not be visible (making them so is slow).
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 template <int n>
-__device__ __forceinline__ void settle(float (&d)[n]) {  // keeps uses of d below the wait
+__device__ __forceinline__ void settle(float (&d)[n]) {  // keeps the compiler from using d before the wait
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// BYTES of a weight; N: tokens, rounded up; TILES of 64 rows of w.
+// BYTES: of a weight; N: tokens, rounded up; TILES: tiles of 64 rows of w.
 template <int BYTES, int N, int TILES>
 struct Sizes {
-  static constexpr int K = ROW / BYTES;      // of a stage
-  static constexpr int X = K / 64 * N * ROW;  // bytes of x in it
+  static constexpr int K = ROW / BYTES;      // k of a stage
+  static constexpr int X = K / 64 * N * ROW;  // bytes of x in a stage
   static constexpr int GROUPS = BYTES == 1 && N * TILES <= 64 ? 3 : 2;  // warpgroups that multiply
   static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
   static constexpr int PITCH = TILES * 64 + 4;
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
   if (warp == S::CONSUMERS / 32) {
     if (lane == 0) {
       const int mask = ((1 << sharing) - 1) << slice * sharing;
-      const int box = max(8, N / sharing);  // rows of x that this CTA brings to all that share them
-      struct Place {  // in the ring and in w
+      const int box = max(8, N / sharing);  // rows of x that this CTA multicasts to all CTAs with the same k
+      struct Place {  // a position in the ring and in w
         int stage, load, k, row;
       };
       const int k0 = slice * a.loads * S::K;
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
     wait_for_predecessor();
     const int group = warp / 4, g = lane / 4, t = lane % 4;
     int stage = group, phase = 0, n = group, last = -1;
-    // The stage that the warpgroup read before n is free once all CTAs that share its x say so. Only if it will be
-    // filled again: a copy without a waiter might arrive at a CTA that has ended.
+    // Frees the stage that the warpgroup read before n: it is refilled once all CTAs that share its x have freed it.
+    // Only if it will be refilled: an arrive for which no copy waits might reach a CTA that has ended.
     auto release = [&] {
       if (last < 0 || n - S::GROUPS + a.stages >= total) return;
       named_sync(1 + group, 128);
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
     for (int pass = 0; pass < a.passes; pass++) {
       float d[TILES][N / 2] = {};
       const int end = (pass + 1) * a.loads;
-      uint32_t widened[2][TILES * 16];  // of e4m3
+      uint32_t widened[2][TILES * 16];  // e4m3 weights converted to bf16
 #pragma unroll 1
       for (; n < end; n += S::GROUPS) {
         const uint8_t* ws = memory + stage * stage_bytes;
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
         } else {
           const int r = warp % 4 * 16 + g;
 #pragma unroll
-          for (int half = 0; half < 2; half++) {  // while one half is multiplied, the other is widened
+          for (int half = 0; half < 2; half++) {  // while one half is multiplied, the other is converted
             uint32_t(&v)[TILES * 16] = widened[half];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) settle(d[tile]);
       release();
-      // Both warpgroups' sums to [token][row]. With one pass that memory is the ring's, which nothing fills any more.
+      // The sums of all warpgroups to [token][row]. With one pass this memory is the ring's, which is not filled again.
       named_sync(ALL, S::CONSUMERS);
 #pragma unroll
       for (int turn = 0; turn < S::GROUPS; turn++) {
@@ -291,14 +292,14 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
       write<S, BYTES>(a, sums, (first_tile + pass * step) * a.rows, 0, a.T, 1, rank, 0);
     }
   }
-  if (a.splits > 1) {  // each of them adds the sums of all for its part of the tokens
+  if (a.splits > 1) {  // each CTA adds the sums of all of them for its part of the tokens
     cluster_sync();
     const int share = (a.T + a.splits - 1) / a.splits, begin = slice * share;
     if (warp < S::CONSUMERS / 32) {
       write<S, BYTES>(a, sums, first_tile * a.rows, begin, min(a.T, begin + share), a.splits, member, sharing);
     }
   }
-  if (size > 1) cluster_meet();  // the others may still write to this CTA's memory, or read it
+  if (size > 1) cluster_meet();  // do not end while other CTAs may still write or read this CTA's shared memory
 }
 
 // How many clusters of `size` the GPU holds at once.
@@ -341,7 +342,8 @@ int start(const Call& c, Args a, int clusters) {
   const int spare = TILES * 64 * ROW + (a.passes > 1 ? S::SUMS : 0);
   a.loads = c.i / S::K / a.splits;
   a.stages = (SHARED - spare) / stage;
-  // A stage is always the same warpgroup's: one that came back to it a phase later could not distinguish the two phases.
+  // The number of stages is a multiple of GROUPS, so that a stage always belongs to the same warpgroup: if another one
+  // had used it in between, a waiting warpgroup could not distinguish two phases of its barrier.
   a.stages = min(a.stages, MOST_STAGES) / S::GROUPS * S::GROUPS;
   if (a.stages <= S::GROUPS || (a.passes == 1 && a.stages * stage < S::SUMS)) return -2;
   CUtensorMap w, x;
@@ -360,11 +362,11 @@ template <int BYTES, int N>
 int choose(Call c, Args a) {
   const int clusters = clusters_at_once<BYTES, N, 1>(c.cluster), unit = a.gated ? 16 : 8;
   if (clusters == 0) return -3;
-  const int groups = clusters * (c.cluster / a.splits);  // that have rows of their own
-  // What 128 rows of e4m3 need does not quite fit the registers: better in turns, unless k is split.
+  const int groups = clusters * (c.cluster / a.splits);  // groups of CTAs with different rows of w
+  // 128 rows of e4m3 weights for 128 tokens need too many registers: two passes of 64 are faster, unless k is split.
   const int most = BYTES == 1 && N == 128 && a.splits == 1 ? 64 : 128;
   a.passes = divide_up(a.o, groups * most);
-  if (a.passes > 1 && a.splits > 1) {  // a GPU with fewer processors
+  if (a.passes > 1 && a.splits > 1) {  // only on a GPU with fewer SMs
     a.splits = c.cluster = 1;
     return choose<BYTES, N>(c, a);
   }
@@ -381,10 +383,10 @@ int sized(const Call& c, const Args& a) {
 
 }  // namespace
 
-// scale: null for bf16 weights, else those of the rows of e4m3 weights. T at most 128; o a multiple of 8; i of 64
-// (e4m3: 128) times `splits`, which divides `cluster`, at most 8; addresses and strides of 16 bytes. gated: w's halves
-// are a gate and what it weighs, y has o / 2 columns, and o is a multiple of 16. -1: no tensor maps here; -2: does not
-// fit.
+// scale: null for bf16 weights, else the scales of the rows of e4m3 weights. T at most 128; o a multiple of 8; i a
+// multiple of 64 (e4m3: 128) times `splits`, which divides `cluster`, at most 8; addresses and strides are multiples of
+// 16 bytes. gated: the halves of w are gate and up, y has o / 2 columns, and o is a multiple of 16. Returns -1 without
+// tensor maps, -2 if it does not fit.
 API int skinny_gemm(const void* x, int64_t x_stride, const void* w, const void* scale, void* y, int64_t y_stride,
                     int64_t T, int64_t i, int64_t o, int64_t wide, int64_t gated, int64_t splits, int64_t cluster,
                     void* stream) {

@@ -1,9 +1,9 @@
-// Weights and activations as moe_int4_mma_tma.cu and moe_int4_t1.cu bring them to the tensor cores.
+// INT4 weights and bf16 activations as tensor-core operands, for moe_int4_mma_tma.cu and moe_int4_t1.cu.
 //
-// A nibble needs no conversion: masked out of its word it is, read as bf16, the number q * 2^-133, and 16 q * 2^-133 if
-// it sits four bits higher (all integers below 256 are evenly spaced there). The activations of the latter are held
-// divided by 16, all of them times 2^80: exact for magnitudes from 2^-73 to 2^47. The sums of a group of 32 k start at
-// -8 times the sum of its activations, which takes the offset of q out.
+// A nibble needs no conversion instruction: masked out of its word and read as a (subnormal) bf16, it is q * 2^-133, or
+// 16 q * 2^-133 if it is four bits higher. Activations for the latter are divided by 16, and all are multiplied by
+// 2^80: exact for magnitudes from 2^-73 to 2^47. The sum of a group of 32 k starts at -8 times the sum of its
+// activations, because q is stored with an offset of 8.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"

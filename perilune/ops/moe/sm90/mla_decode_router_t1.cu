@@ -1,12 +1,13 @@
-// One token's norm, router scores and choice of experts in one launch, while the kernel before still adds to the
+// One token's norm, router scores and selection of experts in one launch, while the kernel before still adds to the
 // residual. Contract in mla_decode_router.py.
 //
-// Each CTA has some rows of the gate in shared memory long before, reads the new residual from the mailbox that
+// Each CTA has loaded some rows of the gate to shared memory before, reads the new residual from the mailbox that
 // mla_decode_output_t1.cu writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no
-// rows, writes x, polls for the scores and picks the experts. x is not published: the experts' kernel computes it itself.
-// What a CTA does once it has the residual is run once before, without effect: the first run of any instruction takes
-// microseconds while weights stream. A CTA takes so few registers and so little shared memory that both CTAs of the
-// experts' next launch are co-resident with it on an SM, beside or after one of mla_decode_output's.
+// rows, writes x, polls for the scores and selects the experts. x is not published: the expert kernel computes it
+// itself. The code that runs once the residual has arrived is run once before, without effect: an instruction cache
+// miss takes microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that
+// both CTAs of the expert kernel's next launch are co-resident with it on an SM, beside or after one of
+// mla_decode_output's.
 #include "cuda/residual_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -18,13 +19,13 @@ namespace {
 constexpr int THREADS = fresh::THREADS, WARPS = fresh::WARPS, PIECES = fresh::PIECES;
 
 struct Args {
-  const uint32_t* fresh;         // [2][D / 2], in turns: mla_decode_output_t1.cu
-  unsigned long long* launches;  // CTAs that there have been
+  const uint32_t* fresh;         // [2][D / 2]: the residual's mailbox; launches use the halves by turns
+  unsigned long long* launches;  // number of CTAs of all launches so far
   const bf16* norm;              // [D]
   const bf16* gate;              // [E, D]
   routing::Choice choice;
   bf16* x;                       // [D]
-  uint32_t* scores;              // [E]: bits of a float, inverted; zero, before and after, where there is none
+  uint32_t* scores;              // [E]: inverted bits of a float; 0: not written. Zero before and after the launch
   uint32_t* mailbox;
   uint32_t launch;
   int D;
@@ -33,15 +34,15 @@ struct Args {
 
 __device__ __forceinline__ uint32_t written(float v) {
   const uint32_t bits = ~__float_as_uint(v);
-  return bits ? bits : 0x80000000u;  // one NaN for another
+  return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
 }
 
-// The choice, by all warps. Each looks for the scores of 32 EACH experts in a row and lists its best; then it finds
-// how many of all lists are before each of these. Of equal ones the first expert is chosen. K: top_k, or 0.
+// Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best;
+// then the rank of each is how many of all lists come before it. Ties go to the lower expert. K: top_k, or 0.
 template <int EACH>
 struct Choosing {
   float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];
-  uint64_t best[WARPS][32];  // the key, and the expert inverted
+  uint64_t best[WARPS][32];  // high: key; low: inverted expert id, so that ties go to the lower id
   int ids[32];
 };
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
 #pragma unroll
     for (int n = 0; n < EACH; n++) missing |= first + n * 32 < E && seen[n] == 0;
   } while (__any_sync(~0u, missing && !rehearsal));
-  uint32_t key[EACH];  // choices as integers of the same order; 0 is below all
+  uint32_t key[EACH];  // scores with bias as integers of the same order; 0 is below all
 #pragma unroll
   for (int n = 0; n < EACH; n++) {
     const float score = __uint_as_float(~seen[n]);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool re
     }
   }
   __syncthreads();
-  // Four lanes count for an expert.
+  // Four lanes count the rank of one expert.
 #pragma unroll 1
   for (int k = lane / 4; k < (top_k + 7) / 8 * 8; k += 8) {
     const uint64_t mine = c.best[warp][min(k, top_k - 1)];
@@ -211,9 +212,9 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
 
 }  // namespace
 
-// D a multiple of 256 and at most 7,168; E at most 512; top_k at most 32; rows, of the gate for each CTA, 3 or 4.
-// fresh: as mla_decode_output's launch before this one leaves it, which every launch of this mailbox follows. launches: 0
-// at first. scores [E]: zero before and after. mailbox: of router_mailbox.cuh; launch: of router.py.
+// D a multiple of 256 and at most 7,168; E at most 512; top_k at most 32; rows: of the gate per CTA, 3 or 4.
+// fresh: as written by the launch of mla_decode_output before this one; every launch with this mailbox must follow one.
+// launches: 0 at first. scores [E]: zero before and after. mailbox: see router_mailbox.cuh; launch: see router.py.
 API int mla_decode_router(const void* fresh, void* launches, const void* norm, const void* gate, const void* bias, void* x,
                   void* scores, void* mailbox, void* ids, void* weights, int64_t launch_number, int64_t D, int64_t E,
                   int64_t top_k, int64_t norm_weights, int64_t rows, float eps, float scale, void* stream) {

@@ -1,4 +1,4 @@
-// The choice of experts for one token, from its scores: a warp's work. Contract in router.py.
+// Selects the experts of one token from its scores, by one warp. Contract in router.py.
 #pragma once
 #include "cuda/hopper.cuh"
 
@@ -14,9 +14,10 @@ struct Choice {
   float scale;
 };
 
-// Lane l holds logits and biases of experts 32 n + l. A negative token is a padding row: nothing is written. publish(k, id), of
-// lane 0, hears of every choice as soon as it is made. One after the other: counting for each candidate how many come
-// before it is fewer steps, but three times as many instructions, which are all new to the processor, and took longer.
+// Lane l holds logits and biases of experts 32 n + l. A negative token: a dry run, nothing is written. Lane 0 calls
+// publish(k, id) for each expert as soon as it is selected. Selects one after the other: computing the rank of each
+// candidate takes fewer steps, but three times as many instructions, all of them instruction cache misses, and was
+// slower.
 template <int EACH, typename Publish>
 __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], const float (&bias)[EACH], int token,
                                        int lane, Publish publish) {

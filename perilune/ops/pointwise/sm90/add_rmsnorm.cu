@@ -1,8 +1,8 @@
 // residual += sum of x's parts, y = rmsnorm(residual), for up to some hundred tokens. Contract in add_rmsnorm.py.
 //
-// A cluster of CTAs shares a row: one CTA would take 2 us more for nine partial rows of 7,168 floats, all of it
-// latency. Each warp writes its sum of squares into the shared memory of every CTA of the cluster, so that one barrier
-// is enough.
+// A cluster of CTAs shares a row: one CTA would take 2 us longer for nine partial rows of 7,168 floats, because of
+// latency. Each warp writes its sum of squares to the shared memory of every CTA of the cluster, so that one cluster
+// barrier is enough.
 #include "cuda/wgmma.cuh"
 
 using namespace hopper;
@@ -10,8 +10,8 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int MOST = 4;     // groups of 4 values a thread holds
-constexpr int CLUSTER = 8;  // at most
+constexpr int MOST = 4;     // most groups of 4 values per thread
+constexpr int CLUSTER = 8;  // most CTAs of a cluster
 
 template <bool WIDE>
 __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, const void* x, int parts,
@@ -61,7 +61,7 @@ __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, co
     squares += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
   }
   squares = warp_sum(squares);
-  cluster_wait();  // all CTAs have started: their memory is there
+  cluster_wait();  // all CTAs have started, so their shared memory may be written
   if (lane < ctas) store_in(address_in(sums + rank * WARPS + warp, lane), squares);
   cluster_sync();
   float total = 0;

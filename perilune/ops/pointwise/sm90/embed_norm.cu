@@ -1,4 +1,4 @@
-// What a step needs before its first layer, in one launch, a CTA per token. Contract in embed_norm.py.
+// Inputs of a step's first layer, in one launch, a CTA per token. Contract in embed_norm.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -6,7 +6,7 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MOST = 4;  // groups of 8 values a thread holds
+constexpr int MOST = 4;  // most groups of 8 values per thread
 
 struct Args {
   const int64_t *ids, *rows, *last;  // rows and last may be null

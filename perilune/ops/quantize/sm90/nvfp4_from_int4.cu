@@ -6,7 +6,7 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8;
-constexpr int LANES = 32;  // candidates
+constexpr int LANES = 32;  // one lane per candidate scale
 constexpr int LOWEST = -11, HIGHEST = 6;
 constexpr double UNIT = 1.0 / (1 << 14);
 constexpr unsigned ALL = ~0u;
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(WARPS * 32) void search(Args a) {
     const uint32_t bits = a.scale[row * (a.inputs / 32) + b / 2];
     const int power = int(bits >> 7) - 127 - a.exponent, mantissa = bits & 127;
     const int octave = min(max(power, LOWEST), HIGHEST) - LOWEST;
-    // Lanes from 16 on repeat what the others have.
+    // Lanes from 16 on hold the same nibbles as lanes 0 to 15.
     const int nibble = a.packed[at * 8 + lane % 16 / 2] >> lane % 2 * 4 & 15;
     const int level = lane < 16 ? abs(nibble - 8) : 0;
     const int often = a.often ? a.often[b * 16 + lane % 16] : 1;

@@ -1,4 +1,4 @@
-// A few KB between the device and mapped host memory, without a copy engine. Contract in mapped_copy.py.
+// Copies a few KB between the device and mapped host memory, without a copy engine. Contract in mapped_copy.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -6,9 +6,9 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int MAX_CTAS = 128;  // 16 bytes a thread: 256 KB are in flight at once.
+constexpr int MAX_CTAS = 128;  // with 16 bytes per thread, 256 KB are in flight at once
 
-// `vectors` of 16 bytes, then `words` of 4. __ldcv: host memory has changed since the last launch read it.
+// `vectors` of 16 bytes, then `words` of 4. __ldcv bypasses caches: the host changes the memory between launches.
 __global__ __launch_bounds__(THREADS) void mapped_copy_kernel(int4* to, const int4* from, int64_t vectors, int words) {
   wait_for_predecessor();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;

@@ -1,9 +1,10 @@
-// A token per row of logits, drawn or the largest, in one launch. Contracts in sample.py and argmax.py.
+// A token per row of logits, sampled or the largest, in one launch. Contracts in sample.py and argmax.py.
 //
 // A cluster of CTAs shares a row and keeps it in shared memory, so that logits are read once. Top-k and top-p find
-// their bound without sorting: how far each logit lies below the largest is an unsigned number (the bits of a positive
-// float), and each round counts or weighs the numbers by their next 11 bits and goes on inside the one bucket in which
-// the bound falls. Weights are integers: every sum is exact, and shared atomics give the same bits in any order.
+// their threshold by radix selection, without sorting: each logit's distance below the largest is an unsigned number
+// (the bits of a positive float); each round makes a histogram (of counts, or of weights) over the next 11 bits and
+// continues in the bucket that contains the threshold. Weights are integers: every sum is exact, and shared atomics
+// give the same bits in any order.
 #include <cooperative_groups.h>
 
 #include "cuda/hopper.cuh"
@@ -15,15 +16,15 @@ namespace {
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_CTAS = 16;  // of a row; above 8 is more than every GPU promises
-constexpr int FEW = 8192;      // ids that one CTA takes alone
-constexpr int FULL = 15 * 1024 / THREADS;  // ids of a thread: the half weights of 15 x 1,024 ids fit 32 bits
+constexpr int MOST_CTAS = 16;  // most CTAs per row; clusters of more than 8 are not portable to every GPU
+constexpr int FEW = 8192;      // a vocabulary up to this size needs one CTA
+constexpr int FULL = 15 * 1024 / THREADS;  // ids per thread up to which half weights sum in 32 bits: 15 x 1,024 ids
 constexpr int MOST_EACH = 2 * FULL;
-constexpr int BATCH = 5;       // loads in flight
+constexpr int BATCH = 5;       // loads in flight per thread
 constexpr int BITS = 11;
 constexpr int BUCKETS = 1 << BITS;
 constexpr int COPIES = 2;
-constexpr int ONE = 36;   // the largest logit weighs 2^36
+constexpr int ONE = 36;   // the weight of the largest logit is 2^36
 constexpr int HALF = 18;  // weights are handled as two halves of 18 bits
 constexpr uint32_t NEAR = 0x32000000;  // bits of 2^-27: the first round's bucket 0 reaches from 0 to here
 constexpr uint32_t FAR = 0x41e00000;   // bits of 28: e^-28 2^36 is below 1
@@ -38,7 +39,7 @@ struct Args {
   const float* min_p;
   const double* u;
   int64_t* ids;
-  int V, each;  // each: ids of a thread
+  int V, each;  // each: ids per thread
 };
 
 struct Word {
@@ -49,7 +50,7 @@ struct Histogram {
   uint32_t high[COPIES][BUCKETS], low[COPIES][BUCKETS], count[COPIES][BUCKETS];
 };
 
-// Where a round's bound falls: the bucket, what lies before it, how many are in it.
+// The bucket that contains a round's threshold, the count or weight before it, and how many numbers are in it.
 struct Found {
   uint64_t mass;
   uint32_t count, bucket, inside, none;
@@ -57,7 +58,7 @@ struct Found {
 
 struct Shared {
   Histogram histogram;
-  uint64_t mass[BUCKETS];  // of this CTA's share of the buckets, all CTAs together
+  uint64_t mass[BUCKETS];  // of this CTA's share of the buckets: sums over all CTAs
   uint32_t count[BUCKETS];
   Word slots[2][MOST_CTAS];
   uint64_t warps[WARPS];
@@ -65,13 +66,13 @@ struct Shared {
   Found found;
 };
 
-// Kept are the numbers below `bound` and, of those that equal it, the first `ties` of `equal`.
+// The result of a selection: keep numbers below `bound` and, of the `equal` ones that equal it, the first `ties`.
 struct Cut {
   uint32_t bound, ties, equal;
 };
 
-// 2^36 e^-distance, whose whole part is the weight, to the bit what sample.py's `weights` gives: every operation is
-// rounded by itself.
+// 2^36 e^-distance; its integer part is the weight. Has the same bits as sample.py's `weights`: every operation is
+// rounded separately (no fused multiply-add).
 __device__ __forceinline__ float weigh(uint32_t distance) {
   const float shifter = 12582912.0f, z = -__uint_as_float(distance);
   const float t = __fadd_rn(__fmul_rn(z, 1.44269502f), shifter), n = __fadd_rn(t, -shifter);
@@ -86,8 +87,8 @@ __device__ __forceinline__ float weigh(uint32_t distance) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(t) << 23) + (ONE << 23));
 }
 
-// The whole part of w as x * 2^18 + y, both whole. Rounding down next to 2^23 does it: conversions and integers are
-// slow.
+// The integer part of w as x * 2^18 + y, both integers. Computed by adding 2^23 with rounding down: float-to-integer
+// conversions and integer arithmetic are slow.
 __device__ __forceinline__ float2 halves(float w) {
   const float whole = 8388608.0f, high = __fadd_rd(w * (1.0f / (1 << HALF)), whole) - whole;
   return make_float2(high, __fadd_rd(w - high * (1 << HALF), whole) - whole);
@@ -117,7 +118,7 @@ __device__ __forceinline__ uint64_t sum(uint64_t v) {
   return v;
 }
 
-// Floats as integers of the same order; -0 is 0.
+// Maps floats to unsigned integers of the same order; -0 becomes 0.
 __device__ __forceinline__ uint32_t ordered(float v) {
   uint32_t bits = __float_as_uint(v + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -133,7 +134,7 @@ struct Row {
   int each, copies, warp, lane, rank, ctas;
   int turn;
 
-  // Gives this CTA's word, which warp 0 holds, to all CTAs; afterwards lane n of every warp has the n-th CTA's.
+  // Sends this CTA's word, which warp 0 holds, to all CTAs; returns in lane n of every warp the word of CTA n.
   __device__ Word exchange(Word mine) {
     turn ^= 1;
     if (warp == 0 && lane < ctas) *cluster.map_shared_rank(&s.slots[turn][rank], lane) = mine;
@@ -156,7 +157,7 @@ struct Row {
       const bool inside = d <= high && (first || d >= low);
       if (!__any_sync(~0u, inside)) continue;
       const int bucket = !inside ? -1 : d < low ? 0 : static_cast<int>((d - low) >> shift);
-      // A row of few distinct logits would queue 32 deep at one address.
+      // In a row of few distinct logits 32 atomics would be serialised at one address.
       if (__all_sync(~0u, bucket == __shfl_sync(~0u, bucket, 0))) {
         if (MASS) {
           const uint2 w = split(weigh(d));
@@ -175,9 +176,9 @@ struct Row {
     }
   }
 
-  // Adds up this CTA's share of the buckets over all CTAs. Lane n of warp 0 returns the sums of the n-th 32nd of it,
-  // and leaves its buckets where `find` reads them. Eight lanes read 128 bytes of one CTA, and every CTA begins with
-  // another one: single words, or all at the same CTA, are 3 to 10 us slower.
+  // Adds up this CTA's share of the buckets over all CTAs. Lane n of warp 0 returns the sums of the n-th 32nd of the
+  // share, and leaves its buckets where `find` reads them. Eight lanes read 128 bytes of one CTA, and every CTA begins
+  // with another one: reading single words, or all from the same CTA, is 3 to 10 us slower.
   template <bool MASS>
   __device__ Word merge() {
     const int share = BUCKETS / ctas, groups = min(ctas, 4), parts = ctas / groups;
@@ -227,8 +228,8 @@ struct Row {
     return sums;
   }
 
-  // The first bucket with which enough(mass, count) holds; by warp 0 of the CTA whose share has it, for all CTAs.
-  // `shares` are the CTAs' sums, lane by lane, `own` is what `merge` returned.
+  // The first bucket for which enough(mass, count) holds; found by warp 0 of the CTA that has it in its share, and sent
+  // to all CTAs. `shares` are the CTAs' sums, one per lane; `own` is the result of `merge`.
   template <class Enough>
   __device__ void find(Word shares, Word own, uint64_t mass, uint32_t count, Enough enough) {
     const uint64_t masses = scan(shares.a, lane), counts = scan(shares.b, lane);
@@ -256,7 +257,7 @@ struct Row {
     if (lane < ctas) *cluster.map_shared_rank(&s.found, lane) = found;
   }
 
-  // The smallest cut of the distances up to `last` that has `k` of them, or (MASS) `share` of their weight.
+  // The smallest cut of the distances up to `last` with `k` of them, or (MASS) with `share` of their weight.
   template <bool MASS>
   __device__ Cut select(uint32_t last, uint32_t k, double share) {
     uint32_t low = NEAR, high = last, count = 0;
@@ -275,7 +276,7 @@ struct Row {
       }
       cluster.sync();
       const Found found = s.found;
-      if (found.none) return Cut{last, 1, 1};  // fewer than k are near enough to weigh anything
+      if (found.none) return Cut{last, 1, 1};  // fewer than k have a weight above 0
       mass = found.mass, count = found.count;
       const uint32_t end = low + ((found.bucket + 1) << shift) - 1;
       low = first && found.bucket == 0 ? 0 : low + (found.bucket << shift);
@@ -300,7 +301,7 @@ struct Row {
     }
   }
 
-  // Puts those out that equal the bound but are not among the first.
+  // Removes the numbers that equal the bound but are not among the first `ties`.
   __device__ void keep_ties(const Cut& cut) {
     uint32_t here = 0;
     for (int i = 0; i < each; i++) here += __popc(__ballot_sync(~0u, distances[i * 32 + lane] == cut.bound));
@@ -318,7 +319,7 @@ struct Row {
     __syncthreads();  // `flags` may be written again
   }
 
-  // The distance's weight if it takes part in the draw, else 0.
+  // The distance's weight if its token is kept, else 0.
   __device__ __forceinline__ float kept(int i, uint32_t last, float least) const {
     const uint32_t d = distances[i * 32 + lane];
     if (!__any_sync(~0u, d <= last)) return 0;
@@ -326,7 +327,7 @@ struct Row {
     return d <= last && w >= least ? w : 0;
   }
 
-  // The place among all ids that the draw falls on; -1 in all lanes but one.
+  // The id that is sampled, in one lane; -1 in all others.
   __device__ int draw(uint32_t last, float least, double u) {
     float highs = 0, lows = 0;  // exact: below 2^24
 #pragma unroll 2
@@ -395,7 +396,7 @@ __global__ __launch_bounds__(THREADS) void sample_kernel(Args a) {
   broken = __any_sync(~0u, broken);
   if (lane == 0) s.warps[warp] = static_cast<uint64_t>(height) << 32 | first, s.flags[warp] = broken;
   __syncthreads();
-  cluster.barrier_wait();  // every CTA of the row runs, and its memory can be written
+  cluster.barrier_wait();  // every CTA of the row has started, so its shared memory may be written
   uint64_t mine = s.warps[lane % WARPS];
   height = __reduce_max_sync(~0u, static_cast<uint32_t>(mine >> 32));
   first = __reduce_min_sync(~0u, mine >> 32 == height ? static_cast<uint32_t>(mine) : a.V);
@@ -429,10 +430,10 @@ __global__ __launch_bounds__(THREADS) void sample_kernel(Args a) {
     if (cut.ties < cut.equal) work.keep_ties(cut);
     last = cut.bound;
   }
-  const float least = ceilf(a.min_p[row] * (1ll << ONE));  // exact: what has a fraction is below 2^24
+  const float least = ceilf(a.min_p[row] * (1ll << ONE));  // exact: floats with a fraction are below 2^24
   const int id = work.draw(last, least, a.u[row]);
   if (id >= 0) a.ids[row] = id;
-  // The last exchange was a barrier of the cluster: no CTA reads another's memory after it.
+  // The last exchange was a barrier of the cluster: no CTA reads another's shared memory after it, so CTAs may end.
 }
 
 int start(void (*kernel)(Args), Args a, int64_t S, bool greedy, int most, void* stream) {
@@ -450,7 +451,7 @@ int start(void (*kernel)(Args), Args a, int64_t S, bool greedy, int most, void* 
 
 }  // namespace
 
-// CTAs of a row, at most `most`: 1, 2, 4, 8, or 16, which not every Hopper GPU can place. V at most most * 30,720.
+// most: CTAs per row, at most: 1, 2, 4, 8, or 16, which not every Hopper GPU can place. V is at most most * 30,720.
 API int sample(const void* logits, const void* temperature, const void* top_k, const void* top_p, const void* min_p,
                const void* u, void* ids, int64_t S, int64_t V, int64_t most, void* stream) {
   Args a{static_cast<const float*>(logits), static_cast<const float*>(temperature), static_cast<const int*>(top_k),

@@ -1,4 +1,4 @@
-"""Which KV blocks requests have, find and wait for: pool, prefix tree and KV tiers, as the scheduler asks for them."""
+"""The KV blocks of requests: allocation, prefix cache hits and restores from KV tiers, for scheduler and queue."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class RequestBlocks:
     """num_blocks blocks of block_size tokens each, shared by all requests of a scheduler.
 
     prefix_cache  whether blocks of equal prefixes are kept and shared
-    tiers         where cached blocks go that the pool has no room for; None: nowhere
-    spare_blocks  free blocks to have ready where there are tiers, which steps take without waiting for a copy
+    tiers         where evicted blocks are stored; None: nowhere
+    spare_blocks  with tiers: number of free blocks to keep, which steps take without waiting for a copy
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RequestBlocks:
 
     @property
     def num_owned(self) -> int:
-        """Blocks with a reference."""
+        """Number of blocks with a reference."""
         return self._pool.num_referenced
 
     @property
@@ -46,30 +46,31 @@ class RequestBlocks:
     # ---- of a running request
 
     def missing(self, request: Request, tokens: int) -> int:
-        """Blocks that the request lacks for its first `tokens` positions; 0 or less: none."""
+        """Number of blocks that the request lacks for its first `tokens` positions; 0 or less: none."""
         return -(-tokens // self._block_size) - len(request.blocks)
 
     def extend(self, request: Request, tokens: int) -> None:
-        """Gives the request blocks for its first `tokens` positions. The caller has checked that they are available."""
+        """Allocates blocks for the request's first `tokens` positions. The caller has checked that they are
+        available."""
         missing = -(-tokens // self._block_size) - len(request.blocks)
-        if missing > 0:  # once in block_size tokens
+        if missing > 0:  # a decoding request needs a block once in block_size tokens
             for _ in range(missing):
                 request.add_block(self.tree.allocate())
 
     def lookahead(self, request: Request) -> int:
-        """Blocks a running request will want soon: for the rest of its known tokens and one block more."""
+        """Number of blocks that a running request will need soon: for the rest of its known tokens, and one more."""
         soon = min(request.horizon + self._block_size, request.limit - 1)
         return max(self.missing(request, soon), 0)
 
     def at_hand(self, blocks: int) -> bool:
-        """Whether so many blocks can be taken now. With tiers only free ones are: what is cached is copied first."""
+        """Whether `blocks` blocks can be allocated now. With tiers only free ones can: cached ones are copied first."""
         if self.offload is None or blocks <= 0:
             return blocks <= self.tree.available
         return self.offload.has_room(blocks) and blocks <= self.tree.available
 
     def waits(self, blocks: int, *, alone: bool) -> bool:
-        """Whether a running request waits for blocks that are being copied, instead of preempting one: itself, where it
-        runs `alone`."""
+        """Whether a running request that lacks blocks should wait for copies that free some, instead of preempting the
+        last request. `alone`: it is the only running one, so it would preempt itself."""
         if self.offload is None:
             return False
         if self.offload.leaving and blocks <= self.tree.available + self.offload.leaving:
@@ -77,7 +78,7 @@ class RequestBlocks:
         return self.offload.restoring > 0 and alone
 
     def settle(self, request: Request) -> None:
-        """After a commit: gives back blocks of rejected drafts and offers those completed to the prefix tree."""
+        """After a commit: releases blocks of rejected drafts, and registers full blocks in the prefix tree."""
         needed = -(-(request.planned + request.drafted) // self._block_size)
         if len(request.blocks) > needed:
             self.tree.release(request.trim(needed))
@@ -87,36 +88,36 @@ class RequestBlocks:
     # ---- of a waiting request
 
     def match(self, request: Request) -> list[int]:
-        """The blocks the request finds in the pages; no reference is taken."""
+        """The cached blocks of the request's prefix; no reference is taken."""
         return self.tree.match(self._readable(request))
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request that are in the pages."""
+        """Number of tokens of a waiting request that are in the prefix cache."""
         return self.tree.count_known(self._readable(request)) * self._block_size
 
     def fits(self, request: Request, hits: list[int], reserve: int) -> bool:
-        """Whether, besides the reserve, there are blocks for all known tokens of a waiting request.
+        """Whether there are blocks for all known tokens of a waiting request, besides `reserve` blocks.
 
-        Its first chunk alone would need fewer; but a prompt for which blocks run out would be preempted.
+        Its first chunk would need fewer; but if blocks ran out in the middle of a prompt, it would be preempted.
         """
         missing = -(-request.known // self._block_size) - len(hits)
         return self.tree.available - self.tree.idle_among(hits) - missing >= reserve
 
     def find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
-        """Digests of the blocks after its hits that the request should get from a tier."""
+        """Digests of the blocks after `hits` that should be restored from a tier for the request."""
         if self.offload is None:
             return []
         return self.offload.find(request, self._readable(request)[len(hits) :])
 
     def restore(self, request: Request, hits: list[int], stored: list[bytes], planned_steps: int) -> bool:
-        """Begins to bring the blocks of `stored`, which follow `hits`, back from a tier; `planned_steps` so far. False:
-        blocks are being made free, ask again."""
+        """Begins to restore the blocks of `stored`, which follow `hits`, from a tier; `planned_steps`: planned so far.
+        False: too few blocks are free yet, ask again before the next step."""
         assert self.offload is not None
         request.restoring = self.offload.begin(request, hits, stored, planned_steps)
         return request.restoring
 
     def take_restored(self, committed_steps: int, running: Sequence[Request]) -> list[Request]:
-        """Takes in what was copied to and from the tiers: the requests that wait for it no more."""
+        """Takes in finished copies to and from the tiers; returns the requests that no longer wait for one."""
         if self.offload is None:
             return []
         back = self.offload.poll(committed_steps, sum(map(self.lookahead, running)))
@@ -125,10 +126,10 @@ class RequestBlocks:
         return back
 
     def has_room(self, request: Request, hits: list[int], budget: int) -> bool:
-        """Whether the blocks are free that the first step of a waiting request takes, up to `budget` tokens. Its hits
-        are not evicted."""
+        """Whether the blocks for the first step of a waiting request, of up to `budget` tokens, are free. Its hits are
+        not evicted for them."""
         if self.offload is None:
-            return True  # `fits` said so: what is cached is evicted as it is taken
+            return True  # `fits` has checked it: without tiers `allocate` evicts cached blocks at once
         end = min(len(hits) * self._block_size + budget, request.known)
         self.tree.acquire(hits)
         ready = self.offload.has_room(-(-end // self._block_size) - len(hits))
@@ -136,7 +137,7 @@ class RequestBlocks:
         return ready
 
     def start(self, request: Request, slot: int, hits: list[int]) -> None:
-        """A waiting request begins to run in `slot`, with the KV of its hits."""
+        """Starts a waiting request in `slot`, with a reference to its hits."""
         first = request.life == 0
         if first and hits:
             request.turn = self.tree.turn(hits[-1]) + 1
@@ -164,8 +165,8 @@ class RequestBlocks:
         return held
 
     def forget(self, request: Request) -> None:
-        """Non-finite values may come from any block of the request's context: no request may find these blocks, nor
-        those computed after them, again."""
+        """Removes the request's blocks, and all that follow them, from the prefix cache and the tiers: any of them may
+        hold the non-finite values with which it failed."""
         if request.digests:
             self.tree.forget(request.digests[0])
             if self.offload is not None:
@@ -183,9 +184,10 @@ class RequestBlocks:
         assert self._prefix_cache or self.tree.num_cached == 0
 
     def _readable(self, request: Request) -> list[bytes]:
-        """Digests of the blocks a request may take from the cache.
+        """Digests of the blocks that a request may take from the cache.
 
-        At least the last token is computed, for its logits; with prompt log-probabilities all tokens are.
+        Not of the last token, which is computed for its logits; with prompt log-probabilities none, because all tokens
+        are computed.
         """
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []

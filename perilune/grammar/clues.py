@@ -1,0 +1,88 @@
+"""What the text of a grammar says to a search for an end beyond the bytes that may come next."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.grammar.expressions import example
+from perilune.grammar.references import items, mapping
+from perilune.grammar.shortest_values import shortest_values
+from perilune.grammar.unordered import required_keys
+
+MAX_BYTES = 65_536  # of a completion
+MAX_HINTS = 32
+MAX_KEYS = 256
+_COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text of a grammar
+
+
+@dataclass(frozen=True)
+class Clues:
+    """Estimates, to be checked by use, in bytes of JSON.
+
+    hints   pieces worth trying inside strings
+    keys    some of which have to be written where an object cannot end, as they are between their quotes
+    values  objects and arrays, shortest first; none where no schema refers to another
+    count   the highest number of characters or items that the grammar asks for
+    """
+
+    hints: tuple[bytes, ...] = ()
+    keys: tuple[bytes, ...] = ()
+    values: tuple[bytes, ...] = ()
+    count: int = 0
+
+
+def clues(grammar: str) -> Clues:
+    """Of a grammar as `matcher` writes it, from a schema or from anything else."""
+    counts = (int((found[1] or found[2])[:9]) for found in _COUNT.finditer(grammar))
+    count = min(max(counts, default=0), MAX_BYTES)
+    if not grammar.startswith('{"grammars"'):
+        return Clues(count=count)
+    parts = json.loads(grammar)["grammars"]
+    schemas = [part["json_schema"] for part in parts if "json_schema" in part]
+    nodes = list(_nodes(schemas))
+    return Clues(_hints(nodes), _keys(parts, nodes), shortest_values(schemas), count)
+
+
+def _hints(nodes: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
+    """A short match of each pattern in the schemas: one that is not anchored cannot be found by trying.
+
+    Where several patterns have to match at once, their matches in a row may do.
+    """
+    found: dict[bytes, None] = {}
+    for node in nodes:
+        together = [node, *(part for part in items(node.get("allOf")) if isinstance(part, Mapping))]
+        matches = [example(p) for part in together if isinstance(p := part.get("pattern"), str)]
+        for text in (*matches[:1], b"".join(matches)):
+            if text:
+                found[_written(text.decode())] = None
+    return tuple(found)[:MAX_HINTS]
+
+
+def _keys(parts: list[Mapping[str, Any]], nodes: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
+    """Required properties: first those that every object which knows them has to have."""
+    found = dict.fromkeys(key for part in parts for key in required_keys(part["lark_grammar"] or ""))
+    optional: set[str] = set()
+    for node in nodes:
+        names = [name for name in items(node.get("required")) if isinstance(name, str)]
+        found |= dict.fromkeys(names)
+        optional.update(name for name in mapping(node.get("properties")) if name not in names)
+    keys = sorted(found, key=optional.__contains__)[:MAX_KEYS]
+    return tuple(map(_written, [k for k in keys if k not in optional]))
+
+
+def _written(text: str) -> bytes:
+    return json.dumps(text, ensure_ascii=False)[1:-1].encode()
+
+
+def _nodes(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object in some schemas. Some are no schemas (a map of properties, an enum's value)."""
+    level = [value]
+    while level:
+        value = level.pop()
+        if isinstance(value, Mapping):
+            yield value
+            level += value.values()
+        elif isinstance(value, list):
+            level += value

@@ -1,0 +1,192 @@
+"""Short values of the schemas in a grammar, for the search for an end: an object that refers to itself has keys that
+lead on for ever and keys that lead to an end, and the bytes that may come next do not say which do.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from perilune.grammar.expressions import example
+from perilune.grammar.references import LISTS, MAPS, ONE, items, mapping, target
+from perilune.grammar.sizes import is_number, kind_of
+
+MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
+MAX_VALUE_CHARS = 2_048
+_MOST_NODES = 20_000  # looked at for one document, and again for its values; a few microseconds each
+_DEEPEST = 16  # alternatives and parts inside one another
+_FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
+
+
+def shortest_values(roots: Sequence[Any]) -> tuple[bytes, ...]:
+    """Objects and arrays of the schemas inside of some documents, in compact JSON, shortest first.
+
+    Estimates, to be checked by use: keywords that are not about types, members, items and alternatives are not
+    looked at.
+    """
+    found = dict[bytes, None]()
+    for root in dict.fromkeys(json.dumps(root) for root in roots):
+        found |= dict.fromkeys(_Values(json.loads(root)).found())
+    return tuple(sorted(found, key=len)[:MAX_VALUES])
+
+
+class _Values:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._named: dict[str, str] = {}  # text of the value of what a reference leads to
+        self._left = _MOST_NODES
+
+    def found(self) -> Iterator[bytes]:
+        """Measures references until no value becomes shorter, then gives the containers that parts of the root have."""
+        parts = list(_parts(self._root, _MOST_NODES))
+        if not (names := dict.fromkeys(_references(parts))):
+            return
+        users: dict[str, dict[str, None]] = {}
+        for name in names:
+            for used in _references(_parts(target(self._root, name), _MOST_NODES)):
+                users.setdefault(used, {})[name] = None
+        waiting = OrderedDict(names)
+        while waiting and self._left > 0:
+            name, _ = waiting.popitem(last=False)
+            text = self._value(target(self._root, name))
+            if text is not None and len(text) < len(self._named.get(name, text + " ")):
+                self._named[name] = text
+                waiting |= users.get(name, {})
+        self._left = _MOST_NODES
+        for part in parts:
+            text = self._value(part)
+            if text is not None and text[0] in "{[":
+                yield text.encode()
+
+    def _value(self, node: Any, depth: int = 0) -> str | None:
+        """None: none is known, or not yet."""
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST or node is False:
+            return None
+        if not isinstance(node, Mapping):
+            return "0"
+        if node.keys() == {"$ref"}:
+            return self._named.get(node["$ref"]) if isinstance(node["$ref"], str) else None
+        for word in ("anyOf", "oneOf"):
+            if isinstance(choices := node.get(word), list):
+                rest = {k: v for k, v in node.items() if k != word}
+                together = (_together([rest, choice]) if rest else choice for choice in choices)
+                return _shortest(self._value(one, depth + 1) for one in together)
+        if "$ref" in node or "allOf" in node:
+            rest = {k: v for k, v in node.items() if k not in ("$ref", "allOf")}
+            named = [target(self._root, node["$ref"])] if "$ref" in node else []
+            return self._value(_together([rest, *named, *items(node.get("allOf"))]), depth + 1)
+        values = [node["const"]] if "const" in node else node.get("enum")
+        kinds = node.get("type", ["object", "null"] if "properties" in node else ["null"])
+        kinds = _listed(kinds)
+        if isinstance(values, list):
+            fitting = [v for v in values if "type" not in node or _is(v, kinds)]
+            return _shortest(json.dumps(v, ensure_ascii=False, separators=(",", ":")) for v in fitting)
+        text = _shortest(self._of_kind(node, kind) for kind in kinds)
+        # Definitions that need the next one twice double a value's length at each: 40 of them would take terabytes.
+        return None if text is None or len(text) > MAX_VALUE_CHARS else text
+
+    def _of_kind(self, node: Mapping[str, Any], kind: Any) -> str | None:
+        match kind:
+            case "object":
+                return self._object(node)
+            case "array":
+                return self._array(node)
+            case "string":
+                form, pattern = node.get("format"), node.get("pattern")
+                text = _FORMATS.get(form, "") if isinstance(form, str) else ""
+                text = example(pattern).decode() if isinstance(pattern, str) else text
+                text += "a" * max(0, min(_count(node.get("minLength")), MAX_VALUE_CHARS) - len(text))
+                return json.dumps(text, ensure_ascii=False)
+            case "integer" | "number":
+                ends = (node.get("minimum"), node.get("maximum"))
+                low, high = (int(end) if is_number(end) else 0 for end in ends)
+                return str(max(low, 0) or min(high, 0))
+        return {"null": "null", "boolean": "true"}.get(kind) if isinstance(kind, str) else None
+
+    def _object(self, node: Mapping[str, Any]) -> str | None:
+        properties, others = mapping(node.get("properties")), node.get("additionalProperties", True)
+        names = [name for name in items(node.get("required")) if isinstance(name, str)]
+        members = [self._member(name, properties.get(name, others)) for name in names]
+        if (more := min(_count(node.get("minProperties")), MAX_VALUE_CHARS) - len(names)) > 0:
+            rest = (self._member(name, part) for name, part in properties.items() if name not in names)
+            members += (sorted((member for member in rest if member is not None), key=len) + [None] * more)[:more]
+        known = [member for member in members if member is not None]
+        return "{" + ",".join(known) + "}" if len(known) == len(members) else None
+
+    def _member(self, name: str, schema: Any) -> str | None:
+        text = self._value(schema)
+        return None if text is None else f"{json.dumps(name, ensure_ascii=False)}:{text}"
+
+    def _array(self, node: Mapping[str, Any]) -> str | None:
+        count = min(_count(node.get("minItems")), MAX_VALUE_CHARS)
+        texts = [self._value(part) for part in items(node.get("prefixItems"))[:count]]
+        if count > len(texts):
+            texts += [self._value(node.get("items", True))] * (count - len(texts))
+        known = [text for text in texts if text is not None]
+        return "[" + ",".join(known) + "]" if len(known) == len(texts) else None
+
+
+def _parts(root: Any, most: int) -> Iterator[Mapping[str, Any]]:
+    """The schemas of a document, the document itself first."""
+    level = [root]
+    while level and (most := most - 1) >= 0:
+        node = level.pop()
+        if not isinstance(node, Mapping):
+            continue
+        yield node
+        for word, value in node.items():
+            if word in MAPS and isinstance(value, Mapping):
+                level += value.values()
+            elif (word in LISTS or word == "items") and isinstance(value, list):
+                level += value
+            elif word in ONE:
+                level.append(value)
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    """One schema instead of several that have to hold: of words that cannot be joined the first."""
+    made: dict[str, Any] = {}
+    for part in parts:
+        if not isinstance(part, Mapping):
+            if part is False:
+                return False
+            continue
+        for word, value in part.items():
+            before = made.get(word)
+            if before is None:
+                made[word] = value
+            elif word in ("properties", "patternProperties"):
+                both = {name: {"allOf": [one, value[name]]} for name, one in before.items() if name in value}
+                made[word] = before | value | both
+            elif word in ("required", "allOf"):
+                made[word] = [*before, *(one for one in value if one not in before)]
+            elif word in ("anyOf", "oneOf", "$ref"):
+                made["allOf"] = [*made.get("allOf", []), {word: value}]
+            elif word.startswith("min") and is_number(value) and is_number(before):
+                made[word] = max(value, before)
+            elif word == "type":
+                made[word] = [name for name in _listed(before) if name in _listed(value)]
+    return made
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    return (part["$ref"] for part in parts if isinstance(part.get("$ref"), str))
+
+
+def _shortest(texts: Iterable[str | None]) -> str | None:
+    return min((text for text in texts if text is not None), key=len, default=None)
+
+
+def _is(value: Any, kinds: Sequence[Any]) -> bool:
+    kind = kind_of(value)
+    names = {"whole": ("integer", "number"), "broken": ("number",)}.get(kind, (kind,))
+    return any(name in kinds for name in names)
+
+
+def _count(value: Any) -> int:
+    return int(value) if is_number(value) and value > 0 else 0
