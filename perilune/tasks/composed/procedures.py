@@ -181,7 +181,7 @@ def _capital(text: str) -> str:
 
 
 def _recipe(rng: Random, start: int, steps: list[Step]) -> str:
-    """The steps as somebody says them."""
+    """The steps in sentences or numbered lines."""
     words: dict[str, str] = {}
     said = [_said(rng, step, _DO, words) for step in steps]
     begin, end = expand(rng, _RULES, "<begin>").format(x=start), expand(rng, _RULES, "<end>")
