@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from perilune.cli.shared import options
+from perilune.cli.shared import interrupt, options
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
@@ -150,7 +151,25 @@ def command(
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
             server = replace(server, served_model_name=name)
-        asyncio.run(run(path, engine, server, sock, proxies, console))
+        with ending_in_time():
+            asyncio.run(run(path, engine, server, sock, proxies, console))
+
+
+@contextlib.contextmanager
+def ending_in_time() -> Iterator[None]:
+    """Ends the process GRACE_SECONDS after what it wraps, with the exit code that main() gives to its error: the end of
+    the interpreter waits for threads, and one may compile a grammar for minutes."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = interrupt.CODE
+        raise
+    finally:
+        last = threading.Timer(GRACE_SECONDS, os._exit, (code,))
+        last.daemon = True
+        last.start()
 
 
 def check_access(server: ServerConfig) -> None:
@@ -268,10 +287,7 @@ async def run(
             await asyncio.to_thread(one.close)
     finally:
         await client.close()
-        # A thread may compile a grammar for minutes, which the ends of loop and process would wait for.
-        last = threading.Timer(GRACE_SECONDS, os._exit, (0,))
-        last.daemon = True
-        last.start()
+        loop.set_default_executor(ThreadPoolExecutor())  # The end of the loop would wait for threads of the first one.
 
 
 async def aside(work: Callable[[], T]) -> T:

@@ -36,6 +36,10 @@ class EngineError(PeriluneError):
         self.retry_seconds = retry_seconds
 
 
+class EngineUnavailable(EngineError):
+    """The engine takes no requests now; why it does not was logged when that began, once."""
+
+
 class RequestError(PeriluneError):
     """One request is unacceptable; no other request is disturbed.
 

@@ -19,7 +19,7 @@ import msgspec
 
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
-from perilune.core.errors import EngineError, RequestError, prompt_too_long, signal_note
+from perilune.core.errors import EngineError, EngineUnavailable, RequestError, prompt_too_long, signal_note
 from perilune.core.messages import (
     FIRST_COME,
     Cancel,
@@ -279,7 +279,7 @@ class EngineClient:
         if constraint is not None:
             constraint.check_room(room(prompt, params, self.info))
         if self._failure is not None:
-            raise EngineError(self._failure, retry_seconds=self.retry_seconds)
+            raise EngineUnavailable(self._failure, retry_seconds=self.retry_seconds)
         rid = next(self._ids)
         ends, media = params.ending_with(self.end_tokens), tuple(map(Media.of, pictures))
         message = Submit(rid, tuple(prompt), ends, constraint, cache_keys, order, media)

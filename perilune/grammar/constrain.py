@@ -12,14 +12,18 @@ from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.references import SchemaError, items, resolved
+from perilune.grammar.references import SchemaError, items, mapping, resolved
 from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, show
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_CHARS = 65_536  # of a grammar, an expression or all choices: 1,000,000 took a minute to compile
+# Of a grammar, an expression, all choices or all expressions of a schema. 1,000,000 took a minute to compile.
+MAX_GRAMMAR_CHARS = 65_536
+# Of one expression of a schema. The search for its shortest text holds the interpreter's lock: "x?" 4,000 times stopped
+# the event loop for 0.25 s, 30,000 times for 35 s.
+MAX_PATTERN_CHARS = 8_192
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
 _FREE_LEAP = 256
@@ -197,10 +201,10 @@ def _answer(compile: Compile, answer: AnswerFormat) -> tuple[str, int]:
             return _compiled(compile, lark_grammar, value, where, "the grammar"), _FREE_LEAP + len(value)
 
 
-def _check_chars(count: int, where: str, what: str) -> None:
-    if count > MAX_GRAMMAR_CHARS:
+def _check_chars(count: int, where: str, what: str, most: int = MAX_GRAMMAR_CHARS) -> None:
+    if count > most:
         raise RequestError(
-            f"{what} has {count} characters, at most {MAX_GRAMMAR_CHARS} can be enforced: make it shorter",
+            f"{what} has {count} characters, at most {most} can be enforced: make it shorter",
             param=where,
             code="unsupported_schema",
         )
@@ -266,9 +270,16 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Refuses what llguidance takes but does not hold: minProperties counts a key that comes twice as two.
 
-    One pair is one pair, though, and so are the required ones.
+    One pair is one pair, though, and so are the required ones. Also refuses expressions that take long to compile.
     """
+    expressions = 0
     for node in _nodes(schema):
+        found = [len(str(name)) for name in mapping(node.get("patternProperties"))]
+        if isinstance(pattern := node.get("pattern"), str):
+            found.append(len(pattern))
+        _check_chars(max(found, default=0), where, "one of its patterns", MAX_PATTERN_CHARS)
+        expressions += sum(found)
+        _check_chars(expressions, where, "the text of all its patterns")
         least, required = node.get("minProperties"), items(node.get("required"))
         if is_number(least) and least > max(1, len({str(name) for name in required})):
             raise RequestError(

@@ -5,6 +5,7 @@ it returns, 340 ms for 31 MB. A large body is therefore parsed in many short cal
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
@@ -55,11 +56,12 @@ class Context:
 
 class Body(BaseModel):
     """A JSON object of a request. `FIELDS`: the table for fields that are not declared (fields.py). `PROMPT`: names of
-    the fields with text that must fit the context."""
+    the fields with text that must fit the context. `MAX_MEMBERS`: bounds of fields that are flat objects of numbers."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=(), validate_assignment=True)
     FIELDS: ClassVar[Fields] = {}
     PROMPT: ClassVar[tuple[str, ...]] = ()
+    MAX_MEMBERS: ClassVar[Mapping[str, int]] = {}
 
     def check_nested(self, *, lenient: bool) -> None:
         """RequestError for an unknown field of an object that is no Body."""
@@ -105,6 +107,9 @@ def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) ->
         for name in kind.PROMPT:
             if name in given and _size(given[name]) > WHOLE_BYTES:
                 context.check(_least_bytes(given[name], together=name != "prompt"), name)
+    for name, most in kind.MAX_MEMBERS.items():  # counted by commas: decoding 400,000 in one call takes 0.3 s
+        if name in given and bytes(given[name]).count(b",") >= most:
+            raise RequestError(f"{name} has more than {most} members", param=name, code="too_many_values")
     large = {name: value for name, value in given.items() if _size(value) > WHOLE_BYTES and _OBJECTS.match(value)}
     body = kind.model_validate_json(msgspec.json.encode({**given, **{name: [] for name in large}}))
     for name, value in large.items():

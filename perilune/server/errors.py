@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perilune.core.errors import CheckpointError, EngineError, PeriluneError, RequestError
+from perilune.core.errors import CheckpointError, EngineError, EngineUnavailable, PeriluneError, RequestError
 from perilune.server.call import current
 from perilune.text.tools import check_text
 
@@ -96,8 +96,9 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Logs one line for an expected failure, a traceback for a bug, nothing for a client's mistake."""
-    if isinstance(error, RequestError):
+    """Logs one line for an expected failure, a traceback for a bug, nothing for a client's mistake or a request that an
+    engine without a process refuses: the access log has these."""
+    if isinstance(error, RequestError | EngineUnavailable):
         return
     if isinstance(error, PeriluneError):
         log.warning("%s failed: %s", what, error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from perilune.core.constraint import Constraint
-from perilune.core.errors import EngineError, RequestError
+from perilune.core.errors import EngineUnavailable, RequestError
 from perilune.core.messages import FIRST_COME, Delta, EngineInfo, Order, Picture
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import check_prompt
@@ -76,12 +76,12 @@ class Admission:
         self.draining = False
 
     def check_open(self) -> None:
-        """EngineError unless generations are taken now."""
+        """EngineUnavailable unless generations are taken now."""
         if self.draining:
-            raise EngineError("the server is shutting down: send the request to another one")
+            raise EngineUnavailable("the server is shutting down: send the request to another one")
         if not self.engine.alive:
             why = "the engine is starting again after a failure: try again shortly"
-            raise EngineError(why, retry_seconds=self.engine.retry_seconds)
+            raise EngineUnavailable(why, retry_seconds=self.engine.retry_seconds)
 
     def take(self, count: int, param: str) -> Callable[[], None]:
         """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.

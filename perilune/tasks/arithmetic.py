@@ -29,6 +29,7 @@ from perilune.tasks.forms import (
     SPOKEN,
     SUM_OF_FORMS,
 )
+from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.wordings import bare, numeral, phrase
 from perilune.tasks.working import (
@@ -97,6 +98,12 @@ def spelling(rng: Random, text: str) -> str:
     return text
 
 
+_ADD: Final = MORE_ADD + ASKED["a+b"]
+_SUBTRACT: Final = MORE_SUBTRACT + ASKED["a-b"]
+_EXPRESSION: Final = MORE_EXPRESSION + ASKED["e"]
+_TIMES: Final = MORE_TIMES + ASKED["a*k"]
+_DIVIDE: Final = DIVIDE_FORMS + ASKED["a/k"]
+_SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
 _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
@@ -120,7 +127,9 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
         if belongs(key, split):
             break
     forms, more, kept = (
-        (ADD_FORMS, MORE_ADD, NEW_ADD_FORMS) if plus else (SUBTRACT_FORMS, MORE_SUBTRACT, NEW_SUBTRACT_FORMS)
+        (ADD_FORMS, _ADD, NEW_ADD_FORMS)
+        if plus
+        else (SUBTRACT_FORMS, MORE_SUBTRACT if a < b else _SUBTRACT, NEW_SUBTRACT_FORMS)
     )
     if not widely(split):
         unseen = split == "structural" and not new_lengths
@@ -211,21 +220,24 @@ _IN_PARENTHESES: Final = re.compile(r"\((.)(.)(.)\)")
 
 
 def drawn_numbers(rng: Random, pattern: str) -> dict[str, int]:
-    """A number for each letter of a pattern: k, m and j one digit, and what is divided by k a multiple of k."""
+    """A number for each letter of a pattern: k, m and j one digit, and what is divided by one a multiple of it."""
     found: dict[str, int] = {}
     for c in pattern:
         if c in "kmj":
             found[c] = 2 + int(rng.random() * 8)
+        elif c.isdigit():
+            found[c] = int(c)
         elif c.isalpha() and c not in found:
             found[c] = number(rng, pick(rng, (1, 2, 2, 2, 3, 3)))
     at = pattern.find("/")
     if at > 0:
+        divisor = found[pattern[at + 1]]
         if pattern[at - 1] == ")":
             first, operator, second = list(pattern[at - 4 : at - 1])
             total = found[first] + (found[second] if operator == "+" else -found[second])
-            found[first] += -total % found["k"]
+            found[first] += -total % divisor
         else:
-            found[pattern[at - 1]] = found["k"] * number(rng, pick(rng, (1, 2, 2)))
+            found[pattern[at - 1]] = divisor * number(rng, pick(rng, (1, 2, 2)))
     return found
 
 
@@ -251,8 +263,8 @@ def _expression(rng: Random, split: str) -> Drawn:
 def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
     """An expression as a question: in symbols, with the operators in words, in words altogether, or step by step."""
     roll = rng.random()
-    if roll < 0.3 and pattern in SPOKEN:
-        return asked_in(rng, pick(rng, SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
+    if roll < 0.3 and pattern in _SPOKEN:
+        return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
     if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
         said = [numeral(rng, n, 0.03) for n in numbers.values()]
         listed = ", ".join(said) if rng.random() < 0.3 else f"{', '.join(said[:-1])} and {said[-1]}"
@@ -268,7 +280,7 @@ def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
         shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, OPERATOR_WORDS[m[1]]), shown)
     elif roll < 0.74:
         shown = shown.replace("*", pick(rng, ("x", "×", "·"))).replace("/", pick(rng, (":", "÷")))
-    form = pick(rng, MORE_EXPRESSION if rng.random() < 0.6 else EXPRESSION_FORMS)
+    form = pick(rng, _EXPRESSION if rng.random() < 0.6 else EXPRESSION_FORMS)
     return phrase(rng, form, _KEPT_EXPRESSION).format(e=shown)
 
 
@@ -291,7 +303,7 @@ def _product(rng: Random, split: str) -> Drawn:
     if wide and k < 4 and rng.random() < 0.5:
         question = asked_in(rng, pick(rng, DOUBLE[k - 2]), _KEPT_TIMES, a=a)
     elif wide and rng.random() < 0.5:
-        form = pick(rng, MORE_TIMES if rng.random() < 0.7 else TIMES_FORMS)
+        form = pick(rng, _TIMES if rng.random() < 0.7 else TIMES_FORMS)
         question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
     elif wide:
         question = _put(rng, "a*k", {"a": a, "k": k}, f"{a} * {k}")
@@ -305,7 +317,7 @@ def _product(rng: Random, split: str) -> Drawn:
 def _quotient(rng: Random, split: str) -> Drawn:
     k = 2 if rng.random() < 0.2 else 2 + int(rng.random() * 8)
     a = k * number(rng, pick(rng, (1, 2, 2, 3)))
-    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else DIVIDE_FORMS)
+    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else _DIVIDE)
     question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
 

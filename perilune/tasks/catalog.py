@@ -1,8 +1,10 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
-data/catalog.txt has a block per tool: `# verb noun | other names | descriptions`, then `= parameter kind descriptions`
-(`!` after a required one; kinds are those of records.py and of this file, or a list of choices with commas), then
-`- request`. A request gives the parameters that it has in braces; `[name=value]` at its end gives one that is implied.
+data/catalog.txt and catalog_more.txt have a block per tool: `# verb noun | other names | descriptions`, then
+`= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
+choices with commas, a pool of the file's head, or one of these with a `+`: a list of such values), then `- request`.
+A request gives the parameters that it has in braces; `[name=value name=value]` at its end gives those that are implied;
+`\\n` is the end of a line. Before its first tool a file may have pools of values: `@ pool value|value`.
 """
 
 import re
@@ -19,7 +21,14 @@ from perilune.tasks.wordings import in_words
 from perilune.tasks.words import NAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
-_IMPLIED: Final = re.compile(r" \[(\w+)=(true|false)\]$")
+_IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
+# Requests that begin so are no imperatives: "Could you" does not go before them.
+STATEMENT: Final = re.compile(
+    r"(I|We|My|Our|The|A|An|It|This|That|There|Some(body|one|thing)|Who|If|While|When|Since|Because|As|For|From|At|On|In"
+    r"|By|With|To|Just|Only|Not?|No(body|thing)|Every(body|one)?|She|He|They|You|Your|Today|Tomorrow|Tonight|Half|All"
+    r"|After|Any|Before|Same|Let's|Don't|Please|Kindly|Lights|Sprinkler|Directions)\b"
+)
+_WRITTEN: Final = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,12 @@ class Entry:
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    requests: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...]
+    requests: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]
+
+
+def _given(pair: str) -> tuple[str, Any]:
+    name, value = pair.split("=")
+    return name, int(value) if value.isdecimal() else _WRITTEN.get(value, value)
 
 
 def _entry(block: str) -> Entry:
@@ -59,8 +73,8 @@ def _entry(block: str) -> Entry:
             )
         else:
             implied = _IMPLIED.search(line)
-            text = _IMPLIED.sub("", line[2:])
-            given = {implied[1]: implied[2] == "true"} if implied else {}
+            text = _IMPLIED.sub("", line[2:]).replace("\\n", "\n")
+            given = dict(map(_given, implied[1].split(" "))) if implied else {}
             requests.append((text, tuple(_PLACE.findall(text)), given))
     known = (f"{verb}_{noun}", *names.split(","))
     return Entry(
@@ -73,7 +87,13 @@ def _entry(block: str) -> Entry:
     )
 
 
-ENTRIES: Final = tuple(_entry(block) for block in lines("catalog.txt").split("# ")[1:])
+_FILES: Final = tuple(f"\n{lines(name)}".split("\n# ") for name in ("catalog.txt", "catalog_more.txt"))
+ENTRIES: Final = tuple(_entry(block) for file in _FILES for block in file[1:])
+_POOLS: Final = {
+    name: tuple(values.split("|"))
+    for head, *_ in _FILES
+    for name, values in [line[2:].split(" ", 1) for line in head.split("\n") if line.startswith("@ ")]
+}
 
 # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -166,14 +186,31 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "command": _text(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
     "bool": lambda rng: (rng.random() < 0.5, ""),
 }  # fmt: skip
-_WHOLE: Final = frozenset(listed("count1 count minutes small big degrees year size hours percent line_number small2"))
+_WHOLE: Final = frozenset(
+    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2")
+)
+_FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 
 
 def _drawn(rng: Random, p: Parameter) -> Shown:
     if p.choices:
         chosen = pick(rng, p.choices)
-        return chosen, chosen.capitalize() if rng.random() < 0.2 and p.name == "unit" else chosen
-    return _DRAW[p.kind](rng) if p.kind in _DRAW else drawn_for_record(rng, p.kind)
+        text = chosen.replace("_", " ")
+        return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
+    if p.kind.endswith("+"):
+        texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
+        join = pick(rng, (" and ", ", ", " and "))
+        return texts, join.join([part for part in (", ".join(texts[:-1]), texts[-1]) if part])
+    return _one(rng, p.kind)
+
+
+def _one(rng: Random, kind: str) -> Shown:
+    if kind in _POOLS:
+        text = pick(rng, _POOLS[kind])
+        if " " not in text and rng.random() < 0.2:
+            text = made_up(rng)
+        return text, text
+    return _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -191,7 +228,9 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
             else "small"
             if p.kind in _WHOLE
             else "decimal"
-            if p.kind == "money"
+            if p.kind in _FRACTIONS
+            else "words"
+            if p.kind.endswith("+")
             else "title"
         )
         found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, p.choices))
@@ -252,6 +291,8 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 
 _SHARED: Final = frozenset(listed("""
         city first person email code path company team noun dish product topic lang cur2 account place errand weekday
+        spot device medicine ware garment element planet study lesson service package flaw series stop plate field
+        larder sign word_list class land host image
     """))  # fmt: skip
 
 

@@ -1,13 +1,15 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt and new_records.txt have a block per kind. `= slot kind keys | questions` declares a slot: its
-JSON keys and questions that its value answers. `- sentence` states the slots in braces. `! slot keys | sentences if
-true / sentences if false` is a yes-or-no slot. record_questions.txt has questions that name another slot.
+data/records.txt, records_life.txt, records_work.txt and new_records.txt have a block per kind. `= slot kind keys |
+questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
+`- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
+Questions that name another slot are in record_questions.txt or among the slot's.
 
 The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a key has to be understood, not found.
 The kinds of new_records.txt never occur in training.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +27,14 @@ Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`states`: for a yes-or-no slot, the sentences that say yes and those that say no."""
+    """`states`: for a yes-or-no slot, the sentences that say yes and those that say no. `naming`: questions that name
+    another slot."""
 
     kind: str
     keys: tuple[str, ...]
     questions: tuple[str, ...] = ()
     states: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    naming: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,11 @@ def parse(text: str) -> tuple[Kind, ...]:
                 yes, no = [tuple(part.split("|")) for part in tail.split(" / ")]
                 slots[slot] = Slot("flag", tuple(keys), states=(yes, no))
             else:
-                slots[slot] = Slot(keys[0], tuple(keys[1:]), tuple(q for q in tail.split("|") if q))
+                if "," in keys[0]:
+                    _DRAW[keys[0]] = _one_of(keys[0])
+                asked = [q for q in tail.split("|") if q]
+                plain, naming = [tuple(q for q in asked if ("{" in q) is named) for named in (False, True)]
+                slots[slot] = Slot(keys[0], tuple(keys[1:]), plain, naming=naming)
         kinds.append(Kind(name, slots, tuple(sentences)))
     return tuple(kinds)
 
@@ -339,6 +347,16 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
 }  # fmt: skip
 
 
+_NUMBER: Final = re.compile(r"\d+(\.\d+)?")
+
+
+def _one_of(choices: str) -> Callable[[Random], Shown]:
+    """Of "early,very_late" or "1.5,3": the values are numbers where all of the text is one."""
+    texts = choices.replace("_", " ").split(",")
+    shown = [(json.loads(text) if _NUMBER.fullmatch(text) else text, text) for text in texts]
+    return lambda rng: pick(rng, shown)
+
+
 def drawn(rng: Random, kind: str) -> Shown:
     if kind in _LISTS:
         text = pick(rng, _LISTS[kind])
@@ -447,11 +465,15 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
     if not slots:
         return None
     slot = pick(rng, slots)
-    forms = [q for q in _ASKED.get((stated.kind.name, slot), ()) if all(s in stated.found for s in _PLACE.findall(q))]
-    form = pick(rng, forms if forms and rng.random() < 0.75 else stated.kind.slots[slot].questions)
+    declared = stated.kind.slots[slot]
+    naming = (*_ASKED.get((stated.kind.name, slot), ()), *declared.naming)
+    forms = [q for q in naming if all(s in stated.found for s in _PLACE.findall(q))]
+    form = pick(rng, forms if forms and rng.random() < (0.4 if declared.naming else 0.75) else declared.questions)
     known = {s: shown for s, (_, _, shown) in stated.found.items()}
     return form.format(**known), slot, known[slot]
 
 
-KINDS: Final = parse(lines("records.txt"))
+KINDS: Final = tuple(
+    kind for name in ("records.txt", "records_life.txt", "records_work.txt") for kind in parse(lines(name))
+)
 NEW_KINDS: Final = parse(lines("new_records.txt"))

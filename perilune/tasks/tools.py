@@ -36,6 +36,8 @@ VERBS: Final = (
 )
 # Most tools of the world read, create, change or delete something.
 _CLASSES: Final = (0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+# Classes far from every verb of the catalog that has no class ("log sample" and "create sample" are too close).
+_APART: Final = (5, 9, 10, 12, 15)
 REQUESTS: Final = (
     "{v} the {n}{c}.", "{v} the {n}{c}.", "Please {v} the {n}{c}.", "Can you {v} the {n}{c}?",
     "I want to {v} the {n}{c}.", "{v} a {n}{c}.", "I need to {v} the {n}{c}.", "Could you {v} the {n}{c}?",
@@ -222,7 +224,9 @@ def others(rng: Random, targets: list[Tool], count: int, split: str) -> list[Too
         kind = split if not new else "structural" if rng.random() < 0.5 else "heldout"
         if near is None:
             one = pick(rng, new_pool if kind == "structural" else pool)
-        elif rng.random() < 0.5 or near.verbs < 0:
+        elif near.verbs < 0:
+            one = tool(rng, kind, verbs=pick(rng, _APART), noun=near.noun, plain=plain)
+        elif rng.random() < 0.5:
             one = tool(rng, kind, noun=near.noun, plain=plain)
         else:
             one = tool(rng, kind, verbs=near.verbs, plain=plain)
@@ -283,7 +287,7 @@ def request(rng: Random, tool: Tool, split: str) -> Request:
 
 def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
     form, shown, arguments = asked
-    text = phrase(rng, form, _KEPT).format(**shown)
+    text = phrase(rng, form, _KEPT, 0.0 if catalog.STATEMENT.match(form) else 0.25).format(**shown)
     return Request(tool, text, f"{tool.verb} {tool.noun}", ToolCall(tool.name, arguments))
 
 

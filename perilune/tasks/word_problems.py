@@ -164,7 +164,8 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
 def _worded(rng: Random, words: dict[str, str]) -> dict[str, str]:
     """The words of a story of stories.py: as `words`, with pronouns."""
     said, _ = people(rng, words["n"])
-    return words | said | {"m": other(rng, words["m"], said["h"]), "q": words["p"]}
+    return words | said | {"m": other(rng, words["m"], said["h"]), "q": words["p"],
+                           "r": words["n"], "t": words["m"]}  # fmt: skip
 
 
 def _words(rng: Random, new: bool) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Groups of verbs, each in a file of this package that is imported only when it is used."""
 
+import difflib
 import importlib
 import importlib.util
 from collections.abc import Mapping
@@ -31,6 +32,13 @@ class Verbs(click.Group):
                 module += ".group"
             command: click.Command = importlib.import_module(module).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.verbs and (near := difflib.get_close_matches(args[0], self.verbs, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # The help page must not import torch just to show one line per verb.

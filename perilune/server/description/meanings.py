@@ -8,7 +8,7 @@ bodies: every declared field has an entry, and no entry is left over.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perilune.core.sampling import MAX_BAD_WORDS, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
+from perilune.core.sampling import MAX_BAD_WORDS, MAX_BIASED, MAX_CANDIDATES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
 from perilune.server.batches.files import EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from perilune.server.openai.protocol import MAX_DEADLINE_SECONDS, MAX_PRIORITIES, MAX_SALT_CHARS
 
@@ -62,7 +62,7 @@ MEANINGS: Mapping[str, str] = {
     "frequency_penalty": "-2 to 2: less of tokens the more often they came",
     "presence_penalty": "-2 to 2: less of tokens that came",
     "repetition_penalty": "0.01 to 10: above 1 less of tokens of prompt and answer",
-    "logit_bias": "token id to -100 to 100: makes tokens likelier or less likely",
+    "logit_bias": f"up to {MAX_BIASED} token ids, each to -100 to 100: makes tokens likelier or less likely",
     "allowed_token_ids": "the only tokens that are sampled",
     "bad_words": "texts that do not come",
     "min_tokens": "tokens before which the answer does not end",
@@ -233,6 +233,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]+$"},
+            "maxProperties": MAX_BIASED,
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
     ),

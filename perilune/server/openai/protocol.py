@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from perilune.core.errors import RequestError
 from perilune.core.messages import Delta, Order
-from perilune.core.sampling import MAX_LOGPROBS, SamplingParams
+from perilune.core.sampling import MAX_BIASED, MAX_LOGPROBS, SamplingParams
 from perilune.core.step import TokenLogprob
 from perilune.grammar.constrain import AnswerFormat
 from perilune.server import fields
@@ -76,6 +76,7 @@ class SamplingBody(RequestBody):
     that has not ended by then is ended with finish_reason "deadline".
     """
 
+    MAX_MEMBERS: ClassVar = {"logit_bias": MAX_BIASED}
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -200,3 +200,10 @@ def test_every_engine_option_goes_to_the_engine(verb: str) -> None:
     given = ["--draft-dtype", "fp8", "--expert-scales", "compact", "--max-tokens", "0"]
     result = CliRunner().invoke(main.cli, [verb, "kimi-nano", *asked, *given], standalone_mode=False)
     assert isinstance(result.exception, RequestError) and "max_tokens" in str(result.exception), result.exception
+
+
+def test_a_misspelt_verb_names_the_right_one() -> None:
+    for args, said in ((["serv"], "Did you mean 'serve'?"), (["bench", "decod"], "Did you mean 'decode'?")):
+        done = CliRunner().invoke(main.cli, args)
+        assert done.exit_code == 2 and said in done.output
+    assert "Did you mean" not in CliRunner().invoke(main.cli, ["xyzzy"]).output

@@ -476,3 +476,27 @@ def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object
         assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
 
     serve(test)
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"type": "string", "pattern": f"^({'ab|' * 3_000}c)$"}, "one of its patterns has 9005 "),
+        (
+            {"properties": {"a": {"patternProperties": {f"^({'ab|' * 3_000}c)$": True}}}},
+            "one of its patterns has 9005 ",
+        ),
+        ({"propertyNames": {"pattern": f"^({'ab|' * 3_000}c)$"}}, "one of its patterns has 9005 "),
+        (
+            {"properties": {f"p{i}": {"pattern": f"^({'ab|' * 2_000}c)$"} for i in range(12)}},
+            "the text of all its patterns has 66055 ",
+        ),
+    ],
+)
+def test_patterns_are_bounded_before_they_are_compiled(schema: dict[str, object], what: str) -> None:
+    async def test(s: Served) -> None:
+        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": schema})
+        assert reply.status == 400 and reply.error["param"] == "guided_json"
+        assert what in reply.error["message"] and reply.error["code"] == "unsupported_schema"
+
+    serve(test)

@@ -233,6 +233,21 @@ def test_a_dead_engine_is_reported() -> None:
     serve(test, hold=2)
 
 
+def test_a_refused_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(s: Served) -> None:
+        s.engine.alive = False
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 503
+        s.engine.alive = True
+        s.service.drain()
+        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 503
+
+    with caplog.at_level(logging.INFO):
+        serve(test)
+    said = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("perilune")]
+    assert len(said) == 2, said
+    assert all(name == "perilune.access" and "/v1/chat/completions 503 " in line for name, line in said), said
+
+
 def test_an_internal_error_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         def broken(*_: Any, **__: Any) -> None:

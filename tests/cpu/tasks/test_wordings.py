@@ -3,15 +3,16 @@
 import json
 import random
 import re
+from typing import Any
 
 import pytest
 
-from perilune.tasks import arithmetic, catalog, forms, pipelines, records, reports, wordings, working
+from perilune.tasks import arithmetic, catalog, forms, more_stories, pipelines, records, reports, wordings, working
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
 from perilune.tasks.programs import sample_programs
-from perilune.tasks.words import NEW_NOUNS
+from perilune.tasks.words import NEW_NAMES, NEW_NOUNS, NEW_OBJECTS
 
 EVALUATED = [name for name, family in FAMILIES.items() if family.evaluated]
 
@@ -72,6 +73,27 @@ def test_wide_answers_are_pythons_and_their_numbers_are_in_the_text(name: str) -
             assert n in (2, 3) or str(n) in text or any(s in text for s in said), (n, text)  # "double", "half"
 
 
+def test_stories_and_questions_of_many_people_show_each_number_of_their_pattern_and_no_other() -> None:
+    kept = tuple(map(wordings.bare, arithmetic.NEW_ADD_FORMS + arithmetic.NEW_SUBTRACT_FORMS))
+    kept += tuple(map(wordings.bare, arithmetic.NEW_EXPRESSION_FORMS + arithmetic.NEW_TIMES_FORMS))
+    named = {"o", "box", "r", "q", "t", "x", "cur", "day", "city"}
+    stories = more_stories.STORIES
+    assert len(stories) > 400 and len({text for _, text, _ in stories}) == len(stories)
+    for pattern, text, unit in stories:
+        assert set(re.findall("[a-z]", pattern)) == set(places(text)) - named, text
+        assert set(places(unit)) <= set(places(text)) and not set(pattern) & {"0", "1", "7"}, text
+        numbers = arithmetic.drawn_numbers(random.Random(8), pattern)
+        assert all(numbers[c] == int(c) for c in pattern if c.isdigit())
+        assert eval(pattern, {}, numbers) == int(eval(pattern, {}, numbers)), pattern
+    asked = [(pattern, text) for pattern, texts in more_stories.ASKED.items() for text in texts]
+    assert len(asked) > 200 and len(set(asked)) == len(asked)
+    for pattern, text in asked:
+        assert set(re.findall("[a-z]", pattern)) == set(places(text)), text
+        assert not wordings.bare(text).startswith(kept), text
+    turned = [text for text in more_stories.ASKED["a-b"] if arithmetic._EITHER.search(text)]
+    assert len(turned) == 2 and all(text.index("{a}") < text.index("{b}") for text in turned)  # read in either order
+
+
 def test_records_state_what_they_say_and_no_key_means_two_values() -> None:
     rng = random.Random(3)
     for _ in range(800):
@@ -90,11 +112,35 @@ def test_every_sentence_and_question_of_the_records_can_be_filled() -> None:
     for kind in (*records.KINDS, *records.NEW_KINDS):
         for sentence, slots in kind.sentences:
             assert set(slots) <= set(kind.slots), (kind.name, sentence)
+        for name, slot in kind.slots.items():
+            named = {place for question in slot.naming for place in places(question)}
+            assert named <= set(kind.slots) - {name}, (kind.name, name)
+            assert slot.kind == "flag" or records.drawn(random.Random(0), slot.kind)[1], (kind.name, name)
+    assert len({kind.name for kind in (*records.KINDS, *records.NEW_KINDS)}) == len(records.KINDS + records.NEW_KINDS)
     known = {(kind.name, slot) for kind in records.KINDS for slot in kind.slots}
     assert set(records._ASKED) <= known
     rng = random.Random(4)
     asked = [records.question(rng, stated) for stated in (records.record(rng, new=False) for _ in range(300))]
     assert sum(a is not None and "{" not in a[0] for a in asked) > 250
+
+
+def test_records_have_no_word_of_the_structural_split() -> None:
+    words = re.compile(r"\b(" + "|".join((*NEW_NOUNS, *NEW_OBJECTS, *NEW_NAMES)) + r")\b", re.IGNORECASE)
+    for name in ("records_life.txt", "records_work.txt"):
+        text = records.lines(name)
+        assert not words.findall(text)
+        keys = {key for kind in records.parse(text) for slot in kind.slots.values() for key in slot.keys}
+        assert not keys & {base for bases in NEW_BASES.values() for base in bases}
+
+
+def test_choices_of_a_slot_are_numbers_where_all_of_their_text_is() -> None:
+    (kind,) = records.parse(
+        "# dose\n= rate 1.5,very_low,40/8 rate | How much?|How much is {name}?\n= name person name |\n"
+    )
+    assert kind.slots["rate"].questions == ("How much?",) and kind.slots["rate"].naming == ("How much is {name}?",)
+    rng = random.Random(8)
+    shown = {records.drawn(rng, kind.slots["rate"].kind) for _ in range(40)}
+    assert shown == {(1.5, "1.5"), ("very low", "very low"), ("40/8", "40/8")}
 
 
 def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
@@ -112,9 +158,24 @@ def test_every_request_of_the_catalog_gives_what_its_tool_requires() -> None:
                 assert re.fullmatch(r"\d{4}-\d\d-\d\d", arguments[p.name])
 
 
+def test_requests_of_the_catalog_give_values_of_the_declared_types() -> None:
+    types: dict[str, Any] = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "string": str}
+    rng = random.Random(7)
+    for entry in catalog.ENTRIES:
+        fields = {f.name: f for group in catalog.declared_fields(entry) for f in group}
+        for _, _, implied in entry.requests:
+            for name, value in implied.items():
+                assert isinstance(value, types[fields[name].json_type]), (entry.names[0], name)
+                assert not fields[name].choices or value in fields[name].choices, (entry.names[0], name)
+        for _ in range(20):
+            for name, value in catalog.asked(rng, entry, iso=False)[2].items():
+                assert isinstance(value, types[fields[name].json_type]), (entry.names[0], name, value)
+
+
 def test_words_kept_for_structural_problems_are_in_no_data_file() -> None:
     nouns = re.compile(r"\b(" + "|".join(NEW_NOUNS) + r")\b")
-    assert not nouns.search(records.lines("catalog.txt").lower().replace("_", " "))
+    for file in ("catalog.txt", "catalog_more.txt"):
+        assert not nouns.search(records.lines(file).lower().replace("_", " "))
     keys = {key for kind in records.KINDS for slot in kind.slots.values() for key in slot.keys}
     assert not keys & {base for bases in NEW_BASES.values() for base in bases}
     assert not {kind.name for kind in records.KINDS} & {kind.name for kind in records.NEW_KINDS}

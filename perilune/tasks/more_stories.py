@@ -1,0 +1,39 @@
+"""Stories and questions in the manners of many people, from data/stories.txt and data/asked.txt.
+
+A line of stories.txt is `pattern | unit | text`; one of asked.txt is `pattern | text`, where the pattern `e` is any
+expression. Places are those of stories.py and forms.py, and in stories also {r} {q} {t} names, {x} a number that does
+not matter, {cur} a currency, {day} and {city}; `\\n` begins a new line. A digit in a pattern is that number itself.
+"""
+
+from random import Random
+from typing import Final
+
+from perilune.tasks.problem import pick
+from perilune.tasks.records import lines
+from perilune.tasks.words import CITIES, listed
+
+
+def _rows(name: str) -> list[list[str]]:
+    return [row.replace("\\n", "\n").split(" | ") for row in lines(name).strip().split("\n")]
+
+
+STORIES: Final = tuple([(pattern, text, unit) for pattern, unit, text in _rows("stories.txt")])
+ASKED: Final = {
+    pattern: tuple([text for of, text in _rows("asked.txt") if of == pattern])
+    for pattern in sorted({row[0] for row in _rows("asked.txt")})
+}
+_FILLED: Final = (
+    ("{cur}", listed("euros dollars pounds rupees francs yen pesos zloty kr naira rand lira baht dinars shillings")),
+    ("{day}", listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")),
+    ("{city}", CITIES),
+)
+
+
+def more(rng: Random, edible: bool) -> tuple[str, str, str]:
+    """Pattern, text and unit of one story of stories.txt."""
+    pattern, text, unit = pick(rng, STORIES)
+    for place, words in _FILLED:
+        if place in text or place in unit:
+            word = pick(rng, words)
+            text, unit = text.replace(place, word), unit.replace(place, word)
+    return pattern, text, unit
