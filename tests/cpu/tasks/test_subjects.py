@@ -122,9 +122,9 @@ def test_scenes_ask_for_what_they_say() -> None:
             assert not set(re.findall(r"\{\w+\}", answer)) & set(re.findall(r"\{\w+\}", question)), question
     rng = random.Random(6)
     for _ in range(300):
-        text, asked = paragraphs.scene(rng, set())
+        text, found = paragraphs.scene(rng, set())
         assert "{" not in text
-        for question, trace, answer in asked:
+        for question, trace, answer in found:
             assert trace == text and question.endswith("?")
             assert answer in text, (text, question, answer)
 
