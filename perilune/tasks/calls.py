@@ -9,7 +9,8 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.fields import Field, fields, said, value, written
-from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, user, widely
+from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
+from perilune.tasks.smalltalk import small_talk
 from perilune.tasks.tools import (
     Request,
     Tool,
@@ -74,12 +75,40 @@ _SMALL_JOINS: Final = (
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
+    if widely(split) and rng.random() < 0.25:
+        return pick(rng, (_again, _again, _contrast, _contrast, _talk))(rng, split, thinking)
     roll = rng.random()
     kind = _parallel if roll < 0.36 else _result if roll < 0.68 else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
 
 
+_HEADS: Final = (
+    "",
+    "",
+    "Two things:",
+    "My list:",
+    "Please do these:",
+    "To do:",
+    "I need:",
+    "Today:",
+    "Hi, I have some wishes:",
+)
+_TAILS: Final = ("", "", "", "\nThat's all.", "\nDo them all please.", "\nThanks", "\nadd them", "\nIn any order.")
+
+
+def _rows(rng: Random, texts: list[str]) -> str:
+    """The requests as a list."""
+    mark = pick(rng, ("- ", "* ", "{i}. ", "{i}) ", "({i}) "))
+    rows = [mark.format(i=i) + (text if rng.random() < 0.5 else small(text)) for i, text in enumerate(texts, 1)]
+    head = pick(rng, _HEADS)
+    return (
+        (f"{head}\n" if head and (len(texts) == 2 or "Two" not in head) else "") + "\n".join(rows) + pick(rng, _TAILS)
+    )
+
+
 def _joined(rng: Random, texts: list[str], split: str) -> str:
+    if widely(split) and len(texts) > 1 and rng.random() < 0.14:
+        return _rows(rng, texts)
     out = texts[0]
     for text in texts[1:]:
         if widely(split) and rng.random() < 0.4 and "\n" not in out[-12:]:
@@ -213,11 +242,67 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
 
 
+_CONTRASTS: Final = (
+    "{r} No {n}, please.", "I don't need the {n}. {r}", "Forget the {n}. {r}", "{r} Not the {n}.",
+    "Leave the {n}; {s}",
+    "Never mind the {n}: {s}", "{r} The {n} can wait.", "Nothing with the {n}, but {s}",
+    "{r} I do not care about the {n}.",
+    "{r} The {n} is done already.", "First I wanted the {n}, but no. {r}", "Only this: {s} No {n}.",
+)  # fmt: skip
+_AGAIN: Final = ("And {v}?", "What about {v}?", "And now {v}?", "Same for {v}, please.", "Now {v}.",
+    "{v} too, please.",
+    "ok and {v}", "Now the same with {v}", "Then {v} as well.", "thanks. and {v}?", "How about {v}?",
+    "No, I meant {v}.")  # fmt: skip
+
+
+def _contrast(rng: Random, split: str, thinking: bool) -> Problem:
+    """One thing is asked for and another one, for which there is a tool as well, is not."""
+    asked = _request(rng, split)
+    while True:
+        other = _any_tool(rng, split)
+        if other.noun != asked.tool.noun and other.name != asked.tool.name and other.verbs != asked.tool.verbs:
+            break
+    text = pick(rng, _CONTRASTS).format(r=asked.text, s=small(asked.text), n=other.noun)
+    more = others(rng, [asked.tool, other], max(0, how_many(rng, split) - 2), split)
+    declared = shuffled(rng, [asked.tool, other, *more])
+    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    key = ("call", *call_key(asked.call))
+    return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+
+
+def _again(rng: Random, split: str, thinking: bool) -> Problem:
+    """After a call and its result, the same is asked for with one other value: "And in Oslo?"."""
+    while True:
+        made = together(rng, catalog_tool(rng), 2, joined=False)
+        if made and belongs(("call", *call_key(made[1][1].call)), split):
+            break
+    text, (first, last) = made
+    (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
+    known = fields(rng, 1 + int(rng.random() * 2), 0.0)
+    values = {f.name: value(rng, f) for f in known}
+    messages = (
+        user(text),
+        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
+        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", "Done.")),
+        user(pick(rng, _AGAIN).format(v=changed)),
+    )
+    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    key = ("call", *call_key(last.call))
+    return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
+
+
+def _talk(rng: Random, split: str, thinking: bool) -> Problem:
+    """A greeting or thanks: tools are declared, and none is needed."""
+    while True:
+        thought, content, text = small_talk(rng)
+        if belongs(key := ("chat", text), split):
+            break
+    declared = shuffled(rng, others(rng, [], how_many(rng, split), split))
+    reply = Reply(thought if thinking else "", content)
+    return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+
+
 # ---- judging -----------------------------------------------------------------------------------------------------
-
-
-def plain(text: str) -> str:
-    return " ".join(text.split()).strip(" .\"'`")
 
 
 def same_calls(problem: Problem, answer: Answer) -> bool:

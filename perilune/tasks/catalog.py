@@ -187,7 +187,7 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "bool": lambda rng: (rng.random() < 0.5, ""),
 }  # fmt: skip
 _WHOLE: Final = frozenset(
-    listed("count1 count minutes small big degrees year size hours age percent pages calories port")
+    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2")
 )
 _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 
@@ -296,7 +296,9 @@ _SHARED: Final = frozenset(listed("""
     """))  # fmt: skip
 
 
-def asked_together(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, list[dict[str, Any]]] | None:
+def asked_together(
+    rng: Random, entry: Entry, count: int, iso: bool, joined: bool = True
+) -> tuple[Asked, list[dict[str, Any]]] | None:
     """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"); None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
@@ -315,5 +317,6 @@ def asked_together(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[As
         return None
     texts = list(values)
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
-    shown[name] = ", ".join(texts[:-1]) + join + texts[-1]
+    if joined:
+        shown[name] = ", ".join(texts[:-1]) + join + texts[-1]
     return (form, shown, arguments), [_ordered(entry, arguments | {name: value}) for value in values.values()]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.entries import entry
 from perilune.tasks.fields import Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
@@ -209,7 +210,15 @@ _OR_NULL: Final = (
 def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
-        from_record = wide and rng.random() < 0.55
+        roll = rng.random() if wide else 1.0
+        if roll < 0.55:
+            messages, reasoning, expected = entry(rng)
+            content = json.dumps(expected, ensure_ascii=False)
+            if belongs(key := ("json", content), split):
+                reply = Reply(reasoning if thinking else "", content)
+                return Problem("json_extract", split, key, messages, reply, thinking=thinking)
+            continue
+        from_record = roll < 0.8
         if from_record:
             prompt, wanted, expected = _record_prompt(rng, split == "wide" and rng.random() < 0.3)
         else:

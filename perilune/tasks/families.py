@@ -56,10 +56,10 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
         Family("add_sub", 0.04, 90, True, sample_add_sub, same_number),
         Family("arithmetic", 0.09, 100, True, sample_arithmetic, same_number),
         Family("word_problems", 0.13, 130, True, sample_word_problems, same_number),
-        Family("tool_call", 0.17, 315, True, sample_tool_call, same_calls),
-        Family("tools_multi", 0.14, 375, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.19, 140, True, sample_json_extract, same_object),
-        Family("doc_questions", 0.14, 95, True, questions, same_text),
+        Family("tool_call", 0.17, 285, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.14, 340, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.19, 150, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.14, 100, True, questions, same_text),
         Family("programs", 0.09, 60, True, sample_programs, same_result),
         Family("chat", 0.01, 50, False, sample_chat, same_reply),
     )
@@ -157,6 +157,12 @@ SYSTEM_PROMPTS: Final = (
     "You help with travel plans.", "You work for a bank.", "You are a home assistant.", "You are a maths tutor.",
     "You are an agent with tools. Call them when the user needs it.", "Answer only what is asked.",
     "Today is Monday.", "The user is in Berlin.", "You are a friendly assistant called Nano.", "Do not guess.",
+    "Answer with words of the text.", "You answer questions about notes. Be short.", "You are the guide of a museum.",
+    "You help students of a programming course.", "Reply with one number.", "Answer with a number only.",
+    "You assist nurses on a ward.", "Ticket desk.", "You control a smart home.", "You run a small hotel's desk.",
+    "You are a Python interpreter. Answer with the output only.", "You help elderly people on the telephone.",
+    "Solve the problem. End with the result.", "Use only what is written.", "Short answers only.",
+    "You are part of a mobile app. The user may write carelessly.", "Call tools, do not guess.", "No small talk.",
 )  # fmt: skip
 
 

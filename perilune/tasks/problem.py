@@ -100,6 +100,11 @@ def assistant(reply: Reply, first_call: int = 0) -> dict[str, Any]:
     return message
 
 
+def plain(text: str) -> str:
+    """An answer without what does not matter: line breaks, a full stop, quotes around it."""
+    return " ".join(text.split()).strip(" .\"'`")
+
+
 def answer_of(reply: Reply) -> Answer:
     """What a client would get if the model replied exactly so."""
     calls = tuple((c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in reply.tool_calls)

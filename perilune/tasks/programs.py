@@ -11,6 +11,7 @@ from datetime import date, timedelta
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.procedures import procedure
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, indexed
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
@@ -368,9 +369,11 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         roll = rng.random() if widely(split) else 1.0
-        if roll < 0.2:
-            key, question, trace, content = (loop if roll < 0.05 else pipeline)(rng)
-        elif roll < 0.55:
+        if roll < 0.34:
+            key, question, trace, content = procedure(rng)
+        elif roll < 0.4:
+            key, question, trace, content = (loop if roll < 0.36 else pipeline)(rng)
+        elif roll < 0.64:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
         else:

@@ -10,9 +10,9 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.calls import plain
+from perilune.tasks.composed.paragraphs import paragraph
 from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
-from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, user, widely
+from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
 from perilune.tasks.records import question as ask
 from perilune.tasks.records import record
 from perilune.tasks.reports import report
@@ -217,6 +217,24 @@ def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
 
 
+def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
+    """A question about a paragraph of paragraphs.py; the thought quotes the sentence that answers."""
+    while True:
+        made = paragraph(rng)
+        if belongs(passage_key(made.text), split):
+            break
+    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
+    messages: tuple[dict[str, Any], ...] = (user(form.format(p=made.text, q=made.question)),)
+    if rng.random() < 0.05:
+        messages = ({"role": "system", "content": pick(rng, _TEXT_FIRST).format(p=made.text)}, user(made.question))
+    key = (*passage_key(made.text), made.question)
+    reply = Reply(made.trace if thinking else "", made.answer)
+    return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
+
+
+_TEXT_FIRST: Final = ("The user asks about this text:\n{p}", "Answer from this: {p}", "Context:\n{p}", "{p}")
+
+
 class DocQuestions:
     """Samples questions about the given paragraphs and about invented ones."""
 
@@ -232,7 +250,8 @@ class DocQuestions:
         if widely(split):
             roll = rng.random()
             if roll < 0.7:
-                return (_about_record if roll < 0.3 else _about_report)(rng, split, thinking)
+                kind = _about_paragraph if roll < 0.4 else _about_record if roll < 0.55 else _about_report
+                return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:
             if given and rng.random() < self._given_share:

@@ -6,8 +6,7 @@ The answers say truthfully what the model is. Structural problems are worded ane
 from random import Random
 from typing import Final
 
-from perilune.tasks.calls import plain
-from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user
+from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, plain, user
 from perilune.tasks.words import CITIES, NAMES, PLAIN
 
 ABILITIES: Final = (
@@ -56,6 +55,13 @@ TALK: Final = (
 )  # fmt: skip
 _BEFORE: Final = ("", "", "", "Hello! ", "Hi, ", "Please: ", "Sorry, ", "Well, ", "Ok. ", "One more: ")
 _AFTER: Final = ("", "", "", ".", "!", " :)", "...")
+
+
+def small_talk(rng: Random) -> tuple[str, str, str]:
+    """A thought, an answer and what people said, where nothing was asked for that a tool could do."""
+    thought, content, said, _ = pick(rng, tuple(talk for talk in TALK if talk[1] != _LIMIT))
+    text = pick(rng, _BEFORE) + pick(rng, said).format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
+    return thought, content, text if text[-1] in ".?!" else text + pick(rng, _AFTER)
 
 
 def sample_chat(rng: Random, split: str, thinking: bool) -> Problem:

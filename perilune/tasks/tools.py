@@ -244,7 +244,7 @@ def confusable(one: Tool, other: Tool) -> bool:
 def how_many(rng: Random, split: str) -> int:
     """How many tools a prompt declares: 5 to 8 mostly, up to 15, in training sometimes fewer."""
     roll = rng.random()
-    if roll < 0.14 and widely(split):
+    if roll < 0.36 and widely(split):
         return 1 + int(rng.random() * 4)
     return 5 + int(rng.random() * 4) if roll < 0.94 else 9 + int(rng.random() * 7)
 
@@ -291,9 +291,12 @@ def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
     return Request(tool, text, f"{tool.verb} {tool.noun}", ToolCall(tool.name, arguments))
 
 
-def together(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
-    """One sentence that asks for several calls of a catalog's tool, and those calls' requests."""
-    if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso)) is None:
+def together(rng: Random, tool: Tool, count: int, joined: bool = True) -> tuple[str, list[Request]] | None:
+    """One sentence that asks for several calls of a catalog's tool, and those calls' requests.
+
+    If not `joined`, the sentence asks for the first of them only.
+    """
+    if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso, joined)) is None:
         return None
     asked, calls = made
     text = _everyday(tool, rng, asked).text

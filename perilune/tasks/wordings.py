@@ -6,6 +6,7 @@ used.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import Final
@@ -63,6 +64,16 @@ _NEAR: Final = dict(zip("abcdefghijklmnopqrstuvwxyz", "svxsdfghujklnbipqeftyicys
 _ONES: Final = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
     "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]  # fmt: skip
 _TENS: Final = ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+_SYMBOL: Final = re.compile(r"<(\w+)>")
+
+
+def expand(rng: Random, rules: Mapping[str, Sequence[str]], text: str) -> str:
+    """`text` with every <symbol> replaced by one of the symbol's alternatives, which may hold symbols too."""
+    while "<" in text and _SYMBOL.search(text):
+        text = _SYMBOL.sub(lambda m: pick(rng, rules[m[1]]), text)
+    return text
 
 
 @lru_cache(maxsize=65536)

@@ -1,0 +1,478 @@
+"""JSON objects asked for from texts about subjects (subjects.py), for `json_extract`.
+
+A prompt is put together from parts that vary independently: what the text is about, how it is set out, which of its
+values are wanted (of one subject, of all, nested, by name), what the keys are called and how they are given, and how
+and where the request is put. The trace copies value by value: the path of the key, its type, the value.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.composed import subjects
+from perilune.tasks.composed.subjects import Subject
+from perilune.tasks.fields import written
+from perilune.tasks.problem import pick, user
+from perilune.tasks.wordings import expand, phrase
+from perilune.tasks.words import any_word, made_up
+
+Messages = tuple[dict[str, Any], ...]
+Made = tuple[Messages, str, dict[str, Any]]  # messages, trace, object
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A key, what it means, its JSON type, and what it is in each subject (None: not in the text)."""
+
+    key: str
+    meaning: str
+    type: str
+    values: tuple[Any, ...]
+
+
+# ---- keys --------------------------------------------------------------------------------------------------------
+
+
+def _snake(words: str) -> str:
+    return words.replace(" ", "_")
+
+
+def _camel(words: str) -> str:
+    first, *rest = words.split(" ")
+    return first + "".join([w.capitalize() for w in rest])
+
+
+_CASES: Final[tuple[tuple[Callable[[str], str], str], ...]] = (
+    *[(_snake, "snake_case")] * 9, *[(_camel, "camelCase")] * 4, (str, ""), (str, ""),
+    (lambda words: "".join([w.capitalize() for w in words.split(" ")]), "PascalCase"),
+    (lambda words: words.replace(" ", "-"), "kebab-case"), (lambda words: _snake(words).upper(), "capitals"),
+)  # fmt: skip
+_PREFIXED: Final = 0.08  # of objects: keys with the name of what they belong to, as in patient_name
+_INVENTED: Final = 0.05  # of objects: keys that mean nothing, explained in the request
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    return "number" if isinstance(value, float) else "array" if isinstance(value, list) else "string"
+
+
+def _wanted(rng: Random, many: list[Subject], named: bool) -> tuple[list[Wanted], str]:
+    """Keys for some attributes of the subjects, in any order, and the case that the keys are in."""
+    case, case_name = pick(rng, _CASES)
+    domain, roll = many[0].domain, rng.random()
+    sources: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
+    stated = [at for at in domain.attributes if any(at in one.facts for one in many)]
+    rng.shuffle(stated)
+    for at in stated[: 1 + int(rng.random() * (len(stated) + 1))]:
+        values = tuple([one.facts[at][0] if at in one.facts else None for one in many])
+        sources.append((at.keys, values))
+    if named or rng.random() < 0.6:
+        names = [one.name[0] for one in many]
+        split = [n.split(" ") for n in names]
+        if domain.person and all(len(n) == 2 for n in split) and rng.random() < 0.2:
+            firsts = (("first_name", "given_name", "forename"), tuple([n[0] for n in split]))
+            lasts = (("last_name", "surname", "family_name"), tuple([n[1] for n in split]))
+            sources[:0] = [firsts, lasts]
+        else:
+            sources.insert(0, (domain.keys, tuple(names)))
+        if rng.random() < 0.3:
+            rng.shuffle(sources)
+    if len(many) == 1 and rng.random() < 0.08:
+        absent = [at for at in domain.attributes if at not in many[0].facts]
+        if absent:
+            at = pick(rng, absent)
+            sources.insert(int(rng.random() * (len(sources) + 1)), (at.keys, (None,)))
+    found: dict[str, Wanted] = {}
+    for keys, values in sources:
+        words = pick(rng, keys).replace("_", " ")
+        meaning = pick(rng, keys).replace("_", " ")
+        if roll < _PREFIXED and words != domain.name:
+            words = f"{domain.name} {words}"
+        elif _PREFIXED <= roll < _PREFIXED + _INVENTED:
+            words = made_up(rng) if rng.random() < 0.5 else pick(rng, "abcdefghxyz") + str(len(found) + 1)
+        key = case(words)
+        value = next((v for v in values if v is not None), None)
+        found.setdefault(key, Wanted(key, meaning, _type(value), values))
+    return list(found.values()), "" if roll < _PREFIXED + _INVENTED else case_name
+
+
+_TYPES: Final[dict[str, tuple[str, ...]]] = {
+    "string": ("string", "text", "str"), "integer": ("integer", "number", "int", "a number"),
+    "number": ("number", "float", "decimal"), "boolean": ("boolean", "true/false", "bool"),
+    "array": ("list of strings", "array of strings", "list"),
+}  # fmt: skip
+_PLACEHOLDERS: Final = {"string": ("...", "text", "?", ""), "integer": (0, 0, 1), "number": (0.0, 0, 1.5),
+    "boolean": (True, False), "array": (["..."], [], ["a", "b"])}  # fmt: skip
+
+
+def _typed(rng: Random, w: Wanted) -> str:
+    return pick(rng, _TYPES[w.type])
+
+
+def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
+    """Keys in a line of prose."""
+    typed = rng.random() < 0.3
+    if explained:
+        form = pick(rng, ("{k} for the {m}", "{k} ({m})", "{k} = {m}", '"{k}" (the {m})', "{k}, that is the {m}",
+            "{k} as the {m}", '"{k}": {m}'))  # fmt: skip
+    elif typed:
+        form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
+    else:
+        form = pick(rng, ("{k}", "{k}", "{k}", '"{k}"', '"{k}"', "'{k}'", "`{k}`", "the {k}", "{k}", "its {k}", "{k}:"))
+    few = 1.0 if not typed or rng.random() < 0.6 else 0.5  # types only where they are not plain
+    shown = [
+        form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if few == 1.0 or w.type != "string" else w.key
+        for w in wanted
+    ]
+    if len(shown) == 1:
+        return shown[0]
+    roll = rng.random()
+    if roll < 0.35:
+        return pick(rng, (", ", ", ", ", ", " / ", "; ", " + ", " | ", " ", ",")).join(shown)
+    if roll < 0.42:
+        return "[" + ", ".join(shown) + "]" if roll < 0.38 else "(" + ", ".join(shown) + ")"
+    if roll < 0.5:
+        return pick(rng, (", then ", " then ", " and ", " and also ")).join(shown)
+    return ", ".join(shown[:-1]) + pick(rng, (" and ", " and ", ", and ", " plus ", " & ", " as well as ")) + shown[-1]
+
+
+def _template(rng: Random, wanted: list[Wanted]) -> str:
+    """An object with places to fill in."""
+    how = rng.random()
+    parts = []
+    for w in wanted:
+        if how < 0.25:
+            place = "..."
+        elif how < 0.5:
+            place = json.dumps(pick(rng, _PLACEHOLDERS[w.type]))
+        elif how < 0.65:
+            place = f"<{w.meaning}>" if rng.random() < 0.7 else f"<{w.meaning}, {_typed(rng, w)}>"
+        elif how < 0.8:
+            place = _typed(rng, w)
+        else:
+            place = f'"{_typed(rng, w)}"' if how < 0.9 else "null"
+        parts.append(f'"{w.key}": {place}' if how < 0.9 or rng.random() < 0.9 else f"{w.key}: {place}")
+    if rng.random() < 0.25:
+        return "{\n  " + ",\n  ".join(parts) + "\n}"
+    return "{" + ", ".join(parts) + "}"
+
+
+def _schema(rng: Random, wanted: list[Wanted]) -> str:
+    properties: dict[str, Any] = {}
+    for w in wanted:
+        properties[w.key] = {"type": w.type}
+        if w.type == "array":
+            properties[w.key]["items"] = {"type": "string"}
+        if rng.random() < 0.2:
+            properties[w.key]["description"] = w.meaning
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if rng.random() < 0.4:
+        schema["required"] = [w.key for w in wanted]
+    return json.dumps(schema, indent=2 if rng.random() < 0.15 else None)
+
+
+def _code(rng: Random, wanted: list[Wanted]) -> str:
+    """A type as a programming language declares it."""
+    name = any_word(rng).capitalize()
+    script = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "array": "string[]"}
+    python = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "array": "list[str]"}
+    sql = {"string": "TEXT", "integer": "INTEGER", "number": "REAL", "boolean": "BOOLEAN", "array": "TEXT[]"}
+    roll = rng.random()
+    if roll < 0.4:
+        return f"interface {name} {{ " + " ".join([f"{w.key}: {script[w.type]};" for w in wanted]) + " }"
+    if roll < 0.75:
+        return f"class {name}:\n" + "\n".join([f"    {w.key}: {python[w.type]}" for w in wanted])
+    return f"{name.lower()}({', '.join([f'{w.key} {sql[w.type]}' for w in wanted])})"
+
+
+def _rows(rng: Random, wanted: list[Wanted], explained: bool = False) -> str:
+    if explained or rng.random() < 0.3:
+        form = pick(rng, ("- {k}: {m}", "{k} - {m}", "- {k} ({m})", "{k}: {m}", "* `{k}` {m}", "{k} = {m}"))
+    else:
+        form = pick(rng, ("- {k}", "* {k}", "{k}", "{i}. {k}", "- {k} ({t})", "{k}: {t}", "- {k}, {t}", "{i}) {k}"))
+    return "\n".join([form.format(k=w.key, m=w.meaning, t=_typed(rng, w), i=i) for i, w in enumerate(wanted, 1)])
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+_RULES: Final[dict[str, tuple[str, ...]]] = {
+    "do": ("extract", "pull out", "pick out", "get me", "give me", "note down", "return", "collect", "find",
+    "read off",
+        "write down", "grab", "report", "fetch", "put together", "hand me", "take", "save", "record", "copy"),
+    "json": ("JSON", "json", "a JSON object", "one JSON object", "valid JSON", "JSON format", "a json", "JSON only"),
+    "as": ("as JSON", "as JSON", "as a JSON object", "in JSON", "in JSON format", "as json", "as one JSON object"),
+    "noun": ("text", "message", "note", "lines", "entry", "description", "paragraph", "sentence", "record", "mail"),
+    "this": ("this", "it", "the <noun>", "this <noun>", "the following", "what I wrote", "the <noun> {place}"),
+    "turn": ("turn <this> into", "convert <this> to", "make <this>", "write <this> as", "rewrite <this> as",
+        "parse <this> into", "put <this> into", "express <this> as", "change <this> to", "transform <this> into"),
+    "with": ("with", "with the keys", "with keys", "having the fields", "that has", "using the keys", "fields:",
+        "(keys:) ", "which has as keys", "containing", "with exactly"),
+    "can": ("can you", "could you", "would you please", "could you kindly", "would you be so good as to", "can u",
+        "will you", "may I ask you to", "I would like you to", "I want you to", "please", "now", "your task:",
+        "I need you to", "kindly", "you should", "help me to", "go and"),
+    "need": ("I need", "we need", "I want", "I would like to have", "our system wants", "the form asks for",
+        "the database expects", "my program reads", "send back", "what I want:", "output", "answer with",
+        "reply with",
+        "produce", "the answer must be", "please send", "give back"),
+    "ask": ("<do> {keys}{about} <as>.", "<can> <do> {keys}{about} <as>?", "<turn> <json> <with> {keys}.",
+        "<can> <turn> <json> <with> {keys}?", "<need> <json> <with> {keys}{about}.", "keys: {keys}. <need> <json>.",
+        "<json>, keys {keys}", "<need> {keys}{about}, <as>.", "<do> {keys}{about}. Format: <json>.",
+        "what is {keys}{about}? Answer <as>.", "-> <json> {keys}", "<json> pls: {keys}", "fields: {keys}. <as>.",
+        "{keys}{about} <as>, please.", "which {keys} does <this> give{about}? <as>.",
+        "<need> {keys} <as> from <this>.",
+        "only {keys}{about}, <as>.", "write <json>: {keys}", "<this> should become <json> <with> {keys}."),
+    "block": ("<do> the data{about} <as>:\n{block}", "<turn> <json> like this:\n{block}", "<need> <json>:\n{block}",
+        "the keys are\n{block}\n<need> <json>.", "schema: {block}", "fields:\n{block}\n<as>", "fill in: {block}",
+        "<can> fill this in{about}?\n{block}", "answer <as> in the form {block}", "format: {block}",
+        "<need> <json> of the form {block}", "use this shape:\n{block}", "{block}\n<can> fill it{about}?",
+        "<can> follow this schema: {block}", "return <json> like {block}", "output {block}"),
+}  # fmt: skip
+_SYSTEM: Final = ("{ask}", "You read messages. {ask}", "For every message: {ask}", "{ask} Nothing else.",
+    "Parser. {ask}",
+    "You are a clerk who files records. {ask}", "Each user message is a record. {ask}",
+    "{ask} No other words.")  # fmt: skip
+_CASED: Final = (" Keys in {c}.", " The keys are in {c}.", " Use {c} for the keys.", " ({c})", " All keys {c}.")
+_NULL: Final = (" Use null for what is missing.", " Missing: null.", " Write null if <this> does not say it.",
+    " Unknown values are null.", " null if not given.")  # fmt: skip
+_NO_UNITS: Final = (" Numbers without units.", " Numbers as numbers, no units.", " Plain numbers please.")
+_GIVEN: Final = ("{t}", "{t}", "{t}", '"{t}"', "Text: {t}", "Text:\n{t}", "```\n{t}\n```", "Here it is: {t}", "> {t}",
+    "Input: {t}", "---\n{t}\n---", "Message: {t}", "what i have: {t}", "<text>{t}</text>", "'{t}'", "Note: {t}",
+    "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}")  # fmt: skip
+
+
+def _capital(form: str) -> str:
+    return form[0].upper() + form[1:]
+
+
+def _request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
+    roll = rng.random()
+    if roll < 0.6 or (explained and roll < 0.8):
+        form, keys = expand(rng, _RULES, "<ask>"), _in_line(rng, wanted, explained)
+        if rng.random() < 0.8:
+            form = _capital(form)
+        return phrase(rng, form).format(keys=keys, about=about, place=place)
+    if explained:
+        block = _rows(rng, wanted, True)
+    else:
+        block = pick(rng, (_template, _template, _template, _schema, _code, _rows))(rng, wanted)
+    form = expand(rng, _RULES, "<block>")
+    if rng.random() < 0.8:
+        form = _capital(form)
+    form = phrase(rng, form, asking=0.0) if "\n" not in form else form
+    return form.format(block=block, about=about, place=place)
+
+
+def _placed(rng: Random, ask: str, text: str, before: bool, system: float = 0.0) -> Messages:
+    """The request and the text as messages: in one, in either order, or, at that share, the request as the system's."""
+    if before and rng.random() < system and "JSON" in ask:
+        return {"role": "system", "content": pick(rng, _SYSTEM).format(ask=ask)}, user(text)
+    shown = pick(rng, _GIVEN).format(t=text)
+    if rng.random() < 0.03:
+        first, second = (ask, shown) if before else (shown, ask)
+        between = pick(rng, ("Ok.", "Yes?", "I have read it.", "Go on.", "Sure."))
+        return user(first), {"role": "assistant", "content": between}, user(second)
+    join = (
+        pick(rng, ("\n\n", "\n\n", "\n", " ", "\n\n\n"))
+        if before
+        else pick(rng, ("\n\n", "\n\n", "\n", " ", "\n---\n"))
+    )
+    return (user(ask + join + shown if before else shown + join + ask),)
+
+
+# ---- texts -------------------------------------------------------------------------------------------------------
+
+
+def _text(rng: Random, many: list[Subject]) -> str:
+    roll = rng.random()
+    if len(many) > 1 and roll < 0.3:
+        return subjects.table(rng, many)
+    if roll < 0.55:
+        made = [s.text for one in many for s in subjects.described(rng, one)]
+        if rng.random() < 0.2:
+            made.insert(int(rng.random() * (len(made) + 1)), pick(rng, subjects.ASIDES))
+        text = " ".join(made)
+    elif roll < 0.68 and len(many) == 1 and many[0].domain.person:
+        text = subjects.confessed(rng, many[0])
+    elif roll < 0.85:
+        text = pick(rng, ("\n", "\n", ". ")).join([subjects.noted(rng, one) for one in many])
+    else:
+        text = "\n\n".join([subjects.listed_lines(rng, one) for one in many])
+    return subjects.unkempt(rng, text, [one.name[1] for one in many] + [v for o in many for _, v in o.facts.values()])
+
+
+def _lines(prefix: str, wanted: list[Wanted], at: int) -> list[str]:
+    found = []
+    for w in wanted:
+        value = w.values[at]
+        kind = {"integer": "number", "array": "list"}.get(w.type, w.type)
+        found.append(f"{prefix}{w.key}: null" if value is None else f"{prefix}{w.key}: {kind} {written(value)}")
+    return found
+
+
+_PLURALS: Final = ("{}s", "{}s", "{}_list", "items", "entries", "all_{}s", "records", "rows", "data")
+_EACH: Final = ('{do} "{p}", a list with an object for each {d}: {keys}.',
+    "JSON: {{\"{p}\": [...]}}, each with {keys}.",
+    'One JSON object with the key "{p}": a list of objects with {keys}.',
+    "For every {d} {keys}, as a JSON list under {p}.",
+    "JSON please, {p} as a list of objects ({keys}).",
+    'Under "{p}", list all {d}s as JSON objects with {keys}.')  # fmt: skip
+_NESTED: Final = ('{keys} and an object "{g}" with {inner}', '{keys}; {g} is an object with {inner}',
+    "{keys}, and nested under {g}: {inner}", '{keys}, "{g}": {{{inner}}}')  # fmt: skip
+_GROUPS: Final = ("details", "info", "data", "more", "about", "extra", "meta", "facts")
+_BY_NAME: Final = ("JSON with the {d}s as keys and the {m} as values.",
+    "Keys: the names. Values: the {m}. Output: JSON.",
+    "Map each {d} to its {m} in a JSON object.", "a json object, name -> {m}",
+    "JSON object please: {names}, each with the {m}.",
+    "{m} of each, as JSON, keys {names}", "Make JSON with keys {names}. The values are the {m}.")  # fmt: skip
+
+
+def entry(rng: Random) -> Made:
+    """The prompt's messages, the trace and the object."""
+    roll = rng.random()
+    if roll < 0.07:
+        return _all(rng)
+    if roll < 0.12:
+        return _by_name(rng)
+    several = roll < 0.24
+    while True:
+        many = subjects.subjects(rng, 2 + (rng.random() < 0.3) if several else 1)
+        wanted, case = _wanted(rng, many, named=False)
+        at = int(rng.random() * len(many))
+        if wanted and any(w.values[at] is not None for w in wanted):
+            break
+    explained = any(not set(re.split(r"[_ -]", w.key.lower())) & set(w.meaning.split()) for w in wanted) and (
+        rng.random() < 0.25 or any(re.fullmatch(r"[a-z]\d", w.key) or len(w.key) < 2 for w in wanted)
+    )
+    explained = explained or any(not _plain(w, many[0]) for w in wanted)
+    about = ""
+    if several:
+        about = pick(rng, (" of {}", " for {}", " about {}")).format(many[at].name[1])
+        if any(w.values[at] == many[at].name[0] for w in wanted) and len(wanted) > 1:
+            wanted = [w for w in wanted if w.values[at] != many[at].name[0]]
+    if 3 <= len(wanted) and roll > 0.94:
+        return _nested(rng, many, wanted, at, about)
+    before = rng.random() < 0.5
+    if roll > 0.88 and not several:
+        return _by_example(rng, many[0], wanted)
+    ask = _request(rng, wanted, about, explained, "below" if before else "above")
+    if several and many[at].name[1] not in ask:
+        ask += pick(rng, (" Only {}.", " I mean {}.", " It is about {}.", " ({} only)")).format(many[at].name[1])
+    if any(w.values[at] is None for w in wanted):
+        ask += expand(rng, _RULES, pick(rng, _NULL)).format(place="above")
+    elif rng.random() < 0.06:
+        ask += pick(rng, _NO_UNITS)
+    if case and rng.random() < 0.15:
+        ask += pick(rng, _CASED).format(c=case)
+    messages = _placed(rng, ask, _text(rng, many), before, system=0.25)
+    return messages, "\n".join(_lines("", wanted, at)), {w.key: w.values[at] for w in wanted}
+
+
+def _plain(w: Wanted, one: Subject) -> bool:
+    """Whether the key says what it is."""
+    words = re.sub(r"([a-z])([A-Z])", r"\1 \2", w.key).lower().replace("-", " ").replace("_", " ")
+    known = [*one.domain.keys, "first_name", "given_name", "forename", "last_name", "surname", "family_name"]
+    known += [k for at in one.domain.attributes for k in at.keys]
+    return any(words.endswith(k.replace("_", " ")) for k in known)
+
+
+def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, about: str) -> Made:
+    group = pick(rng, _GROUPS) if rng.random() < 0.7 else many[0].domain.name
+    cut = 1 + int(rng.random() * (len(wanted) - 2))
+    outer, inner = wanted[:cut], wanted[cut:]
+    if any(w.key == group for w in outer):
+        group = f"the_{group}"
+    values = {w.key: w.values[at] for w in outer} | {group: {w.key: w.values[at] for w in inner}}
+    if rng.random() < 0.4:
+        block = json.dumps({w.key: "..." for w in outer} | {group: {w.key: "..." for w in inner}})
+        ask = _capital(expand(rng, _RULES, "<block>")).format(block=block, about=about, place="there")
+    else:
+        keys = pick(rng, _NESTED).format(
+            keys=", ".join([w.key for w in outer]), g=group, inner=_in_line(rng, inner, False)
+        )
+        ask = _capital(expand(rng, _RULES, "<ask>")).format(keys=keys, about=about, place="there")
+    if about and about not in ask:
+        ask += f" Only{about}."
+    if any(w.values[at] is None for w in wanted):
+        ask += pick(rng, _NULL[1:2])
+    trace = "\n".join([*_lines("", outer, at), *_lines(f"{group}.", inner, at)])
+    return _placed(rng, ask, _text(rng, many), rng.random() < 0.5), trace, values
+
+
+def _all(rng: Random) -> Made:
+    """Every subject of the text as an object of a list."""
+    many = subjects.subjects(rng, 2 + (rng.random() < 0.4))
+    wanted, _ = _wanted(rng, many, named=True)
+    explained = any(not _plain(w, many[0]) for w in wanted)
+    name = pick(rng, _PLURALS).format(many[0].domain.name)
+    if rng.random() < 0.4 and not explained:
+        block = f'{{"{name}": [{_template(rng, wanted)}, ...]}}'
+        ask = expand(rng, _RULES, "<block>").format(block=block, about="", place="there")
+    else:
+        ask = pick(rng, _EACH).format(
+            p=name,
+            d=many[0].domain.name,
+            keys=_in_line(rng, wanted, explained),
+            do=pick(rng, ("Give me", "Make", "Return")),
+        )
+    trace = "\n".join([line for i in range(len(many)) for line in _lines(f"{i + 1}. ", wanted, i)])
+    rows = [{w.key: w.values[i] for w in wanted} for i in range(len(many))]
+    return _placed(rng, _capital(ask), _text(rng, many), rng.random() < 0.5), trace, {name: rows}
+
+
+def _by_name(rng: Random) -> Made:
+    """One attribute of several subjects by their names; or only the names."""
+    domain = pick(rng, subjects.DOMAINS)
+    at = pick(rng, domain.attributes)
+    many: list[Subject] = []
+    while len(many) < 2 or (len(many) < 4 and rng.random() < 0.4):
+        many.append(subjects.subject(rng, domain, [at], many))
+    names = [one.name[1] for one in many]
+    if rng.random() < 0.3:
+        key = pick(rng, ("names", f"{domain.name}s", "found", "list"))
+        ask = pick(rng, ("All {d}s as JSON, in a list under {k}.", 'JSON with one key "{k}": the list of all {d}s.',
+            "{{\"{k}\": [...]}} with every {d} in the order of the text, please. JSON."))  # fmt: skip
+        messages = _placed(rng, ask.format(d=domain.name, k=key), _text(rng, many), rng.random() < 0.5)
+        return messages, f"{key}: list {json.dumps(names, ensure_ascii=False)}", {key: names}
+    values = {one.name[1]: one.facts.get(at, (None, ""))[0] for one in many}
+    ask = pick(rng, _BY_NAME).format(d=domain.name, m=subjects.label(rng, at.keys), names=", ".join(names))
+    wanted = [Wanted(name, "", _type(value), (value,)) for name, value in values.items()]
+    return (
+        _placed(rng, ask, _text(rng, many), rng.random() < 0.5),
+        "\n".join([line for w in wanted for line in _lines("", [w], 0)]),
+        values,
+    )
+
+
+def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
+    """The keys as an example has them: another text with its object."""
+    other = subjects.subject(rng, one.domain, list(one.facts), [one])
+    by_value: list[tuple[Any, Any]] = [(one.name[0], other.name[0])]
+    by_value += [(one.facts[at][0], other.facts[at][0]) for at in one.facts if at in other.facts]
+    shown, kept = {}, []
+    for w in wanted:
+        pair = next((b for a, b in by_value if a == w.values[0] and type(a) is type(w.values[0])), None)
+        if pair is not None:
+            shown[w.key] = pair
+            kept.append(w)
+    if not kept:
+        return entry(rng)
+    seed = rng.random()
+    texts = []
+    for x in (other, one):  # in the same manner
+        same = Random(seed)
+        texts.append(subjects.noted(same, x) if seed < 0.4 else " ".join([s.text for s in subjects.described(same, x)]))
+    first = json.dumps(shown, ensure_ascii=False)
+    form = pick(rng, ('Example: "{a}" -> {j}\nNow you: "{b}"', "{a}\n{j}\n\n{b}\n",
+    "Input: {a}\nJSON: {j}\nInput: {b}\nJSON:",
+        "Text: {a} => {j}. Do the same with: {b}",
+        "Make JSON from a text, like this.\nText: {a}\nAnswer: {j}\n\nText: {b}",
+        "Return JSON like {j} (that is for \"{a}\"). The text is: {b}"))  # fmt: skip
+    answer = {w.key: w.values[0] for w in kept}
+    text = form.format(a=texts[0], b=texts[1], j=first)
+    return (user(text.rstrip()),), "\n".join(_lines("", kept, 0)), answer
