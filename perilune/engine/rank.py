@@ -48,13 +48,17 @@ class Leader:
         """`start.leader`: the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._pulse, self._lock = pulse, threading.Lock()
         self._start = start
+        self.rank_0_ended = False  # known once a report could not be sent
         self.group: Group = ALONE  # its progress goes into heartbeats
         threading.Thread(target=self._beat, name="perilune-pulse", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
         """`values`: fields of Report."""
-        with self._lock, contextlib.suppress(OSError):
-            self._pulse.sendall(report(kind, **values))
+        with self._lock:
+            try:
+                self._pulse.sendall(report(kind, **values))
+            except OSError:
+                self.rank_0_ended = True
 
     def _beat(self) -> None:
         frames, silent_seconds = Frames(self._pulse), 0.0
@@ -67,7 +71,7 @@ class Leader:
                     try:
                         heard |= bool(frames.arrived())
                     except (EOFError, EngineError):
-                        self._end(0)  # rank 0 has ended, so no request is left
+                        self.end(0)  # rank 0 has ended, so no request is left
             silent_seconds = 0.0 if heard else silent_seconds + BEAT_SECONDS
             if silent_seconds >= SILENT_SECONDS:
                 print(
@@ -76,10 +80,11 @@ class Leader:
                 if self._start.leader:
                     with contextlib.suppress(OSError):
                         os.kill(self._start.leader, signal.SIGKILL)
-                self._end(1)
+                self.end(1)
 
-    def _end(self, code: int) -> None:
-        """Ends this process and removes the rendezvous file, in case that rank 0 was killed before it did so."""
+    def end(self, code: int) -> None:
+        """Where rank 0 has ended: ends this process and removes the rendezvous file, in case that rank 0 was killed
+        before it did so."""
         if self._start.place.meeting:
             shutil.rmtree(Path(self._start.place.meeting).parent, ignore_errors=True)
         os._exit(code)
@@ -141,7 +146,10 @@ def fail(leader: Leader, error: BaseException) -> None:
     if not isinstance(error, PeriluneError) or isinstance(error, ExchangeError):
         time.sleep(BLAME_SECONDS)
     why = str(error).splitlines()[0] if str(error) else ""
-    leader.send("failed", text=why if isinstance(error, PeriluneError) else f"{type(error).__name__}: {why}")
+    text = why if isinstance(error, PeriluneError) else f"{type(error).__name__}: {why}"
+    leader.send("failed", text=text)
+    if leader.rank_0_ended:
+        leader.end(1)
     os._exit(1)
 
 
@@ -171,7 +179,7 @@ def main() -> None:
             tiers = Follower(parts.transfer, lambda moved: leader.send("moved", moved=moved))
         follow(parts.runner, orders, leader, tiers)
     except EOFError:
-        return  # rank 0 is gone
+        leader.end(0)  # rank 0 is gone
     except BaseException as e:
         fail(leader, e)
 
