@@ -51,6 +51,7 @@ TEMPLATE = ChatTemplate(K26)
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
+HANG_SECONDS = 120.0  # bounds what would never end; says nothing about speed: a busy machine stops for seconds
 WEATHER = {
     "type": "function",
     "function": {
@@ -293,7 +294,7 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
         made = [make(service) for make in setup.get("observers", ())]
         service.observers += [one.record for one in made]
         app = build_app(service)
-        await asyncio.wait_for(test(Served(engine, service, Client(app))), 20)
+        await asyncio.wait_for(test(Served(engine, service, Client(app))), HANG_SECONDS)
         for one in made:
             one.close()
         await service.pictures.close()

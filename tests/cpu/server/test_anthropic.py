@@ -478,7 +478,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
         call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": stream}, leave=leave))
         await s.hangs()
         leave.set()
-        await asyncio.wait_for(call, 0.5)
+        await call
         assert s.engine.cancelled == [0] and s.engine.live == 0
 
     serve(test, hold=1)
@@ -520,7 +520,7 @@ def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> Non
 
         body = json.dumps({**HELLO, "stream": True}).encode()
         call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
-        await asyncio.wait_for(several.wait(), 2)
+        await several.wait()
         s.engine.release.set()
         assert rebuilt(told(await call))["content"] == [{"type": "text", "text": "Hello"}]
 

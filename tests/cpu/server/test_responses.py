@@ -477,7 +477,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
         call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": stream}, leave=leave))
         await s.hangs()
         leave.set()
-        await asyncio.wait_for(call, 0.5)
+        await call
         assert s.engine.cancelled == [0] and s.engine.live == 0
         assert len(s.client.app.state.responses) == 0
 
@@ -522,7 +522,7 @@ def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> N
 
         body = json.dumps({"input": "Hi", "stream": True, "reasoning": {"effort": "none"}}).encode()
         call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
-        await asyncio.wait_for(seen.wait(), 2)
+        await seen.wait()
         assert not call.done()
         await asyncio.sleep(0.05)
         s.engine.release.set()

@@ -149,7 +149,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(path: str, body: Any, str
         await s.hangs(len(body.get("prompt", "x")))
         assert s.engine.live and not s.engine.cancelled
         leave.set()
-        await asyncio.wait_for(call, 0.5)
+        await call
         assert sorted(s.engine.cancelled) == list(range(len(s.engine.seen))) and s.engine.live == 0
         page = (await s.client.get("/metrics")).text
         assert f'perilune_request_success_total{{finished_reason="cancelled"}} {float(len(s.engine.seen))}' in page
@@ -269,7 +269,7 @@ def test_stopping_the_server_ends_answers_in_flight() -> None:
         calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": x})) for x in (False, True)]
         await s.hangs(2)
         s.service.stop()
-        whole, stream = await asyncio.wait_for(asyncio.gather(*calls), 0.5)
+        whole, stream = await asyncio.gather(*calls)
         assert whole.status == 503 and "shutting down" in whole.error["message"]
         assert "shutting down" in stream.chunks[-1]["error"]["message"]
 
