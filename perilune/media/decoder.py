@@ -64,6 +64,7 @@ class Decoder:
         self._seconds, self._video_seconds = seconds, video_seconds
         self._turn = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
+        self._interrupted: subprocess.Popen[bytes] | None = None  # gets no further file: it is ending, or has ended
         self._link: socket.socket | None = None
 
     def decode(self, data: bytes) -> Picture:
@@ -101,6 +102,7 @@ class Decoder:
     def interrupt(self) -> None:
         """From another thread: ends the work on the picture in progress, if there is one, with an error there."""
         if (worker := self._worker) is not None:
+            self._interrupted = worker
             worker.kill()
 
     def close(self) -> None:
@@ -170,7 +172,9 @@ class Decoder:
             raise
 
     def _started(self) -> socket.socket:
-        if self._link is not None and self._worker is not None and self._worker.poll() is None:
+        worker = self._worker
+        usable = worker is not None and worker is not self._interrupted and worker.poll() is None
+        if self._link is not None and usable:
             return self._link
         self._end()
         ours, theirs = socket.socketpair()
