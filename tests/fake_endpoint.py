@@ -120,5 +120,5 @@ def serving() -> Iterator[FakeEndpoint]:
             yield fake
         finally:
             end.set()
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()

@@ -311,12 +311,14 @@ def test_killed_and_resumed(source: Path, tmp_path: Path) -> None:
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom perilune.convert import stream\n"
         "from perilune.convert.target import Target\nwrite = stream._write_job\n"
-        "def slow(*a):\n    time.sleep(0.01)\n    return write(*a)\nstream._write_job = slow\n"
+        "def until_killed(*a):\n"
+        "    if len(list(Path(sys.argv[2]).glob('*.safetensors'))) >= 3:\n        time.sleep(600)\n"
+        "    return write(*a)\nstream._write_job = until_killed\n"
         "with stream.Conversion(Path(sys.argv[1]), Target(to='nvfp4'), shard_bytes=60_000) as c:\n"
         "    c.run(Path(sys.argv[2]), threads=1)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(source), str(result)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(list(result.glob("*.safetensors"))) < 3 and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)

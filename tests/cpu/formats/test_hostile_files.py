@@ -32,7 +32,7 @@ SHARD = "model-00002-of-00003.safetensors"
 LINE = 500  # characters of a message, besides the directory's own name
 
 
-pytestmark = pytest.mark.timeout(30)  # nothing here may hang
+pytestmark = pytest.mark.timeout(120)  # nothing here may hang
 
 
 @pytest.fixture

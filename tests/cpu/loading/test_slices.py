@@ -235,7 +235,7 @@ def test_fp8_of_slices_is_the_slices_of_fp8() -> None:
     whole = random_weights(config, dtype=torch.float32, device="cpu")
     to_fp8_latents(whole)
     parts = [random_weights(config, dtype=torch.float32, device="cpu", slicing=s) for s in ranks]
-    meet, given = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
+    meet, given = threading.Barrier(2, timeout=120), [torch.empty(0)] * 2
 
     def convert(rank: int) -> None:
         def agree(largest: torch.Tensor) -> torch.Tensor:

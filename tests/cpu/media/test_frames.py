@@ -245,13 +245,15 @@ def test_videos_leave_decoders_for_pictures(monkeypatch: pytest.MonkeyPatch) -> 
 
     def slow(self: Decoder, data: bytes) -> Video:
         begun.append(data)
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return Video((), ())
 
     async def test() -> None:
         pool = DecoderPool(LIMITS, 4)
         videos = [asyncio.create_task(pool.decode_video(b"%d" % i)) for i in range(5)]
         assert (await pool.decode(file(scene(9, 9)))).tokens == 1
+        while len(begun) < 2:
+            await asyncio.sleep(0.001)
         assert sorted(begun) == [b"0", b"1"] and pool.active == 2
         go_on.set()
         assert len(await asyncio.gather(*videos)) == len(begun) == 5 and pool.active == 0

@@ -19,6 +19,7 @@ from perilune.server import connection, errors, listener
 from perilune.server.connection import READ_BYTES, Timeouts
 from perilune.server.limits import Proxies
 from perilune.server.listener import Listener
+from tests.serving import HANG_SECONDS
 
 QUICK = Timeouts(head_seconds=0.3, body_seconds=0.3, body_bytes_per_second=100_000, idle_seconds=0.6, write_seconds=0.4)
 GET = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -52,9 +53,9 @@ class Wire:
         return status, headers, body
 
     async def ended(self) -> bool:
-        """Whether the server has ended the connection, waiting for up to 10 s, with nothing further sent."""
+        """Whether the server has ended the connection, with nothing further sent."""
         try:
-            return await asyncio.wait_for(self.reader.read(), 10) == b""
+            return await self.reader.read() == b""
         except ConnectionError:
             return True
 
@@ -143,7 +144,7 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], timeouts: Timeout
                 for module in (connection, listener):
                     patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: served.now, time=time.time))
                 await made.start(sock)
-                await asyncio.wait_for(test(served), 30)
+                await asyncio.wait_for(test(served), HANG_SECONDS)
             await made.close(10.0)
             assert not made.connections and not made.busy
 

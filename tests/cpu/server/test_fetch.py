@@ -16,7 +16,7 @@ from perilune.server.pictures.fetch import Fetcher, public
 from tests import certificates
 from tests.cpu.media.pictures import file, scene
 from tests.cpu.server.test_pictures import SEES, chat, check_refused
-from tests.serving import CHAT, Served, serve
+from tests.serving import CHAT, HANG_SECONDS, Served, serve
 
 PNG = file(scene(100, 30))
 
@@ -66,7 +66,7 @@ class Web:
         host = next(line for line in head.lower().splitlines() if line.startswith("host:"))
         self.asked.append((path, host.removeprefix("host: ")))
         if path == "/slow.png":
-            await asyncio.sleep(30)
+            await asyncio.sleep(HANG_SECONDS)
         writer.write(ANSWERS[path].replace(b"{port}", b"%d" % self.port))
         writer.close()
 
@@ -98,7 +98,7 @@ def with_web(test: Callable[[Web, Fetcher], Coroutine[Any, Any, None]], *hosts: 
         async with web() as w:
             names = [f"{host}:{w.port}" for host in hosts or ("a.example", "*.example")]
             fetcher = Fetcher(names, resolve=w.resolve, is_public=lambda a: a == "127.0.0.1" or public(a))
-            await asyncio.wait_for(test(w, fetcher), 20)
+            await asyncio.wait_for(test(w, fetcher), HANG_SECONDS)
             await fetcher.close()
 
     asyncio.run(main())

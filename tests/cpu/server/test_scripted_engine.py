@@ -16,6 +16,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
 from perilune.server.openai.protocol import Predictions
 from tests.scripted_engine import command
+from tests.serving import HANG_SECONDS
 
 END = 9
 
@@ -25,9 +26,9 @@ def with_engine(test: Callable[[EngineClient], Coroutine[Any, Any, None]], *opti
         start = EngineClient.start(
             Path("."), EngineConfig(), stop_token_ids=[END], command=command("--vocab", "512", *options)
         )
-        client = await asyncio.wait_for(start, 20)
+        client = await asyncio.wait_for(start, HANG_SECONDS)
         try:
-            await asyncio.wait_for(test(client), 20)
+            await asyncio.wait_for(test(client), HANG_SECONDS)
         finally:
             await client.close()
 

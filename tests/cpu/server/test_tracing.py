@@ -18,7 +18,7 @@ from perilune.server.call import Call, Run
 from perilune.server.keys import Account, Grant
 from perilune.server.service import Service
 from perilune.server.tracing import Traces, phases
-from tests.serving import CHAT, HELLO, Served, serve
+from tests.serving import CHAT, HANG_SECONDS, HELLO, Served, serve
 
 PARENT = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -111,7 +111,7 @@ def collector() -> Iterator[Collector]:
 
 
 @needs_packages
-def test_spans_reach_the_collector(collector: Collector) -> None:
+def test_spans_reach_the_collector(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         s.client.headers = {"traceparent": f"00-{PARENT}-00f067aa0ba902b7-01", "x-request-id": "req-7"}
         assert (await s.client.post(CHAT, {"messages": HELLO, "n": 2})).status == 200
@@ -121,6 +121,7 @@ def test_spans_reach_the_collector(collector: Collector) -> None:
         assert (await s.client.post(CHAT, {"messages": []})).status == 400
         await s.client.get("/metrics")
 
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", HANG_SECONDS)
     serve(test, observers=[collector.traces])
     spans = collector.spans()
     assert collector.paths == {("/v1/traces", "application/x-protobuf")}
@@ -158,6 +159,8 @@ def test_a_collector_that_fails_changes_no_answer(
     """One that never answers, is overloaded, redirects, or refuses: answers and the end take no longer."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # ms between batches
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 60.0)  # what an answer or the end would take that waited for it
+    if statuses[-1] == 200:  # the end waits until all are sent; a busy machine may need more than a second for that
+        monkeypatch.setattr(tracing, "CLOSE_SECONDS", HANG_SECONDS)
     collector.statuses = statuses
     closed: list[float] = []
 
@@ -191,7 +194,8 @@ def test_a_collector_that_fails_changes_no_answer(
 
 @needs_packages
 def test_spans_that_no_collector_takes_are_bounded(collector: Collector) -> None:
-    """10,000 requests with spans that wait: what is kept does not grow beyond the queue of 2,048."""
+    """10,000 requests with spans that wait: what is kept does not grow beyond the queue of 2,048 and a batch of 512,
+    which the exporter's thread has taken by the first look or only by the second."""
     collector.statuses = [0]
     traces = Traces(collector.endpoint, "m")
     call = Call(Account(Grant("")), method="POST", route=CHAT, status=200)
@@ -201,5 +205,5 @@ def test_spans_that_no_collector_takes_are_bounded(collector: Collector) -> None
             traces.record(call)
         gc.collect()
         kept.append(sum(type(o).__name__ in ("_Span", "ReadableSpan") for o in gc.get_objects()))
-    assert 2_048 <= kept[0] < 3_000 and kept[1] <= kept[0] + 100, kept
+    assert all(2_048 <= count < 3_000 for count in kept), kept
     traces.close()
