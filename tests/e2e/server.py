@@ -30,6 +30,7 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+HANG_SECONDS = 120.0  # bounds what would never end; says nothing about speed: a busy machine stops for seconds
 COMMAND = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0"]
 
 
@@ -47,7 +48,7 @@ class Server:
         self.url = ""
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        if not self.ready.wait(120) or not self.url:
+        if not self.ready.wait(HANG_SECONDS) or not self.url:
             self.kill()
             raise AssertionError("the server did not start:\n" + "".join(self.lines))
 
@@ -61,12 +62,23 @@ class Server:
         self.ready.set()
 
     @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=HANG_SECONDS, **more)
+
+    def post(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", timeout=HANG_SECONDS, **more)
 
     def metric(self, name: str, absent: float | None = None) -> float:
         """`absent`: of one that is not on the page; without it that is an error."""
-        page = httpx.get(f"{self.url}/metrics").text
+        page = self.get("/metrics").text
         found = [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")]
         assert found or absent is not None, name
         return float(found[0]) if found else float(absent or 0.0)
@@ -94,9 +106,9 @@ class Server:
         """(exit status, seconds it took); afterwards nothing of the process group may live."""
         started = time.monotonic()
         self.process.send_signal(number)
-        status = self.process.wait(20)
+        status = self.process.wait(HANG_SECONDS)
         seconds = time.monotonic() - started
-        self.reader.join(5)
+        self.reader.join(HANG_SECONDS)
         with pytest.raises(ProcessLookupError):
             os.killpg(self.process.pid, 0)
         return status, seconds
@@ -106,4 +118,14 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
-        self.process.wait(10)
+        self.process.wait(HANG_SECONDS)
+
+
+def held_engines(directory: Path) -> tuple[Path, dict[str, str]]:
+    """A file, and variables for a server: while the file exists, an engine process of that server does not begin."""
+    hold = directory / "hold"
+    (directory / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        f"while 'perilune.engine.process' in sys.orig_argv and os.path.exists({str(hold)!r}):\n    time.sleep(0.01)\n"
+    )
+    return hold, {**os.environ, "PYTHONPATH": str(directory)}

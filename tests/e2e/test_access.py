@@ -16,7 +16,7 @@ import pytest
 from tests import certificates
 from tests.certificates import needs_openssl
 from tests.cpu.server.test_keys import bearer, entry
-from tests.e2e.server import Server, needs_nano
+from tests.e2e.server import HANG_SECONDS, Server, needs_nano
 
 pytestmark = [needs_nano, needs_openssl]
 
@@ -38,7 +38,7 @@ class Secured:
 
     def served(self, name: str) -> None:
         """Waits until the server takes this key."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         with self.client(name) as client:
             while client.get(f"{self.server.url}/v1/models").status_code != 200:
                 assert time.monotonic() < deadline, name
@@ -58,10 +58,15 @@ class Secured:
 
     def client(self, name: str) -> httpx.Client:
         context = ssl.create_default_context(cafile=str(self.cert))
-        return httpx.Client(headers=bearer(name), verify=context, timeout=60)
+        return httpx.Client(headers=bearer(name), verify=context, timeout=HANG_SECONDS)
+
+    def entries(self) -> list[Any]:
+        """Lines of the audit log; the last may be half written."""
+        found = [text for file in self.audit.glob("*.jsonl") for text in file.read_text().splitlines(keepends=True)]
+        return [json.loads(text) for text in found if text.endswith("\n")]
 
     def logged(self, words: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not any(words in line for line in self.server.lines):
             assert time.monotonic() < deadline, (words, self.server.lines)
             time.sleep(0.02)
@@ -86,7 +91,7 @@ def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
 
     def asked(name: str, number: int) -> tuple[int, float]:
         """Cached tokens, and CPU seconds of the engine."""
-        prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 30
+        prompt = f"{number}. The quick brown fox jumps over the lazy dog. " * 15
         started = secured.server.engine_cpu_seconds()
         answer = secured.ask(name, prompt, max_tokens=12)
         seconds = secured.server.engine_cpu_seconds() - started
@@ -94,12 +99,12 @@ def test_no_key_can_tell_what_another_has_asked(secured: Secured) -> None:
 
     asked("root", 0)  # what only the first request pays
     # Each in turn, so that a slower clock meets all alike; the shortest time is the least disturbed.
-    rounds = [[asked(name, number) for name in "aab"] for number in (1, 2)]
+    rounds = [[asked(name, number) for name in "aab"] for number in range(1, 5)]
     for first, again, other in rounds:
-        assert again[0] > 300 and first[0] == other[0] == 0
+        assert again[0] > 200 and first[0] == other[0] == 0
     new, known, others = (min(one[i][1] for one in rounds) for i in range(3))
     assert known < others and others > 0.6 * new, ("another key's prompt must take as long as a new one", rounds)
-    assert asked("c", 1)[0] == 0 and asked("d", 1)[0] > 300, "keys of a group share"
+    assert asked("c", 1)[0] == 0 and asked("d", 1)[0] > 200, "keys of a group share"
 
 
 def test_keys_are_read_again_and_usage_is_counted(secured: Secured) -> None:
@@ -132,7 +137,7 @@ def test_the_certificate_is_replaced_while_answers_stream(secured: Secured, tmp_
         shutil.copy(cert, secured.cert)
         os.kill(secured.server.process.pid, signal.SIGHUP)
         secured.logged("the TLS certificate was read again")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             try:
                 assert secured.ask("a", "a").status_code == 200  # trusts the new certificate alone
@@ -159,6 +164,10 @@ def test_what_the_logs_say(secured: Secured) -> None:
     secured.logged("req-77")
     (line,) = (json.loads(text) for text in secured.server.lines if "req-77" in text and "models" in text)
     assert line["status"] == 200 and line["key"] == "a" and line["route"] == "/v1/models"
-    entries = [json.loads(text) for file in secured.audit.glob("*.jsonl") for text in file.open()]
-    assert {e["key"] for e in entries} >= {"a", "b", "c", "d", None}
+    deadline = time.monotonic() + HANG_SECONDS
+    entries = secured.entries()
+    while not {e["key"] for e in entries} >= {"a", "b", "c", "d", None}:  # a thread of the server writes them
+        assert time.monotonic() < deadline, entries
+        time.sleep(0.02)
+        entries = secured.entries()
     assert all(e["client"] == "127.0.0.1" for e in entries)

@@ -17,7 +17,7 @@ import pytest
 
 from perilune.text.tokenizer import CONTROL_SLOTS, Tokenizer
 from tests.e2e.agent_client import APIS, CHAT, MESSAGES, RESPONSES, ask, body
-from tests.e2e.server import WEATHER, Server, needs_nano
+from tests.e2e.server import HANG_SECONDS, WEATHER, Server, needs_nano
 from tests.session_script import Call, Step, lines, write
 
 MODEL = "kimi-k2.6"
@@ -130,7 +130,7 @@ def test_control_tokens_among_an_answers_tokens_change_nothing(k26: httpx.Client
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["without", "with"])
 def test_no_control_marker_ever_leaves(k26: httpx.Client, api: str, stream: bool, tools: Any) -> None:
     asked = body(api, "Please make a soup.", tools)
-    reply = k26.post(api, json={**asked, "stream": stream}, timeout=60)
+    reply = k26.post(api, json={**asked, "stream": stream}, timeout=HANG_SECONDS)
     assert "words" in reply.text
     assert not any(sign in reply.text for sign in ("<|", "|>", "think>", "[EOS]", "[BOS]", "[PAD]", "[UNK]"))
 
@@ -270,7 +270,7 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(server: Server
     function = {"name": "look"} if parameters is None else {"name": "look", "parameters": parameters}
     asked = body(CHAT, "Look.", [{"type": "function", "function": function}], tool_choice="required")
     asked |= {"parallel_tool_calls": False, "max_tokens": 60, "reasoning_effort": "none"}
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as client:
         ((_, name, given),) = ask(client, CHAT, asked, stream=True).calls
     assert name == "look" and isinstance(json.loads(given), dict)
 
@@ -279,7 +279,7 @@ def test_a_tool_without_parameters_is_called_with_an_empty_object(server: Server
 @pytest.mark.parametrize("schema", [{}, True, {"type": "object"}, {"type": "object", "properties": {}}])
 def test_an_empty_schema_is_any_json(server: Server, schema: Any) -> None:
     asked = {"max_tokens": 60, "reasoning_effort": "none", "guided_json": schema, "temperature": 1.5}
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as client:
         json.loads(ask(client, CHAT, body(CHAT, "Hi", **asked), stream=False).text)
         wrongs: list[Any] = ["", "{", []]
         for wrong in wrongs:

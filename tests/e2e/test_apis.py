@@ -277,7 +277,7 @@ def test_bad_messages_requests_are_typed_errors(server: Server, claude: anthropi
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         claude.messages.create(messages=[{"role": "user", "content": "Hi"}], max_tokens=9, model="other")
     body = {**ask, "messages": [{"role": "user", "content": "long " * 20_000}]}
-    refused = httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": "none"})
+    refused = server.post("/v1/messages", json=body, headers={"x-api-key": "none"})
     assert refused.status_code == 400 and refused.json()["type"] == "error"
 
 

@@ -1,9 +1,11 @@
 """The verbs that serve a model for the occasion, as users run them: the bundled model behind real HTTP."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +14,35 @@ from tests.e2e.server import needs_nano
 pytestmark = needs_nano
 
 
-def run(*args: str, text: str | None = None) -> tuple[Any, str]:
-    """(the JSON of the last line of output, standard error) of a verb."""
-    command = [sys.executable, "-m", "perilune.cli.main", *args, "--set", "threads=2", "--draft", "off"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, input=text)
+def run(*args: str, text: str | None = None, mark: str = "") -> tuple[Any, str]:
+    """(the JSON of the last line of output, standard error) of a verb. `mark`: in the environment of its processes."""
+    command = [sys.executable, "-m", "perilune.cli.main", *args, "--set", "threads=1", "--draft", "off"]
+    env = {**os.environ, "MARK": mark}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, input=text, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]) if text is None else done.stdout, done.stderr
 
 
-def processes(word: bytes) -> list[str]:
-    """Running commands with `word` among their arguments."""
+def processes(mark: str) -> list[str]:
+    """Running commands with `mark` in their environment."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has just ended
-            continue
-        if word in words:
-            found.append(b" ".join(words).decode())
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if mark.encode() in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_text())
     return found
 
 
 def test_evaluate_and_its_server_end_together() -> None:
-    length = str(1500 + os.getpid() % 1000)  # recognises this server among others, also those of a second run beside
-    last, _ = run(
-        "evaluate", "--count", "4", "--families", "add_sub", "--thinking", "off", "--max-tokens", "64",
-        "--max-model-len", length,
-    )  # fmt: skip
+    mark = uuid.uuid4().hex
+    last, _ = run("evaluate", "--count", "4", "--families", "add_sub", "--thinking", "off", "--max-tokens", "64",
+                  "--max-model-len", "1500", mark=mark)  # fmt: skip
     assert [(r["split"], r["n"], r["errors"], r["server"]) for r in last["rows"]] == [
         ("heldout", 2, 0, "private"),
         ("structural", 2, 0, "private"),
     ]
     assert all(r["model"] == "kimi-nano" and r["mean_tokens"] > 1 for r in last["rows"])
-    assert processes(length.encode()) == []
+    assert processes(mark) == []
 
 
 def test_the_aa_protocol_fits_the_prompt_to_the_model() -> None:

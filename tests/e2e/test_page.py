@@ -20,6 +20,7 @@ pytestmark = [
     needs_nano,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium in PATH (Debian: apt install chromium)"),
 ]
+LONG_WORDS = 40_000  # 40 s, of which a busy machine may need several to stop it
 DESKTOP, PHONE = (1000, 700), (360, 640)
 HOSTILE = (
     '<img src="x" onerror="hit=1"><script>hit=1</script> **<b onclick="hit=1">bold</b>** '
@@ -31,7 +32,7 @@ ANSWERS = {
     "hostile": f"<u>thought</u></think>{HOSTILE}",
     "first": "a</think>one",
     "second": "b</think>two",
-    "long": "c</think>" + "word " * 4000,
+    "long": "c</think>" + "word " * LONG_WORDS,
     "marks": "d</think># Title\n\nSome *slanted* and **bold** `code`.\n\n1. one\n2. two\n   - inner\n\n> quoted\n\n"
     "```python\nprint(1)\n```\n\n[name](https://example.org/a)\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n" + "x" * 300,
 }
@@ -185,7 +186,7 @@ def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
     assert page.value("send.textContent") == "stop" and page.value("talk.getAttribute('aria-busy')") == "true"
     assert "tokens/s" in page.wait("document.querySelector('.assistant .note').textContent"), "while it runs"
     page.key("Escape")
-    assert page.answer().count("word") < 4000
+    assert page.answer().count("word") < LONG_WORDS
     note = page.value("document.querySelector('.assistant .note').textContent")
     assert "4.00 tokens per drafted step, 100 % of drafts accepted" in note and note.endswith("stopped")
     assert page.value("document.getElementById('status').textContent") == "stopped"

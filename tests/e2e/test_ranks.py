@@ -6,17 +6,20 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
-from tests.e2e.server import QUESTION, Server, needs_nano
+from tests.e2e.server import HANG_SECONDS, QUESTION, Server, held_engines, needs_nano
 
 pytestmark = needs_nano
 
 
-def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error() -> None:
-    server = Server("--tp", "2", "--draft", "suffix", "--draft-tokens", "2", "--max-model-len", "1024")
+def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error(
+    tmp_path: Path,
+) -> None:
+    hold, env = held_engines(tmp_path)
+    options = ("--tp", "2", "--draft", "suffix", "--draft-tokens", "2", "--max-model-len", "1024")
+    server = Server(*options, env=env)
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         answer = client.chat.completions.create(model="kimi-nano", messages=QUESTION, max_tokens=60, temperature=0)
@@ -37,12 +40,13 @@ def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error() -
             thread.start()
         while server.metric("perilune_num_requests_running") < len(threads):
             time.sleep(0.02)
+        hold.touch()
         os.kill(rank, signal.SIGKILL)
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_SECONDS)
         assert len(errors) == 3 and all(f"rank 1 of 2 (process {rank}) ended by SIGKILL" in e for e in errors)
         assert all("send the request again" in e and "start it again" not in e for e in errors), "it does so by itself"
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (rank, engine))
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert server.get("/health").status_code == 503
     finally:
         server.stop(signal.SIGTERM)

@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -79,9 +78,9 @@ def test_it_serves(environment: Path, compiler: bool, tmp_path: Path) -> None:
     running = Server("--set", "threads=1", command=command, cwd=tmp_path, env=env)
     try:
         ask = {"messages": QUESTION, "temperature": 0}
-        answer = httpx.post(f"{running.url}/v1/chat/completions", json=ask, timeout=60).json()
+        answer = running.post("/v1/chat/completions", json=ask).json()
         assert "936" in answer["choices"][0]["message"]["content"], answer
-        assert "<title>Perilune</title>" in httpx.get(f"{running.url}/").text
+        assert "<title>Perilune</title>" in running.get("/").text
         running.stop(signal.SIGTERM)
     finally:
         running.kill()

@@ -159,7 +159,7 @@ def test_errors_are_one_line(verb: str, tmp_path: Path) -> None:
         [sys.executable, "-m", "perilune.cli.main", verb, str(tmp_path / "absent"), *extra],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1 and "absent" in done.stderr

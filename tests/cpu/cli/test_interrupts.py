@@ -40,7 +40,7 @@ def check(point: str, *args: str, more: str = "") -> None:
     with tempfile.TemporaryFile("w+") as said:  # a pipe would be waited for until all its writers have ended
         done = subprocess.run(
             [sys.executable, "-c", code, point, *args],
-            stdout=said, stderr=said, env={**os.environ, "MARK": mark}, timeout=60, start_new_session=True,
+            stdout=said, stderr=said, env={**os.environ, "MARK": mark}, timeout=120, start_new_session=True,
         )  # fmt: skip
         left = [pid for pid in os.listdir("/proc") if pid.isdigit() and mark in _environment(pid)]
         said.seek(0)
@@ -88,7 +88,7 @@ RUNS = """
 import secrets
 def token(size):
 {where}
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         time.sleep(0.01)
     print("it was lost")
