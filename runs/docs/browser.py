@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 WAIT_SECONDS = 60.0
+END_SECONDS = 20.0  # after which a browser that was asked to end is killed
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"),
     "--host-resolver-rules=MAP *.test 127.0.0.1",  # names under .test are reserved: tests let them mean this machine
@@ -36,12 +37,14 @@ class Browser:
         self.pid = os.posix_spawnp(chromium, command, os.environ, file_actions=[*actions, quiet])
         for end in (commands, replies, *above):
             os.close(end)
-        self._rest, self._number, self._session = b"", 0, ""
+        self._rest, self._number, self._session, self._target = b"", 0, "", ""
 
     def open(self, url: str, size: tuple[int, int], scale: float = 1.0) -> None:
-        """Opens `url` in a new page of `size` (width, height) CSS pixels."""
-        self._session = ""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        """Opens `url` in a new page of `size` (width, height) CSS pixels. The page before is closed."""
+        self._session, before = "", self._target
+        self._target = target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        if before:
+            self.call("Target.closeTarget", targetId=before)
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         width, height = size
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
@@ -89,7 +92,11 @@ class Browser:
 
     def close(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
-        os.waitpid(self.pid, 0)
+        deadline = time.monotonic() + END_SECONDS
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
         os.close(self._commands)
         os.close(self._replies)
 
