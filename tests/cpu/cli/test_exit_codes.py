@@ -82,7 +82,7 @@ def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...], tmp_p
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
 
 
-def test_wrong_usage_and_help() -> None:
-    assert run("doctor", "--no-such-option").returncode == 2
+def test_wrong_usage_and_help(tmp_path: Path) -> None:
+    assert perilune(tmp_path, "doctor", "--no-such-option").returncode == 2
     assert run("no-such-verb").returncode == 2
     assert run("--help").returncode == 0
