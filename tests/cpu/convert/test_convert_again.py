@@ -23,8 +23,8 @@ from perilune.formats import checksums, hub
 from perilune.text.chat import template_for
 from perilune.text.tokenizer import Tokenizer
 from tests import oracle
-from tests.cpu.cli.test_exit_codes import run
 from tests.cpu.convert.test_convert import convert, digest
+from tests.forked import perilune
 
 NANO = hub.resolve_model(hub.BUNDLED)
 pytestmark = pytest.mark.timeout(120)
@@ -62,14 +62,14 @@ def flip(file: Path) -> None:
 
 def test_the_script_repeated(source: Path, tmp_path: Path) -> None:
     again = ("convert", source, tmp_path / "r", "--to", "nvfp4", "--device", "cpu", "--threads", "1")
-    first = run(*again)
+    first = perilune(tmp_path, *again)
     assert first.returncode == 0 and "layers converted" in first.stderr, first
     before = digest(tmp_path / "r")
-    second = run(*again)
+    second = perilune(tmp_path, *again)
     assert second.returncode == 0 and "complete already" in second.stderr, second
     assert "layers converted" not in second.stderr and digest(tmp_path / "r") == before
     flip(tmp_path / "r/model.safetensors")
-    third = run(*again)
+    third = perilune(tmp_path, *again)
     assert third.returncode == 1 and third.stderr.splitlines()[-1].startswith("error: "), third
     assert "'model.safetensors' does not have the SHA-256" in third.stderr and "remove the directory" in third.stderr
 
