@@ -177,7 +177,7 @@ def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
 
 
 class AtOnce:
-    """A mover whose transfers take no time; counts files."""
+    """A mover that ends every copy at once and counts the files that it writes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
