@@ -65,12 +65,14 @@ class Outcome:
 
 
 class Tiers:
-    """rows        of host memory, at most
-    files       (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
-    file_limit  files, at most
-    ttl_seconds after which an unused block is dropped
-    clock       seconds
-    retention   what decides which row is dropped; None: a new one
+    """Which blocks each tier holds. Used by the thread that plans.
+
+    rows         rows of host memory, at most
+    files        (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
+    file_limit   files, at most
+    ttl_seconds  a block that was not used for so long is dropped
+    clock        gives the time, seconds
+    retention    chooses the row to drop; None: a new one
     """
 
     def __init__(
