@@ -146,9 +146,7 @@ class Run:
                 self.words.step(there["words_rate"], there["words_number"])
                 self.words.publish()
                 for router in self.text.routers():
-                    router.balance(
-                        there["words_rate"] * (BALANCE / Options.rate)
-                    )  # BALANCE at the peak rate, as in train.py
+                    router.balance(there["words_rate"] * (BALANCE / Options.rate))  # as at train.py's peak rate
             return {name: loss.detach() for name, loss in losses.items()}
 
         return self.graphs((tuple(grid.tolist()), through, *longest.values()), step, inputs)
