@@ -221,6 +221,14 @@ def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
 
 
+def _finished(rng: Random, text: str, asked: Request, values: dict[str, Any], answer: str) -> tuple[Message, ...]:
+    """A finished exchange: the request, its call, a result of these values, the answer. The thought copies the first
+    value."""
+    name, first = next(iter(values.items()))
+    returned = _returned(rng, (asked.call,), [json.dumps(values, ensure_ascii=False)], asked.trace())
+    return user(text), *returned, assistant(Reply(f"{name}: {written(first)}", answer))
+
+
 def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     """A finished exchange with a tool, then another request: the next call, numbered on."""
     last = _request(rng, split)
@@ -230,13 +238,9 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
             break
     known = fields(rng, 2, 0.0)
     values = {f.name: value(rng, f) for f in known}
-    told = f"The {known[0].label} is {said(values[known[0].name])}."
-    messages = (
-        user(f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"),
-        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
-        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", told)),
-        user(last.text),
-    )
+    asked = f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"
+    answered = f"The {known[0].label} is {said(values[known[0].name])}."
+    messages = (*_finished(rng, asked, first, values, answered), user(last.text))
     reply = Reply(last.trace() if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
@@ -278,14 +282,8 @@ def _again(rng: Random, split: str, thinking: bool) -> Problem:
             break
     text, (first, last) = made
     (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
-    known = fields(rng, 1 + int(rng.random() * 2), 0.0)
-    values = {f.name: value(rng, f) for f in known}
-    messages = (
-        user(text),
-        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
-        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", "Done.")),
-        user(pick(rng, _AGAIN).format(v=changed)),
-    )
+    values = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
+    messages = (*_finished(rng, text, first, values, "Done."), user(pick(rng, _AGAIN).format(v=changed)))
     reply = Reply(last.trace() if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
@@ -297,9 +295,8 @@ def _talk(rng: Random, split: str, thinking: bool) -> Problem:
         thought, content, text = small_talk(rng)
         if belongs(key := ("chat", text), split):
             break
-    declared = shuffled(rng, others(rng, [], how_many(rng, split), split))
     reply = Reply(thought if thinking else "", content)
-    return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+    return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, [], split), thinking)
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------
