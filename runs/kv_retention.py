@@ -26,8 +26,9 @@ from typing import Any
 from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import HASH_TOKENS, Agents, Piece, Session, Turn, generate, read
 from perilune.core.errors import ConfigError
-from perilune.kv.tiers import HOST, Copied, Done, Name, Restored, Stored, Tiers, Written
-from perilune.kv.tiers import Piece as Block
+from perilune.kv.mover import Copied, Done, Name, Restored, Stored, Written
+from perilune.kv.mover import Piece as Block
+from perilune.kv.tiers import HOST, Tiers
 
 SHARES = (0.1, 0.25, 0.5)  # rows of host memory, of all blocks of the trace
 PAGES = 0.25  # idle blocks in pages, of the rows
@@ -177,7 +178,7 @@ def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
 
 
 class AtOnce:
-    """A mover whose transfers take no time; counts files."""
+    """A mover that ends every copy at once and counts the files that it writes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
