@@ -9,12 +9,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed import subjects
-from perilune.tasks.composed.subjects import Subject
+from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import named, written
 from perilune.tasks.problem import pick, user
 from perilune.tasks.wordings import capital, enumerated, expand, phrase
@@ -367,12 +367,17 @@ def entry(rng: Random) -> Made:
     return messages, "\n".join(_lines("", wanted, at)), {w.key: w.values[at] for w in wanted}
 
 
+@lru_cache(maxsize=256)
+def _words(domain: Domain) -> tuple[str, ...]:
+    """The keys of a domain in words."""
+    known = [*domain.keys, *_FIRST_NAMES, *_LAST_NAMES, *[k for at in domain.attributes for k in at.keys]]
+    return tuple([k.replace("_", " ") for k in known])
+
+
 def _plain(w: Wanted, one: Subject) -> bool:
     """Whether the key says what it is."""
     words = re.sub(r"([a-z])([A-Z])", r"\1 \2", w.key).lower().replace("-", " ").replace("_", " ")
-    known = [*one.domain.keys, *_FIRST_NAMES, *_LAST_NAMES]
-    known += [k for at in one.domain.attributes for k in at.keys]
-    return any(words.endswith(k.replace("_", " ")) for k in known)
+    return words.endswith(_words(one.domain))
 
 
 def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, about: str) -> Made:

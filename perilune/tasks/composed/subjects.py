@@ -28,7 +28,7 @@ class Clause:
     span: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a key of dictionaries: hashed by identity, not through all its texts
+@dataclass(frozen=True, slots=True, eq=False)  # keys of dictionaries: hashed by identity, not through all their texts
 class Attribute:
     slot: str
     kind: str
@@ -38,7 +38,7 @@ class Attribute:
     questions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Domain:
     name: str
     pronouns: tuple[str, ...]
