@@ -5,6 +5,7 @@ their parameters are new as well, and half of the requests are worded anew.
 """
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from perilune.tasks.tools import (
     catalog_tool,
     confusable,
     how_many,
+    opening,
     others,
     request,
     shuffled,
@@ -54,7 +56,7 @@ def _request(rng: Random, split: str) -> Request:
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     asked = _request(rng, split)
     declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)]
-    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    reply = Reply(asked.trace(asked.text) if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
     return Problem("tool_call", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
 
@@ -158,7 +160,7 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
             text, asked = made
     asked = asked or _several(rng, split, count)
     text = text or _joined(rng, [a.text for a in asked], split)
-    trace = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)])
+    trace = "\n".join([f"{i}. {a.trace(text)}" for i, a in enumerate(asked, 1)])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, asked, split), thinking)
@@ -198,7 +200,8 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
     text = f"{_joined(rng, [a.text for a in asked], split)} {question}"
-    thought = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)] if len(asked) > 1 else [asked[0].trace()])
+    traces = [a.trace(text) for a in asked]
+    thought = "\n".join([f"{i}. {trace}" for i, trace in enumerate(traces, 1)] if len(traces) > 1 else traces)
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
     reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))
@@ -216,7 +219,7 @@ def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
     """No declared tool fits, though some come close."""
     asked = _request(rng, split)
     declared = others(rng, [asked.tool], how_many(rng, split), split)
-    reply = Reply(f"{asked.need}\nnone" if thinking else "", REFUSAL)
+    reply = Reply(f"{asked.opening}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
     return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
 
@@ -225,7 +228,7 @@ def _finished(rng: Random, text: str, asked: Request, values: dict[str, Any], an
     """A finished exchange: the request, its call, a result of these values, the answer. The thought copies the first
     value."""
     name, first = next(iter(values.items()))
-    returned = _returned(rng, (asked.call,), [json.dumps(values, ensure_ascii=False)], asked.trace())
+    returned = _returned(rng, (asked.call,), [json.dumps(values, ensure_ascii=False)], asked.trace(text))
     return user(text), *returned, assistant(Reply(f"{name}: {written(first)}", answer))
 
 
@@ -241,7 +244,7 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     asked = f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"
     answered = f"The {known[0].label} is {said(values[known[0].name])}."
     messages = (*_finished(rng, asked, first, values, answered), user(last.text))
-    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    reply = Reply(last.trace(last.text) if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
 
@@ -269,7 +272,7 @@ def _contrast(rng: Random, split: str, thinking: bool) -> Problem:
     text = pick(rng, _CONTRASTS).format(r=asked.text, s=small(asked.text), n=other.noun)
     more = others(rng, [asked.tool, other], max(0, how_many(rng, split) - 2), split)
     declared = shuffled(rng, [asked.tool, other, *more])
-    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
     return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
 
@@ -283,8 +286,10 @@ def _again(rng: Random, split: str, thinking: bool) -> Problem:
     text, (first, last) = made
     (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
     values = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
-    messages = (*_finished(rng, text, first, values, "Done."), user(pick(rng, _AGAIN).format(v=changed)))
-    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    more = pick(rng, _AGAIN).format(v=changed)
+    messages = (*_finished(rng, text, first, values, "Done."), user(more))
+    trace = replace(last, opening=opening(more)).trace(more)
+    reply = Reply(trace if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
 

@@ -297,8 +297,9 @@ _SHARED: Final = frozenset(listed("""
 
 def asked_together(
     rng: Random, entry: Entry, count: int, iso: bool, joined: bool = True
-) -> tuple[Asked, list[dict[str, Any]]] | None:
-    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"); None if it cannot be said."""
+) -> tuple[Asked, list[tuple[str, dict[str, Any]]]] | None:
+    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and of each call that
+    parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
     if not names:
@@ -317,4 +318,5 @@ def asked_together(
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
     if joined:
         shown[name] = enumerated(list(values), join)
-    return (form, shown, arguments), [_ordered(entry, arguments | {name: value}) for value in values.values()]
+    calls = [(text, _ordered(entry, arguments | {name: value})) for text, value in values.items()]
+    return (form, shown, arguments), calls
