@@ -320,11 +320,23 @@ def together(rng: Random, tool: Tool, count: int, joined: bool = True) -> tuple[
     if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso, joined)) is None:
         return None
     asked, calls = made
-    first = _everyday(tool, rng, asked)
+    return _separated(_everyday(tool, rng, asked), calls)
+
+
+def in_rows(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
+    """Several calls of a catalog's tool as rows behind a common head, and those calls' requests."""
+    if tool.entry is None or (made := catalog.asked_in_rows(rng, tool.entry, count, tool.iso)) is None:
+        return None
+    text, calls = made
+    return _separated(Request(tool, text, opening(text), ToolCall(tool.name, calls[0][1])), calls)
+
+
+def _separated(first: Request, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, list[Request]]:
+    """The text, and the request of each call: the first one begins where the text does, the others at their words."""
     requests, at = [first], first.text.find(calls[0][0])
     for shown, arguments in calls[1:]:
         at = max(first.text.find(shown, at + 1), 0)
-        requests.append(replace(first, opening=opening(first.text[at:]), call=ToolCall(tool.name, arguments)))
+        requests.append(replace(first, opening=opening(first.text[at:]), call=ToolCall(first.tool.name, arguments)))
     return first.text, requests
 
 
