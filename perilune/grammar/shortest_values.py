@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.grammar.expressions import example
-from perilune.grammar.references import LISTS, MAPS, ONE, items, mapping, target
-from perilune.grammar.sizes import is_number, kind_of
+from perilune.grammar.references import items, mapping, references, target, with_parts
+from perilune.grammar.sizes import is_number, kind_of, kinds_of
 
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
 MAX_VALUE_CHARS = 2_048
@@ -25,8 +25,8 @@ def shortest_values(roots: Sequence[Any]) -> tuple[bytes, ...]:
     looked at.
     """
     found = dict[bytes, None]()
-    for root in dict.fromkeys(json.dumps(root) for root in roots):
-        found |= dict.fromkeys(_Values(json.loads(root)).found())
+    for root in {json.dumps(root): root for root in roots}.values():
+        found |= dict.fromkeys(_Values(root).found())
     return tuple(sorted(found, key=len)[:MAX_VALUES])
 
 
@@ -38,12 +38,12 @@ class _Values:
 
     def found(self) -> Iterator[bytes]:
         """Measures references until no value becomes shorter, then gives the containers that parts of the root have."""
-        parts = list(_parts(self._root, _MOST_NODES))
-        if not (names := dict.fromkeys(_references(parts))):
+        parts = list(_parts(self._root))
+        if not (names := dict.fromkeys(references(parts))):
             return
         users: dict[str, dict[str, None]] = {}
         for name in names:
-            for used in _references(_parts(target(self._root, name), _MOST_NODES)):
+            for used in references(_parts(target(self._root, name))):
                 users.setdefault(used, {})[name] = None
         waiting = OrderedDict(names)
         while waiting and self._left > 0:
@@ -77,12 +77,12 @@ class _Values:
             named = [target(self._root, node["$ref"])] if "$ref" in node else []
             return self._value(_together([rest, *named, *items(node.get("allOf"))]), depth + 1)
         values = [node["const"]] if "const" in node else node.get("enum")
-        kinds = node.get("type", ["object", "null"] if "properties" in node else ["null"])
-        kinds = _listed(kinds)
         if isinstance(values, list):
-            fitting = [v for v in values if "type" not in node or _is(v, kinds)]
+            kinds = kinds_of(node.get("type"))
+            fitting = (v for v in values if kind_of(v) in kinds)
             return _shortest(json.dumps(v, ensure_ascii=False, separators=(",", ":")) for v in fitting)
-        text = _shortest(self._of_kind(node, kind) for kind in kinds)
+        names = _listed(node.get("type", ["object", "null"] if "properties" in node else "null"))
+        text = _shortest(self._of_kind(node, kind) for kind in names)
         # Definitions that need the next one twice double a value's length at each: 40 of them would take terabytes.
         return None if text is None or len(text) > MAX_VALUE_CHARS else text
 
@@ -102,7 +102,11 @@ class _Values:
                 ends = (node.get("minimum"), node.get("maximum"))
                 low, high = (int(end) if is_number(end) else 0 for end in ends)
                 return str(max(low, 0) or min(high, 0))
-        return {"null": "null", "boolean": "true"}.get(kind) if isinstance(kind, str) else None
+            case "null":
+                return "null"
+            case "boolean":
+                return "true"
+        return None
 
     def _object(self, node: Mapping[str, Any]) -> str | None:
         properties, others = mapping(node.get("properties")), node.get("additionalProperties", True)
@@ -127,21 +131,16 @@ class _Values:
         return "[" + ",".join(known) + "]" if len(known) == len(texts) else None
 
 
-def _parts(root: Any, most: int) -> Iterator[Mapping[str, Any]]:
-    """The schemas of a document, the document itself first."""
+def _parts(root: Any) -> Iterator[Mapping[str, Any]]:
+    """The schemas of a document, the document itself first: up to _MOST_NODES."""
     level = [root]
-    while level and (most := most - 1) >= 0:
+    for _ in range(_MOST_NODES):
+        if not level:
+            return
         node = level.pop()
-        if not isinstance(node, Mapping):
-            continue
-        yield node
-        for word, value in node.items():
-            if word in MAPS and isinstance(value, Mapping):
-                level += value.values()
-            elif (word in LISTS or word == "items") and isinstance(value, list):
-                level += value
-            elif word in ONE:
-                level.append(value)
+        if isinstance(node, Mapping):
+            yield node
+            with_parts(node, level.append)
 
 
 def _together(parts: Sequence[Any]) -> Any:
@@ -174,18 +173,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    return (part["$ref"] for part in parts if isinstance(part.get("$ref"), str))
-
-
 def _shortest(texts: Iterable[str | None]) -> str | None:
     return min((text for text in texts if text is not None), key=len, default=None)
-
-
-def _is(value: Any, kinds: Sequence[Any]) -> bool:
-    kind = kind_of(value)
-    names = {"whole": ("integer", "number"), "broken": ("number",)}.get(kind, (kind,))
-    return any(name in kinds for name in names)
 
 
 def _count(value: Any) -> int:
