@@ -22,7 +22,7 @@ class Clues:
     """Estimates, to be checked by use, in bytes of JSON.
 
     hints   pieces worth trying inside strings
-    keys    some of which have to be written where an object cannot end, as they are between their quotes
+    keys    names of required properties, as they are between their quotes, to be tried where an object cannot end
     values  objects and arrays, shortest first; none where no schema refers to another
     count   the highest number of characters or items that the grammar asks for
     """

@@ -184,7 +184,7 @@ def _object(required: str, **properties: Any) -> Any:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-# Definitions of which each value may go on for ever: B and C lead to an end, which the keys alone do not tell.
+# Definitions with values that may be nested without end: B and C lead to an end, but the keys alone do not say so.
 ENDING = [
     {"A": _object("y", y=_any("A", "C")), "B": _object("", x={"type": "null"}), "C": _object("x", x={"type": "null"})},
     {
