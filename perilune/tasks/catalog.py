@@ -17,7 +17,7 @@ from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines
 from perilune.tasks.records import drawn as drawn_for_record
-from perilune.tasks.wordings import in_words
+from perilune.tasks.wordings import enumerated, in_words
 from perilune.tasks.words import NAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
@@ -199,8 +199,7 @@ def _drawn(rng: Random, p: Parameter) -> Shown:
         return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
     if p.kind.endswith("+"):
         texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
-        join = pick(rng, (" and ", ", ", " and "))
-        return texts, join.join([part for part in (", ".join(texts[:-1]), texts[-1]) if part])
+        return texts, enumerated(texts, pick(rng, (" and ", ", ", " and ")))
     return _one(rng, p.kind)
 
 
@@ -298,8 +297,9 @@ _SHARED: Final = frozenset(listed("""
 
 def asked_together(
     rng: Random, entry: Entry, count: int, iso: bool, joined: bool = True
-) -> tuple[Asked, list[dict[str, Any]]] | None:
-    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"); None if it cannot be said."""
+) -> tuple[Asked, list[tuple[str, dict[str, Any]]]] | None:
+    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and of each call that
+    parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
     if not names:
@@ -315,8 +315,8 @@ def asked_together(
             values[text] = value
     if len(values) < count:
         return None
-    texts = list(values)
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
     if joined:
-        shown[name] = ", ".join(texts[:-1]) + join + texts[-1]
-    return (form, shown, arguments), [_ordered(entry, arguments | {name: value}) for value in values.values()]
+        shown[name] = enumerated(list(values), join)
+    calls = [(text, _ordered(entry, arguments | {name: value})) for text, value in values.items()]
+    return (form, shown, arguments), calls
