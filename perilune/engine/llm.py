@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
+
+DROPPED_SECONDS = 10.0  # Dropping an LLM waits so long for its end, so that the next one finds its memory free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class ChatCompletion:
 
 
 class LLM:
-    """A Kimi K2-family model ready to generate. Several may live in one process; `close()` frees everything.
+    """A Kimi K2-family model ready to generate. Several may live in one process; `close()` frees everything, as
+    dropping the last reference does.
 
     `model` is a directory, a Hugging Face repository id or "kimi-nano"; keyword arguments are the keys of
     `core.config.EngineConfig`. Calls from several threads are served one after the other; for concurrent users run
@@ -95,7 +100,7 @@ class LLM:
     def __init__(self, model: str | Path = "kimi-nano", *, progress: bool = False, **config: Any):
         path = resolve_model(str(model), progress=progress)
         self._engine: Engine | None = Engine(path, build(EngineConfig, config), progress=progress)
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._ids = itertools.count()
         self.path = path
         self.info = self._engine.info
@@ -271,6 +276,18 @@ class LLM:
                 self._engine.close()
                 self._engine = None
                 self._reader.close()
+
+    def __del__(self) -> None:
+        """Closes an LLM that was dropped without `close`, as a notebook does when it runs a cell again: other ranks and
+        their memory would else stay until the process ends. The garbage collector may run at any point of any thread,
+        also within a lock, or in a thread, that closing waits for; so another thread closes."""
+        engine = self.__dict__.get("_engine")
+        if engine is None or self._process != os.getpid():  # a fork has no threads to close, and others' ranks
+            return
+        if not sys.is_finalizing():  # then no thread can start, and the process ends anyway
+            closing = threading.Thread(target=engine.close, name="perilune-close", daemon=True)
+            closing.start()
+            closing.join(DROPPED_SECONDS)
 
     def __enter__(self) -> "LLM":
         return self
