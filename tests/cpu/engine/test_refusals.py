@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from perilune import LLM
+from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
+from perilune.engine import fit
 from perilune.engine.engine import Engine
+from perilune.engine.resolve import Choices
 
 SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, threads=1, draft="off", kv_blocks=16)
 
@@ -58,3 +62,19 @@ def test_a_server_logs_its_table_of_memory_without_a_terminal(tiny: Path, capfd:
     Engine(tiny, build(EngineConfig, SMALL), owns_process=True).close()
     found = capfd.readouterr().err
     assert "memory on the one device" in found and "KV cache" in found and "tokens" in found
+
+
+@pytest.mark.parametrize(
+    ("layers", "free_gb", "says"),
+    [
+        (4, 24.0, "take a machine with more memory, or a smaller model"),  # ranks would share it: no tp helps
+        (4, 44.0, "what would fit: draft=off, or rest_dtype=fp8"),
+    ],
+)
+def test_remedies_on_a_cpu_are_those_of_one_memory(
+    layers: int, free_gb: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "free_bytes", lambda device: free_gb * 1e9)
+    with directory("kimi-k2.5", layers) as path, pytest.raises(ConfigError) as error:
+        fit.fitted(path, EngineConfig(max_model_len=256), torch.device("cpu"), Choices([]))
+    assert str(error.value).endswith(says)
