@@ -20,6 +20,7 @@ from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.engine.client import blind, check_pictures, check_prompt, room
 from perilune.engine.engine import Engine
+from perilune.engine.interrupts import put_off
 from perilune.engine.vision.given import Medium, Reader
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
@@ -312,7 +313,7 @@ class LLM:
             check_pictures(prompt, seen, self.info)
             if constraint is not None:
                 constraint.check_room(room(prompt, given, self.info))
-        with self._lock:
+        with self._lock, put_off() as interrupted:
             engine = self._engine
             if engine is None:
                 raise ConfigError("this LLM is closed")
@@ -327,6 +328,7 @@ class LLM:
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
                     while engine.busy and failure is None:
+                        interrupted()
                         deltas = engine.step()
                         for want in engine.wants():
                             patches = pictures[runs[want.rid].index][want.item].patches
