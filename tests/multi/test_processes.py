@@ -12,6 +12,7 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError
+from perilune.engine import llm as llm_module
 from perilune.engine.client import EngineClient
 from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
@@ -47,8 +48,9 @@ def test_a_decoder_imports_nothing_from_the_current_directory(elsewhere: Path) -
         assert decoder.decode(file(scene(28, 28))).tokens == 1
 
 
-def test_ranks_end_with_an_engine_that_is_dropped() -> None:
+def test_ranks_end_with_an_engine_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a notebook does when a cell with `llm = LLM(...)` is run again."""
+    monkeypatch.setattr(llm_module, "DROPPED_SECONDS", 120.0)  # however busy the machine is
     llm = LLM("kimi-nano", **CONFIG_2)
     pids = processes(llm)
     del llm
@@ -59,5 +61,5 @@ def test_ranks_end_with_an_engine_that_is_dropped() -> None:
 def test_ranks_end_at_once_with_a_program_that_does_not_close() -> None:
     program = f"from perilune import LLM; llm = LLM(**{CONFIG_2!r}); print(*llm._engine._ranks.pids)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0 and "has not answered" not in ended.stderr
     assert gone([int(pid) for pid in ended.stdout.split()])
