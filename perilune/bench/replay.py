@@ -350,7 +350,7 @@ def _progress(calls: Sequence[Call], before: int, total: int, begin: float, repo
     count = len(calls) - before
     if count % max(total // 20, 1) == 0 or count == total:
         wall, counted = time.perf_counter() - begin, calls[before:]
-        hits = f": hits {shares(counted)[0]:.1%}" if any(call.says_cached for call in counted) else ""
+        hits = f": hits {shares(counted)[0]:.1%}" if any(c.says_cached and c.error is None for c in counted) else ""
         report(f"{count} of {total} requests in {wall:.0f} s{hits}")
 
 

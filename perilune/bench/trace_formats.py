@@ -22,6 +22,7 @@ from perilune.core.errors import ConfigError
 
 BAILIAN_TOKENS = 16  # that a hash id of Bailian's is for
 DEFAULT_OUTPUT_TOKENS = 128
+FIELDS = ("text_input", "messages", "payload", "text", "turns", "chat_id", "requests")
 
 Timed = tuple[float, float | None, Turn]  # timestamp and delay in seconds, None: by the timestamps
 
@@ -102,6 +103,8 @@ class _Line:
         """Of `text` or `texts`."""
         given = self.items("texts") if "texts" in self else [self.line.get("text")]
         found = [one.get("contents") if isinstance(one, dict) else one for one in given]
+        if any(one is not None and not isinstance(one, str | list) for one in found):
+            raise self.wrong("text must be a string, or a list of some")
         text = "\n".join("\n".join(map(str, one)) if isinstance(one, list) else str(one or "") for one in found)
         if not text.strip():
             raise self.wrong("has no text: only text can be replayed")
@@ -165,6 +168,8 @@ def _mooncake(line: _Line) -> Turn:
     text = line.line.get("text_input")
     if isinstance(text, str):
         return Turn((Piece(text, 0, text),), line.output())
+    if "input_length" not in line:
+        raise line.wrong(f"input_length must be there, or one of {', '.join(FIELDS)}, which say what to send")
     length = int(line.count("input_length", None, MAX_TOKENS))
     return Turn(line.hashed(length, HASH_TOKENS, ""), line.output())
 

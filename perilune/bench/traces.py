@@ -96,7 +96,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     try:
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            for number, value in enumerate(_value(file) if file.suffix == ".json" else _json_lines(file), 1):
+            for number, value in enumerate(_value(file), 1) if file.suffix == ".json" else _json_lines(file):
                 if len(lines) == MAX_LINES:
                     raise ConfigError(f"{path} has more than {MAX_LINES:,} lines: cut it")
                 if not isinstance(value, dict):
@@ -115,20 +115,29 @@ def _value(path: Path) -> list[Any]:
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: write it as JSON lines")
     try:
-        found = json.loads(text)
+        found = _parsed(text)
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is no JSON: {e}; lines of JSON are read from a .jsonl file") from e
     return found if isinstance(found, list) else [found]
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _parsed(text: bytes) -> Any:
+    """The value of a JSON text. ValueError, also for half of a surrogate pair, which no request can carry."""
+    value = json.loads(text)
+    if b"\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Values with their lines' numbers, from 1; empty lines count."""
     number = 0
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         while text := file.readline(MAX_LINE_BYTES):
+            number += 1
             if text.strip():
-                number += 1
                 try:
-                    yield json.loads(text)
+                    yield number, _parsed(text)
                 except (ValueError, RecursionError) as e:
                     raise ConfigError(f"{path}, line {number} is no JSON: {e}") from e
 

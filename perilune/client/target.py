@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from perilune.client.endpoint import READ_SECONDS, Endpoint, EndpointError, is_url
 from perilune.core.errors import ConfigError, EngineError
+from perilune.core.interpreter import environment
 
 T = TypeVar("T")
 STOP_SECONDS = 10.0
@@ -57,6 +58,7 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
     command = [sys.executable, "-m", "perilune.cli.main", "serve", model, "--port", "0", *options]
     process = await asyncio.create_subprocess_exec(
         *command,
+        env=environment(),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

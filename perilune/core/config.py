@@ -115,7 +115,11 @@ class EngineConfig:
         "ranks, one process and GPU each, that share the model; auto: the fewest GPUs that hold it (1 on a CPU)", 1
     )
     ep: int = _doc("1, or the number of ranks: routed experts lie whole on ranks instead of a part on each", 1)
-    gpus: str | None = _doc("GPUs of the ranks, numbers separated by commas; default: the first ones", None)
+    gpus: str | None = _doc(
+        "GPUs of the ranks, numbers separated by commas; auto: the first ones, and with tp=1 as many as hold the "
+        "model; default: the first ones",
+        None,
+    )
     draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
         "source of draft tokens, which never change an answer: a draft model, matches with earlier text, or both; "
         "auto: both where there is a draft model",
@@ -149,6 +153,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.gpus == "auto":
+            object.__setattr__(self, "gpus", None)
+            if self.ranks == 1:
+                object.__setattr__(self, "tp", "auto")
         for name, low in (
             ("ep", 1),
             ("max_model_len", 2),
@@ -176,7 +184,9 @@ class EngineConfig:
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
-                raise ConfigError(f"{name} must be above 0, not {value}")
+                raise ConfigError(f"{name} must be above 0 and finite, not {value}")
+        if self.kv_disk is not None and not self.kv_disk.strip():
+            raise ConfigError("kv_disk is empty: give a directory, or leave it out")
         if self.kv_disk_gb is not None and self.kv_disk is None:
             raise ConfigError("kv_disk_gb needs a directory: give kv_disk as well")
         if (self.kv_host_gb or self.kv_disk) and not self.prefix_cache:
@@ -199,7 +209,7 @@ class EngineConfig:
                 ranks, remedy = f"{self.ranks} ranks", f"give 1, {self.ranks} or auto"
             raise ConfigError(f"kv_shards={self.kv_shards} with {ranks}: each has all KV, or one part of it: {remedy}")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
-            raise ConfigError(f"gpus must be numbers separated by commas, such as 0,1, not {self.gpus!r}")
+            raise ConfigError(f"gpus must be auto, or numbers separated by commas, such as 0,1, not {self.gpus!r}")
         if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:
             raise ConfigError(f"draft_tokens must be at most {MAX_DRAFTS}, not {self.draft_tokens}")
 

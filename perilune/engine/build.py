@@ -19,7 +19,7 @@ from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
 from perilune.engine import exclusive_kernels
 from perilune.engine.fit import fewest_gpus, fitted
-from perilune.engine.kv_tiers.open import open_tiers
+from perilune.engine.kv_tiers.open import open_tiers, require_room
 from perilune.engine.kv_tiers.ranked import RankedTransfer
 from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Progress, Ranks, places
@@ -135,10 +135,11 @@ def build(
         ops_build.check_nvcc(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
+        require_room(config)
         if source is load and config.ranks > 1:  # checked here, before the other ranks' processes start
             own_cuts(KimiConfig.from_directory(model_dir), Slicing(0, config.ranks, config.ep > 1), model_dir)
         if source is load:
-            config = fitted(model_dir, config, device, choices, show=progress is True)
+            config = fitted(model_dir, config, device, choices, show=progress is True or owns_process)
     with contextlib.ExitStack() as shown:
         of_all = None
         if place is None:

@@ -20,6 +20,7 @@ import msgspec
 from perilune.core.config import EngineConfig
 from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, EngineUnavailable, RequestError, prompt_too_long, signal_note
+from perilune.core.interpreter import environment
 from perilune.core.messages import (
     FIRST_COME,
     Cancel,
@@ -131,6 +132,7 @@ class _Process:
                     *launch.command,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
+                    env=environment(),
                     start_new_session=True,  # Ctrl-C is for the server, which then ends this process
                     stderr=asyncio.subprocess.PIPE if launch.logged else None,
                 )

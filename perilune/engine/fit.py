@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ def fitted(
     wanted = demand(model_dir, config, device)
     plan = memory.plan(wanted.demand, ranks, free)
     if not plan.fits:
-        raise ConfigError(_refusal(plan, wanted, ranks, free))
+        raise ConfigError(_refusal(plan, wanted, free, device))
     if show:
         sys.stderr.write("\n".join(plan.lines()) + "\n")
     sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in plan.takes.items() if size)
@@ -111,7 +112,8 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     values = latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype)
     kv_bytes = model.num_hidden_layers * values * kv_dtype.itemsize
     kv_sharded = 0 if config.kv_shards == 1 else kv_bytes
-    drafter = memory.Footprint("drafter", 0.0, 0.0)
+    none = drafter = memory.Footprint("drafter", 0.0, 0.0)
+    own_kv = 0
     if drafter_dir is not None:
         drafter, own_kv = _drafter(drafter_dir, config, dtype)
         kv_bytes += own_kv
@@ -151,6 +153,8 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     others = {}
     if vision:
         others["vision=off"] = dataclasses.replace(asking(scales, rest, least), vision=0.0)
+    if drafter is not none:
+        others["draft=off"] = dataclasses.replace(asking(scales, rest, least), drafter=none, kv_bytes=kv_bytes - own_kv)
     if int4 and scales == "checkpoint":
         others["expert_scales=compact"] = asking("compact", rest, least)
     if rest != "fp8":
@@ -169,18 +173,23 @@ def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, fre
     count = memory.fewest(wanted.demand, free, counts)
     if count is None:
         most = max(n for n in counts if n <= len(free))
-        raise ConfigError(_refusal(memory.plan(wanted.demand, most, min(free[:most])), wanted, most, min(free[:most])))
+        least = min(free[:most])
+        raise ConfigError(_refusal(memory.plan(wanted.demand, most, least), wanted, least, device))
     return count
 
 
-def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
+def _refusal(plan: memory.Plan, wanted: Wanted, free: float, device: torch.device) -> str:
+    ranks, larger = plan.ranks, "take more or larger GPUs"
     kv_bytes = plan.demand.kv_on_each(ranks)
     need = plan.demand.least * kv_bytes
     short = (need - plan.left) / 1e9
     remedies = [words for words, other in wanted.others.items() if memory.plan(other, ranks, free).fits]
     if len(remedies) > 1:  # both together are not needed where one is enough
         remedies = [words for words in remedies if words != BOTH]
-    more = (n for n in memory.COUNTS if n > ranks and memory.plan(wanted.demand, n, free).fits)
+    counts: Sequence[int] = memory.COUNTS
+    if device.type == "cpu":  # its ranks share one memory
+        counts, larger = (), "take a machine with more memory, or a smaller model"
+    more = (n for n in counts if n > ranks and memory.plan(wanted.demand, n, free).fits)
     if (count := next(more, None)) is not None:
         remedies.append(f"tp={count} on GPUs like these")
     if plan.left > 2 * kv_bytes * 64:
@@ -190,7 +199,7 @@ def _refusal(plan: memory.Plan, wanted: Wanted, ranks: int, free: float) -> str:
     return (
         f"the model does not fit: {where} has {free / 1e9:.2f} GB free, {short:.2f} GB too few for {sizes} GB and a KV "
         f"cache of {plan.demand.least:,} tokens; "
-        + ("what would fit: " + ", or ".join(remedies) if remedies else "take more or larger GPUs")
+        + ("what would fit: " + ", or ".join(remedies) if remedies else larger)
     )
 
 

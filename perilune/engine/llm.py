@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from perilune.core.sampling import SamplingParams, best, candidates, sibling
 from perilune.core.step import TokenLogprob
 from perilune.engine.client import blind, check_pictures, check_prompt, room
 from perilune.engine.engine import Engine
+from perilune.engine.interrupts import put_off
 from perilune.engine.vision.given import Medium, Reader
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
@@ -30,6 +33,8 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
+
+DROPPED_SECONDS = 10.0  # Dropping an LLM waits so long for its end, so that the next one finds its memory free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class ChatCompletion:
 
 
 class LLM:
-    """A Kimi K2-family model ready to generate. Several may live in one process; `close()` frees everything.
+    """A Kimi K2-family model ready to generate. Several may live in one process; `close()` frees everything, as
+    dropping the last reference does.
 
     `model` is a directory, a Hugging Face repository id or "kimi-nano"; keyword arguments are the keys of
     `core.config.EngineConfig`. Calls from several threads are served one after the other; for concurrent users run
@@ -95,7 +101,7 @@ class LLM:
     def __init__(self, model: str | Path = "kimi-nano", *, progress: bool = False, **config: Any):
         path = resolve_model(str(model), progress=progress)
         self._engine: Engine | None = Engine(path, build(EngineConfig, config), progress=progress)
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._ids = itertools.count()
         self.path = path
         self.info = self._engine.info
@@ -272,6 +278,18 @@ class LLM:
                 self._engine = None
                 self._reader.close()
 
+    def __del__(self) -> None:
+        """Closes an LLM that was dropped without `close`, as a notebook does when it runs a cell again: other ranks and
+        their memory would else stay until the process ends. The garbage collector may run at any point of any thread,
+        also within a lock, or in a thread, that closing waits for; so another thread closes."""
+        engine = self.__dict__.get("_engine")
+        if engine is None or self._process != os.getpid():  # a fork has no threads to close, and others' ranks
+            return
+        if not sys.is_finalizing():  # then no thread can start, and the process ends anyway
+            closing = threading.Thread(target=engine.close, name="perilune-close", daemon=True)
+            closing.start()
+            closing.join(DROPPED_SECONDS)
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -295,7 +313,7 @@ class LLM:
             check_pictures(prompt, seen, self.info)
             if constraint is not None:
                 constraint.check_room(room(prompt, given, self.info))
-        with self._lock:
+        with self._lock, put_off() as interrupted:
             engine = self._engine
             if engine is None:
                 raise ConfigError("this LLM is closed")
@@ -310,6 +328,7 @@ class LLM:
                 with _bar(len(prompts), progress) as bar:
                     task = bar.add_task("generating", total=len(prompts))
                     while engine.busy and failure is None:
+                        interrupted()
                         deltas = engine.step()
                         for want in engine.wants():
                             patches = pictures[runs[want.rid].index][want.item].patches

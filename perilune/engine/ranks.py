@@ -10,6 +10,7 @@ The group ends, with all its processes killed and the reason sent to every reque
 - does not end a step in time, or waits in a step that no rank ends (step_times/lateness.py).
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -33,6 +34,7 @@ import msgspec
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError, EngineError, signal_note
+from perilune.core.interpreter import environment
 from perilune.core.step import StepPlan
 from perilune.dist.group import ALONE, Group
 from perilune.dist.peer_memory import ExchangeError
@@ -197,6 +199,7 @@ class Ranks:
         self._order_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.place = places[0]
         leader = os.getpid() if owns_process else 0
+        atexit.register(self._exit, os.getpid())
         try:
             for place in places[1:]:
                 self._ranks.append(
@@ -306,9 +309,18 @@ class Ranks:
             raise
         self.check()
 
+    def _exit(self, process: int) -> None:
+        """Where `process` ends without closing: its threads stop, heartbeats too, a while before its sockets close."""
+        if os.getpid() != process:
+            return  # a fork of it ends
+        self.close()
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more
+            self._group.close()
+
     def close(self) -> None:
         """Ends all ranks, by force if they do not end in time."""
         self._closing = True
+        atexit.unregister(self._exit)
         with contextlib.suppress(OSError, EngineError):
             self._ring.send(self._writer.order(Order("close")))
         end = time.monotonic() + CLOSE_SECONDS
@@ -458,6 +470,7 @@ def _spawn(start: Start, ring: OrderWriter) -> _Rank:
         process = subprocess.Popen(
             [sys.executable, "-m", RANK_MODULE, *map(str, fds)],
             pass_fds=fds,
+            env=environment(),
             start_new_session=True,  # Ctrl-C is for rank 0, which then ends this process
         )
     body = msgspec.msgpack.encode(start)

@@ -159,6 +159,11 @@ class Directory:
         return self._own / digest[:2] / f"{digest}-{name.first.hex()}.kv"
 
 
+def require_usable(root: Path) -> None:
+    """Makes the directory if there is none. ConfigError if Directory would refuse it."""
+    _locked(root, create=True).close()
+
+
 def clear(root: Path) -> tuple[int, int]:
     """Deletes every block in a directory of KV blocks: (files, bytes). ConfigError if it is none, or in use."""
     if not (root / LOCK).is_file():
@@ -192,8 +197,8 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
         raise ConfigError(
             f"kv_disk={str(root)!r} cannot be used: it is no directory; give an empty or a new one"
         ) from e
-    except OSError as e:
-        raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {e.strerror}") from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
+        raise ConfigError(f"kv_disk={str(root)!r} cannot be used: {getattr(e, 'strerror', e)}") from e
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.core.errors import RequestError
+from perilune.core.interpreter import environment
 from perilune.core.messages import Video
 from perilune.media.limits import Limits
 from perilune.media.refusal import busy, refused
@@ -181,11 +182,11 @@ class Decoder:
         settings = json.dumps(dataclasses.asdict(self._limits))
         command = [sys.executable, "-m", "perilune.media.worker", str(theirs.fileno()), settings]
         # Threads of numpy's BLAS, of which nothing is used, would reserve more address space than pictures need.
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
             self._worker = subprocess.Popen(
                 command,
-                env=environment,
+                env=environment() | threads,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.client.endpoint import Endpoint, is_url
 from perilune.client.target import run
 from perilune.core.config import EngineConfig, build
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, EngineError
 from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 from perilune.kv.tiers import DISK, HOST
@@ -122,6 +122,9 @@ def command(
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
         row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+        if not row["requests"]:
+            why = next((call.error for call in calls if call.error), "no turn began")
+            raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
         say(replay.describe(row))
     else:
         weights = None if shape is None else microscope.Bench(shape, layers)

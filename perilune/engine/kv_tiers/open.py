@@ -21,7 +21,7 @@ from perilune.dist.group import Group, everyone, largest, least
 from perilune.engine.kv_tiers.ranked import RankedTransfer
 from perilune.engine.ranks import Ranks
 from perilune.engine.resolve import GB, Choices
-from perilune.kv.disk import FINGERPRINT_BYTES, Directory
+from perilune.kv.disk import FINGERPRINT_BYTES, Directory, require_usable
 from perilune.kv.mover import Name
 from perilune.kv.pages import Pages
 from perilune.kv.tiers import Tiers
@@ -33,6 +33,30 @@ FORMAT = "1"  # version of the bytes in rows and files; raise it when the layout
 STAGING_BYTES = 10**9  # host memory used as staging buffer if only a disk tier is configured
 HOST_SHARE = 0.9  # at most this share of the available memory
 DISK_SHARE = 0.5  # this share of the free space, if no size is given
+
+
+def require_room(config: EngineConfig) -> None:
+    """Refuses, before weights are read, a directory that cannot be used and more host memory than there is.
+    ConfigError."""
+    if config.kv_disk is not None:
+        require_usable(_root(config))
+    if config.kv_host_gb is not None:
+        _require_host(config.kv_host_gb, available_bytes() * HOST_SHARE)
+
+
+def _root(config: EngineConfig) -> Path:
+    assert config.kv_disk is not None
+    try:
+        return Path(config.kv_disk).expanduser()
+    except RuntimeError as e:
+        raise ConfigError(f"kv_disk={config.kv_disk!r}: there is no such user; give the whole path") from e
+
+
+def _require_host(wanted_gb: float, free_bytes: float) -> None:
+    if wanted_gb * GB > free_bytes:
+        raise ConfigError(
+            f"kv_host_gb={wanted_gb:g} is more than the {max(free_bytes, 0) / GB:.1f} GB that are available: lower it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +136,7 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
 def _open_directory(config: EngineConfig, model: KimiK2, caches: list[Tensor], size: int) -> Directory:
     """This rank's folder in `kv_disk`; rank 0 holds the lock for all ranks."""
     group, fingerprint = model.group, _fingerprint(config, model, caches)
-    assert config.kv_disk is not None
-    root, found = Path(config.kv_disk).expanduser(), list[Directory]()
+    root, found = _root(config), list[Directory]()
     for first in (True, False):
         with _on_all_ranks(group):
             if first == (group.slicing.rank == 0):
@@ -142,13 +165,11 @@ def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices)
     # Pages on a CPU are allocated, but Linux counts memory as used only once it is written.
     free = (available_bytes() - (pages.nbytes if pages.device.type == "cpu" else 0)) * HOST_SHARE
     wanted = config.kv_host_gb * GB if config.kv_host_gb is not None else min(STAGING_BYTES, free / 4)
-    if wanted > free:
-        raise ConfigError(
-            f"kv_host_gb={config.kv_host_gb} is more than the {max(free, 0) / GB:.1f} GB that are available: lower it"
-        )
+    if config.kv_host_gb is not None:
+        _require_host(config.kv_host_gb, free)
     rows = int(wanted // size)
     if rows < 1:
-        raise ConfigError(f"kv_host_gb={config.kv_host_gb} holds no block of {size / GB:.4f} GB: raise it")
+        raise ConfigError(f"kv_host_gb={wanted / GB:.3g} holds no block of {size / GB:.3g} GB: raise it")
     assert config.block_size
     choices.note("kv_host_gb", f"{rows * size / GB:.2f}", f"{rows * config.block_size} tokens of KV")
     return rows
@@ -166,7 +187,7 @@ def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Gro
             decided = int((limit - directory.shrink_others(int(limit / 2), every)) // size)
             if decided < 1:
                 directory.close()
-                raise ConfigError(f"kv_disk_gb={limit / GB:.4f} holds no block of {size / GB:.4f} GB: raise it")
+                raise ConfigError(f"kv_disk_gb={limit / GB:.3g} holds no block of {size / GB:.3g} GB: raise it")
             assert config.block_size
             choices.note("kv_disk_gb", f"{limit / GB:.2f}", f"{decided * config.block_size} tokens of KV")
     return largest(group, decided)

@@ -1,0 +1,80 @@
+"""Settings that an engine refuses, before it reads weights, and the memory that it says it will use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perilune import LLM
+from perilune.cli.shared.synthetic import directory
+from perilune.core.config import EngineConfig, build
+from perilune.core.errors import ConfigError
+from perilune.engine import fit
+from perilune.engine.engine import Engine
+from perilune.engine.resolve import Choices
+
+SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, threads=1, draft="off", kv_blocks=16)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (dict(kv_disk=""), "kv_disk is empty"),
+        (dict(kv_disk=" "), "kv_disk is empty"),
+        (dict(kv_disk="x", kv_ttl_hours=float("inf")), "above 0 and finite"),
+        (dict(gpus="all"), "auto, or numbers"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        build(EngineConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (dict(kv_disk="~no-such-user-here/kv"), "no such user"),
+        (dict(kv_disk="a\0b"), "cannot be used"),
+        (dict(kv_disk="OTHER"), "holds other files"),
+        (dict(kv_host_gb=1e9), r"kv_host_gb=1e\+09 is more than"),
+    ],
+)
+def test_tiers_that_cannot_be_had_are_refused_before_weights_are_read(
+    tmp_path: Path, values: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "config.json").write_text("not read before")
+    if values.get("kv_disk") == "OTHER":
+        values = dict(kv_disk=str(tmp_path))
+    with pytest.raises(ConfigError, match=why) as error:
+        LLM(tmp_path, **SMALL, **values)
+    assert "\n" not in str(error.value)
+
+
+def test_gpus_auto_means_as_many_as_hold_the_model() -> None:
+    auto = build(EngineConfig, dict(gpus="auto"))
+    assert (auto.gpus, auto.tp) == (None, "auto")
+    four, experts = build(EngineConfig, dict(gpus="auto", tp=4)), build(EngineConfig, dict(gpus="auto", ep=2))
+    assert (four.gpus, four.tp, experts.ranks) == (None, 4, 2)
+
+
+def test_a_server_logs_its_table_of_memory_without_a_terminal(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Engine(tiny, build(EngineConfig, SMALL), owns_process=True).close()
+    found = capfd.readouterr().err
+    assert "memory on the one device" in found and "KV cache" in found and "tokens" in found
+
+
+@pytest.mark.parametrize(
+    ("layers", "free_gb", "says"),
+    [
+        (4, 24.0, "take a machine with more memory, or a smaller model"),  # ranks would share it: no tp helps
+        (4, 44.0, "what would fit: draft=off, or rest_dtype=fp8"),
+    ],
+)
+def test_remedies_on_a_cpu_are_those_of_one_memory(
+    layers: int, free_gb: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "free_bytes", lambda device: free_gb * 1e9)
+    with directory("kimi-k2.5", layers) as path, pytest.raises(ConfigError) as error:
+        fit.fitted(path, EngineConfig(max_model_len=256), torch.device("cpu"), Choices([]))
+    assert str(error.value).endswith(says)
