@@ -35,9 +35,15 @@ def _run(args: tuple[str, ...], out: Path, err: Path, before: Callable[[], None]
 def perilune(where: Path, *args: object, before: Callable[[], None] | None = None) -> Done:
     """What a command ends with. `before` is called in its process first; `where` keeps its output meanwhile."""
     out, err = where / "stdout", where / "stderr"
-    process = _FORKS.Process(target=_run, args=(tuple(map(str, args)), out, err, before))
+    code = run(_run, tuple(map(str, args)), out, err, before)
+    return Done(code, out.read_text(), err.read_text())
+
+
+def run(target: Callable[..., object], *args: object) -> int | None:
+    """The exit code of a process that calls a function of a module; that of a signal is negative."""
+    process = _FORKS.Process(target=target, args=args)
     process.start()
     process.join(LIMIT_SECONDS)
     process.kill()
     process.join()
-    return Done(process.exitcode, out.read_text(), err.read_text())
+    return process.exitcode

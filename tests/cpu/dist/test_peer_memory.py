@@ -36,7 +36,7 @@ def on_ranks(ranks: int, run: Callable[[int, peer_memory.Swap], Any]) -> list[An
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
+        t.join(100)
     return found
 
 
@@ -52,7 +52,7 @@ def test_a_swap_gives_every_rank_all_bytes_in_order_and_keeps_few_of_them() -> N
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
+        t.join(100)
     want = [[bytes([turn, r, 0, 255]) if turn else b"" for r in range(3)] for turn in range(20)]
     assert found == dict.fromkeys(range(3), want)
     assert store.num_keys() <= 9  # two turns of three ranks, and a count of its own

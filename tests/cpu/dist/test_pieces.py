@@ -47,7 +47,7 @@ class Meeting:
             self.turns[rank] += 1
             self.words[turn][rank] = own
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: len(self.words[turn]) == self.ranks, 20)
+            assert self.changed.wait_for(lambda: len(self.words[turn]) == self.ranks, 100)
             return torch.stack([self.words[turn][r] for r in range(self.ranks)])
 
     def end(self, rank: int) -> None:
@@ -60,7 +60,7 @@ class Meeting:
         with self.changed:
             ahead = self.turns[rank] + 1
             others = [r for r in range(self.ranks) if r != rank]
-            assert self.changed.wait_for(lambda: all(self.turns[r] == ahead or r in self.ended for r in others), 20)
+            assert self.changed.wait_for(lambda: all(self.turns[r] == ahead or r in self.ended for r in others), 100)
 
 
 def on_ranks(ranks: int, run: Callable[[int], Any]) -> list[Any]:
@@ -76,7 +76,7 @@ def on_ranks(ranks: int, run: Callable[[int], Any]) -> list[Any]:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(40)
+        t.join(200)
     for result in found:
         if isinstance(result, BaseException):
             raise result
