@@ -7,6 +7,7 @@ import pytest
 
 from perilune import LLM
 from tests.cpu.conftest import steps_have_a_price as steps_have_a_price
+from tests.cpu.conftest import worth_it as worth_it
 
 CONFIG: dict[str, Any] = dict(
     dtype="float32", device="cpu", max_model_len=320, max_num_seqs=6, max_step_tokens=48, threads=1, seed=1

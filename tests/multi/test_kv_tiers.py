@@ -9,11 +9,10 @@ import pytest
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
 from perilune.engine.kv_tiers.ranked import RankedTransfer
-from tests.cpu.engine.test_kv_tiers import hits, wait_for_copies, worth_it
+from tests.cpu.engine.test_kv_tiers import hits, wait_for_copies
 from tests.multi.conftest import CONFIG
 
 pytestmark = pytest.mark.usefixtures("worth_it")
-__all__ = ["worth_it"]
 
 SMALL: dict[str, Any] = {
     **CONFIG,

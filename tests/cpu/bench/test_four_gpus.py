@@ -140,7 +140,7 @@ def test_a_start_whose_time_is_over_leaves_nothing(
                 time.sleep(0.01)
             return super().wait(0.0 if timeout == 1.0 else timeout)
 
-    monkeypatch.setattr(script.subprocess, "Popen", Started)
+    monkeypatch.setattr(subprocess, "Popen", Started)
     starts = f"cd {tmp_path}; sleep 200 & echo $! $PYTHONFAULTHANDLER > part; mv part said; wait"
     assert script._run(["sh", "-c", starts], 1.0) == 1
     pid, prints_stacks = (tmp_path / "said").read_text().split()

@@ -34,15 +34,6 @@ SMALL = dict(kv_blocks=24, block_size=8, max_step_tokens=64)
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture
-def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores whatever they cost, and counts them as free: on a busy machine a model this small is sometimes computed
-    sooner."""
-    restored = Worth.restored
-    monkeypatch.setattr(Worth, "pays", lambda self, tier: True)
-    monkeypatch.setattr(Worth, "restored", lambda self, host, disk, seconds: restored(self, host, disk, 0.0))
-
-
 def wait_for_copies(patch: pytest.MonkeyPatch, mover: type[Any]) -> None:
     """Movers of this class wait until a block is stored, or written to its file, before they return. At the pace of
     the threads, a busy machine drops rows that are not written yet: nothing, or less, is found on disk later."""
