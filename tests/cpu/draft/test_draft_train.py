@@ -1,10 +1,12 @@
 """Training drafters: lessons against the equations, losses, both forms, vocabularies, stops, kills, and processes."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -537,8 +539,18 @@ def learn_as_one(directory: Path, form: str) -> None:
     assert a_run(two, form).keys() == drafts[0].keys() and logged(two, "stop")[-1]["step"] == JOB.steps
 
 
-def test_two_processes_learn_as_one(tmp_path: Path) -> None:
+def test_two_processes_learn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other form is in tests/soak."""
+    start = ranks.start
+
+    def late(member: Any, given: tuple[Any, ...], nprocs: int) -> None:
+        """While they import torch, another process takes every port that they have been given."""
+        with contextlib.ExitStack() as taken:
+            for port in [x for x in given if isinstance(x, int) and x > nprocs]:
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            start(member, given, nprocs=nprocs)
+
+    monkeypatch.setattr(ranks, "start", late)
     learn_as_one(tmp_path, "mha-cut")
 
 
