@@ -7,6 +7,7 @@ takes far longer here, so that no busy machine fails a test.
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -138,6 +139,7 @@ def test_a_step_that_takes_long_because_a_rank_computes_is_none(monkeypatch: pyt
 def test_closing_leaves_no_process_and_no_file_and_one_bar_shows_what_all_ranks_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ranks, "subprocess", subprocess)  # here as where no test is
     reports: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
     stopped: list[int] = []
     monkeypatch.setattr(Bar, "report", lambda bar, rank, done, total: reports[rank].append((done, total)))
