@@ -1,6 +1,8 @@
 """Perilune: serve the Kimi K2 family close to what the memory allows."""
 
-TYPE_CHECKING = False  # as typing has it, whose import takes a third of the time in which Ctrl-C shows a traceback
+# As in typing, but not imported from there: that import would take a third of the time from the start of Python until
+# Ctrl-C ends a command without a traceback (cli/shared/interrupt.py).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

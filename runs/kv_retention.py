@@ -1,13 +1,14 @@
 """What host memory keeps of a trace, beside least recently used (LRU) and beside the best that any policy could keep.
 
-python -m runs.kv_retention [--shares N,N] [--pages N] [--disk N] [--markdown] [TRACE ...]. Without a trace: generated
-ones, the same every time. The index that serves (kv/tiers.py) is played through the trace on the trace's own clock,
-with a mover that is done at once. A block has HASH_TOKENS tokens. Pages hold the blocks of running requests and beside
-them the least recently used of others; host memory has rows for a share of all blocks that the trace ever computes.
+python -m runs.kv_retention [OPTION ...] [TRACE ...] (--help says the options). Without a trace: generated ones, the
+same every time. The index that serves (kv/tiers.py) is played through the trace on the trace's own clock, with a mover
+that is done at once. A block has HASH_TOKENS tokens. Pages hold the blocks of running requests and the most recently
+used of others; host memory has rows for a share of all blocks that the trace ever computes.
 
 possible  share of prompt blocks that a cache without bound has
-ideal     of one cache as large as both, which knows the trace: it drops what is used last (Belady; a prefix is never
-          used later than what follows it, so no hole arises, and with blocks of one size no policy has more hits)
+ideal     of one cache as large as both, which knows the trace: it drops the block with the latest next use (Belady; a
+          prefix is never used later than what follows it, so no chain loses its middle, and with blocks of one size no
+          policy has more hits)
 lru       of pages and host memory that each drop the least recently used, and keep what the other has too
 """
 
@@ -25,8 +26,9 @@ from typing import Any
 from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import HASH_TOKENS, Agents, Piece, Session, Turn, generate, read
 from perilune.core.errors import ConfigError
-from perilune.kv.tiers import HOST, Copied, Done, Name, Restored, Stored, Tiers, Written
-from perilune.kv.tiers import Piece as Block
+from perilune.kv.mover import Copied, Done, Name, Restored, Stored, Written
+from perilune.kv.mover import Piece as Block
+from perilune.kv.tiers import HOST, Tiers
 
 SHARES = (0.1, 0.25, 0.5)  # rows of host memory, of all blocks of the trace
 PAGES = 0.25  # idle blocks in pages, of the rows
@@ -176,11 +178,11 @@ def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
 
 
 class AtOnce:
-    """A mover whose transfers take no time; counts files."""
+    """A mover that ends every copy at once and counts the files that it writes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.written: dict[bytes, int] = {}  # how often a block was written
+        self.written = Counter[bytes]()  # how often a block was written
         self._done: list[Done] = []
 
     def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
@@ -191,7 +193,7 @@ class AtOnce:
         self._done.append(Restored(ticket, 0.0))
 
     def write(self, name: Name, row: int) -> None:
-        self.written[name.digest] = self.written.get(name.digest, 0) + 1
+        self.written[name.digest] += 1
         self._done.append(Written(name))
 
     def delete(self, name: Name) -> None: ...
@@ -232,7 +234,8 @@ def served(given: Sequence[Visit], pages_limit: int, rows: int, files: int = 0) 
         turn = turns[visit.chain[here - 1]][0] + 1 if here else 0
         if stored:
             from_disk = {digest for digest, tier in zip(stored, found) if tier != HOST}
-            disk_hits, read_back = disk_hits + len(from_disk), read_back | from_disk
+            disk_hits += len(from_disk)
+            read_back |= from_disk
             tiers.restore(0, [(digest, 0) for digest in stored])
             turns |= {digest: (tiers.turn(digest), visit.chain[0]) for digest in stored}
             turn = turns[stored[-1]][0] + 1
@@ -304,13 +307,14 @@ def rows_of(
     """A row for each share; `disk`: files for each row of host memory."""
     given = visits(sessions)
     blocks = len({digest for visit in given for digest in visit.chain})
+    possible = ideal(given, NEVER)
     for part in shares:
         rows = max(int(blocks * part), 1)
         in_pages, files = int(rows * pages), int(rows * disk)
         row: dict[str, Any] = {
             "trace": name, "requests": len(given), "blocks": blocks, "rows": rows, "pages": in_pages,
-            "possible": ideal(given, NEVER),
-            "ideal": ideal(given, rows + in_pages + files), "lru": lru(given, in_pages, rows),
+            "possible": possible, "ideal": ideal(given, rows + in_pages + files),
+            "lru": lru(given, in_pages, rows),
             **served(given, in_pages, rows, files),
         }  # fmt: skip
         yield {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}

@@ -35,7 +35,7 @@ from perilune.formats.hub import resolve_model
 from perilune.kv.copier import block_bytes, copier
 from perilune.kv.disk import Directory
 from perilune.kv.host_memory import HostMemory
-from perilune.kv.tiers import Name, Piece, Restored, Stored, Written
+from perilune.kv.mover import Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import READING_THREADS, Transfer, row_bytes
 from runs.kv_beside_steps import Say, slowdown
 

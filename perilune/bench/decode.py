@@ -6,7 +6,6 @@ measured on a buffer as large as the model's weights, because a small model live
 """
 
 import itertools
-import math
 import random
 import statistics
 import time
@@ -103,7 +102,7 @@ def measure(
         least = foot.step_bytes(1, min(contexts))
         rate = runner.call(read_rate, int(least), data.device)
         report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {least / 1e6:.1f} MB")
-        rows = []
+        rows, common = [], described(engine)
         _time_steps(engine, max(batches), min(contexts), 8)  # warm-up: compilation, page faults, clocks
         for context, batch in itertools.product(contexts, batches):
             timed = _time_steps(engine, batch, context, tokens)
@@ -113,7 +112,7 @@ def measure(
             row = {
                 "bench": "decode",
                 "model": info.model,
-                **described(engine),
+                **common,
                 "batch": batch,
                 "context": middle,
                 "draft": engine.config.draft_tokens or 0,
@@ -207,7 +206,7 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
     return _Timed(
         prefill=first,
         step=statistics.median(spans),
-        p99=sorted(spans)[math.ceil(0.99 * len(spans)) - 1],
+        p99=ledger.percentile(spans, 0.99),
         tokens=statistics.mean(sizes),
         accepted=1 + accepted / verified if verified else 1.0,
         drafting=(engine.drafting_seconds - spent) / steps,

@@ -17,7 +17,7 @@ DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherev
 
 
 def circumstances(ranks: int = 1) -> dict[str, Any]:
-    """Where and with what a row was measured. Of GPUs those that were used count: one for each rank."""
+    """Where and with what a row was measured. `gpus` are those that were used: one for each rank."""
     import torch  # here: a measurement of a server needs it for these few words only
 
     cuda = torch.cuda.is_available()
@@ -41,6 +41,12 @@ def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
     if is_url(model):
         return dict.fromkeys(here) | {"commit": here["commit"], "date": here["date"], "server": "endpoint"}
     return here | ({"threads": int(given["threads"])} if "threads" in given else {}) | {"server": "private"}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value with this share of the sorted values before it, at most the largest; 0 without any."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:

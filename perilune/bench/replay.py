@@ -16,6 +16,7 @@ from html import escape
 from itertools import groupby
 from typing import Any, Protocol
 
+from perilune.bench.ledger import percentile
 from perilune.bench.traces import Piece, Session, Turn
 from perilune.client.endpoint import Endpoint
 from perilune.core.errors import PeriluneError, RequestError
@@ -360,12 +361,6 @@ def shares(calls: Sequence[Call]) -> tuple[float, float]:
     """(hit share, ideal share) of all prompt tokens."""
     total = sum(call.prompt_tokens for call in calls) or 1
     return sum(c.cached for c in calls) / total, sum(c.ideal * c.prompt_tokens for c in calls) / total
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of the values; 0 without any."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bench.aa import EXTENDED, Prompts, fit
+from perilune.bench.ledger import percentile
 from perilune.bench.load import Client, Level, level
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.core.errors import ConfigError
@@ -85,7 +86,7 @@ def summary(found: Level, load: Load, server_seconds: float | None) -> dict[str,
     if not good:
         raise EndpointError(f"all {len(found.timings)} requests failed: {found.timings[0].error}")
     tokens = sum(t.tokens for t in good)
-    gaps = sorted(gap for t in good for gap in t.gaps) or [0.0]
+    gaps = [gap for t in good for gap in t.gaps]
     kept = sum(t.first_text <= load.ttft_seconds and t.per_token <= load.gap_seconds for t in good)
     speeds = [1 / t.per_token for t in good if t.per_token]
     return {
@@ -98,9 +99,9 @@ def summary(found: Level, load: Load, server_seconds: float | None) -> dict[str,
         "tokens_per_s_user": round(statistics.median(speeds), 2) if speeds else None,
         "first_byte_ms": _ms(statistics.median(t.first_byte for t in good)),
         "ttft_p50_ms": _ms(statistics.median(t.first_text for t in good)),
-        "ttft_p99_ms": _ms(_percentile(sorted(t.first_text for t in good), 0.99)),
-        "p50_gap_ms": _ms(_percentile(gaps, 0.5)),
-        "p99_gap_ms": _ms(_percentile(gaps, 0.99)),
+        "ttft_p99_ms": _ms(percentile([t.first_text for t in good], 0.99)),
+        "p50_gap_ms": _ms(percentile(gaps, 0.5)),
+        "p99_gap_ms": _ms(percentile(gaps, 0.99)),
         "goodput_requests_per_s": round(kept / found.seconds, 3),
         "good_share": round(kept / len(found.timings), 4),
         "server_us_per_token": None if server_seconds is None else round(server_seconds / tokens * 1e6, 2),
@@ -136,10 +137,6 @@ def cpu_seconds(pid: int | None) -> float | None:
 
 def spent(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
 def _ms(seconds: float) -> float:

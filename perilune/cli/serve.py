@@ -157,8 +157,8 @@ def command(
 
 @contextlib.contextmanager
 def ending_in_time() -> Iterator[None]:
-    """Ends the process GRACE_SECONDS after what it wraps, with the exit code that main() gives to its error: the end of
-    the interpreter waits for threads, and one may compile a grammar for minutes."""
+    """Ends the process at most GRACE_SECONDS after the wrapped code, with the exit code that main() has for its error:
+    the interpreter's end waits for threads, and one may compile a grammar for minutes."""
     code = 1
     try:
         yield
@@ -217,7 +217,7 @@ async def run(
     assert this is not None
     for number in SIGNALS:
         loop.add_signal_handler(number, this.cancel)
-    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it reads again is read later in the start
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # A reload would be too early: its files are read later.
     try:
         # The engine's process starts, and imports torch while this one imports the rest. What takes seconds on a busy
         # machine is done on threads, so that signals need not wait for it.
@@ -237,7 +237,7 @@ async def run(
         await aside(lambda: warm_up(tokenizer))
         client = await starting
     except BaseException as e:
-        for number in SIGNALS:  # once is enough: this takes two seconds at most
+        for number in SIGNALS:  # no further signal is needed: this takes two seconds at most
             loop.add_signal_handler(number, lambda: None)
         starting.cancel()
         for started in await asyncio.gather(starting, return_exceptions=True):
@@ -291,8 +291,8 @@ async def run(
 
 
 async def aside(work: Callable[[], T]) -> T:
-    """What `work` returns. It runs on a thread that nothing waits for once this is cancelled, not even the end of the
-    process."""
+    """Runs `work` on a daemon thread and returns its result. Once this is cancelled, nothing waits for the thread, not
+    even the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -37,7 +37,7 @@ class EngineError(PeriluneError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine takes no requests now; why it does not was logged when that began, once."""
+    """The engine takes no requests now. The reason was logged once, when this began."""
 
 
 class RequestError(PeriluneError):

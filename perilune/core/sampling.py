@@ -12,7 +12,7 @@ from perilune.core.errors import RequestError, shown
 MAX_WHOLE = 2**63 - 1  # of whole numbers without another bound: what messages and tensors can hold
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
-MAX_STOP_CHARS = 1024  # of each: looking for them takes a table of as many steps
+MAX_STOP_CHARS = 1024  # of each stop string: the search for it keeps a table with an entry for each character
 MAX_BIASED = 1024  # tokens in a logit_bias
 MAX_ALLOWED = 1 << 20  # what ids in allowed_token_ids are below: more than any vocabulary of the family has
 MAX_BAD_WORDS = 512  # texts in bad_words

@@ -68,8 +68,8 @@ class Group(Protocol):
         ...
 
     def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
-        """For partial outputs of so many columns that travel in pieces of at most so many rows; None where they cannot,
-        which the log explains. Every rank calls it, once."""
+        """For the exchange of partial outputs of `width` columns in pieces of at most `rows` rows; None if that is
+        impossible, with the reason in the log. Every rank calls it, once."""
         ...
 
     def mark(self) -> None:
@@ -102,8 +102,8 @@ def total(group: Group, x: Tensor) -> Tensor:
 
 
 def exchanged(group: Group, rows: Tensor) -> Tensor:
-    """[ranks, W]: each rank's row for this one; rows [ranks, W], or [1, W], which all ranks get. Over peer memory where
-    there is some and `takes` holds, else through a collective."""
+    """All-to-all of rows [ranks, W], row j going to rank j, or all-gather of [1, W] -> [ranks, W], in the order of
+    ranks. Over peer memory where there is some and `takes` holds, else through a collective."""
     if group.peers is not None and group.peers.mailboxes is not None and takes(rows):
         return exchange_rows(rows, group.peers)
     return group.gather(rows[0]) if len(rows) == 1 else group.all_to_all(rows)
@@ -196,13 +196,13 @@ class _Process:
         return self._begin_gather(x)()
 
     def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """The function waits for it."""
+        """Begins `gather`; the result waits for its end and gives what it gives."""
         self.begun += 1
         x, out = x.contiguous(), x.new_empty(self.ranks, *x.shape)
         # Flat: gloo requires the ranks' rows concatenated, NCCL takes any shape.
         work = self._processes._allgather_base(out.view(-1), x.view(-1))
 
-        def wait(held: Tensor = x) -> Tensor:  # what is sent lives until then
+        def wait(held: Tensor = x) -> Tensor:  # x must live as long as the collective
             self._wait(work)
             return out
 

@@ -56,12 +56,26 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
     return swap
 
 
-class PeerMemory:
-    """Rank `rank`'s mailbox, and the peers' ones as this process sees them. Made by `connect`."""
+class _Memory:
+    """Memory of the GPUs of all ranks, which rank `rank` has mapped: rank r's begins at addresses[r]."""
+
+    def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
+        self.addresses = addresses
+        self._rank, self._device = rank, device
+
+    def close(self, swap: Swap) -> None:
+        """Frees the memory, after all ranks have called it, or where the processes of all others have ended."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+        _release(self._rank, self.addresses, self._device, swap)
+
+
+class PeerMemory(_Memory):
+    """The mailboxes of all ranks. Made by `connect`."""
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device, wait_seconds: float) -> None:
+        super().__init__(rank, addresses, device)
         self.mailboxes = Mailboxes(rank, addresses, device, wait_seconds)
-        self._rank, self._addresses, self._device = rank, addresses, device
 
     def check(self) -> None:
         """ExchangeError if a peer did not answer in time, or after `end`. It costs a read of host memory: no launch is
@@ -78,12 +92,6 @@ class PeerMemory:
     def end(self) -> None:
         """Ends all waits for peers, with NaN. From any thread."""
         self.mailboxes.end()
-
-    def close(self, swap: Swap) -> None:
-        """Frees the memory, after all ranks have called it, or where the processes of all others have ended."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-        _release(self._rank, self._addresses, self._device, swap)
 
 
 def connect(
@@ -107,25 +115,19 @@ class _Bytes:
         return {"shape": (self._count,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
 
-class Landing:
-    """Memory of this rank's GPU for what copy engines of the others bring, and theirs as this process sees it."""
+class Landing(_Memory):
+    """Memory that the other ranks' copy engines write to. `own` [nbytes] uint8: that of this rank's GPU. Made by
+    `landing`."""
 
     def __init__(self, rank: int, addresses: list[int], nbytes: int, device: torch.device) -> None:
-        self.addresses = addresses
-        self._rank, self._device = rank, device
+        super().__init__(rank, addresses, device)
         self.own = torch.as_tensor(_Bytes(addresses[rank], nbytes), device=device)
         assert self.own.data_ptr() == addresses[rank], "torch has copied it"
 
-    def close(self, swap: Swap) -> None:
-        """As of PeerMemory."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-        _release(self._rank, self.addresses, self._device, swap)
-
 
 def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int) -> Landing | str:
-    """As `connect`, of so many bytes."""
-    torch.cuda.empty_cache()  # what making weights left unused
+    """As `connect`, landing memory of `nbytes` on every rank."""
+    torch.cuda.empty_cache()  # return blocks that loading has freed to the driver, from which this memory comes
     found = _connected(rank, ranks, device, swap, _allocate(nbytes, device))
     return found if isinstance(found, str) else Landing(rank, found, nbytes, device)
 
@@ -133,7 +135,7 @@ def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int
 def _connected(
     rank: int, ranks: int, device: torch.device, swap: Swap, created: tuple[bytes, int, str]
 ) -> list[int] | str:
-    """The addresses of all ranks' memory, of which this rank's is `created`."""
+    """The addresses of all ranks' memory, or the reason why there is none; `created`: this rank's, as of `_create`."""
     own, address, why = created
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
@@ -184,7 +186,7 @@ def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
 
 
 def _allocate(nbytes: int, device: torch.device) -> tuple[bytes, int, str]:
-    """As `_create`, where kernels can be built."""
+    """As `_create`, of `nbytes`. The library of SOURCE must be there."""
     address = ctypes.c_void_p()
     handle, name = (ctypes.create_string_buffer(n) for n in (HANDLE_BYTES, DEVICE_BYTES))
     with torch.cuda.device(device):

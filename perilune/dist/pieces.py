@@ -1,8 +1,8 @@
-"""Partial outputs that travel to the other ranks in pieces of rows, each while this rank computes the next one.
+"""Exchanges partial outputs in pieces of rows, each of which is sent while this rank computes the next one.
 
 A step of a long prompt adds the parts of all ranks twice a layer: of 10,000 tokens of K2.5 143 MB each time, 0.36 ms at
-400 GB/s. Between GPUs they go through copy engines (`Landed`), so products keep all SMs; what has come is added by
-sum_add_rmsnorm, which reads this GPU's memory only.
+400 GB/s. Between GPUs copy engines move them (`Landed`), so products keep all SMs; sum_add_rmsnorm, which reads only
+this GPU's memory, adds what has arrived.
 """
 
 import functools
@@ -19,20 +19,19 @@ from perilune.ops.exchange.exchange_rows import WORD_BYTES, exchange_rows
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.exchange.sum_add_rmsnorm import sum_add_rmsnorm
 from perilune.ops.harness import build
+from perilune.ops.harness.tensors import Rows
 
 # Pieces that are sent and not received. Larger: more memory. Smaller: the first wait comes before a copy has had the
 # time of two products to end in.
 IN_FLIGHT = 3
 SLOTS = IN_FLIGHT + 1  # of landing memory: see Landed
 
-Rows = Callable[[slice], Tensor]  # this rank's part of some rows, computed when it is called
-
 
 class Pieces(Protocol):
     """Every rank makes the same calls with the same shapes; at most IN_FLIGHT pieces are sent and not received.
 
-    rows  of a piece at most
-    rank  this one
+    rows  most rows of a piece
+    rank  this rank
     """
 
     rows: int
@@ -43,14 +42,14 @@ class Pieces(Protocol):
         ...
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """(part, those of the other ranks [N - 1, n, D] in order) of the oldest piece in flight. Kernels queued on the
-        current stream before the next `send` may read them."""
+        """(this rank's part, those of the other ranks [N - 1, n, D] in order) of the oldest piece in flight. Kernels
+        queued on the current stream before the next `send` may read them."""
         ...
 
 
 def add_in_pieces(h: Tensor, rows: Rows, norm: Tensor, eps: float, pieces: Pieces) -> Tensor:
-    """h [T, D] += the sum of all ranks' parts; gives the norm of that, [T, D]. `rows` gives parts as h, from the first
-    row to the last."""
+    """h [T, D] += the sum of all ranks' parts; gives the norm of that, [T, D]. `rows` gives this rank's part, in h's
+    type; it is called for the first rows first."""
     y, sent = torch.empty_like(h), deque[slice]()
 
     def finish() -> None:
@@ -68,7 +67,7 @@ def add_in_pieces(h: Tensor, rows: Rows, norm: Tensor, eps: float, pieces: Piece
 
 
 class Gathered:
-    """Through a collective that is begun and waited for later."""
+    """Pieces through a collective that `send` begins and `receive` waits for."""
 
     def __init__(self, rank: int, rows: int, begin: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         """`begin(x)` gives a function that waits for [ranks, *x.shape], every rank's x."""
@@ -89,13 +88,13 @@ def _copy() -> Any:
 
 
 class Landed:
-    """Through copy engines into the other GPUs' landing memory, [SLOTS, N - 1, rows, D] on each.
+    """Pieces that copy engines write to the other GPUs' landing memory, [SLOTS, N - 1, rows, D] on each.
 
-    Streams. A copy of piece i waits for the step's stream as it is when the piece is sent, and runs on a stream of its
-    own. There, nothing waits for another rank: what waits is exchange_rows, of one word, on the step's stream. It
-    follows this rank's copy of piece i, so when it ends, all ranks' copies of piece i have ended, and their bytes are
-    in this GPU's memory before it starts the kernel that adds them. A lost rank ends it like every exchange; what is
-    added from then on is what lay there before, and `Group.check` fails before anything of the step is used.
+    Streams. Copies run on a stream of their own. A copy of piece i waits for what the step's stream had queued when the
+    piece was sent, and for no other rank. Ranks wait for each other in exchange_rows, of one word, on the step's
+    stream. It follows this rank's copy of piece i, so when it ends, all ranks' copies of piece i have ended, and their
+    bytes are in this GPU's memory before the kernel that adds them starts. A lost rank ends it like every exchange:
+    from then on old contents of the slots are added, and `Group.check` fails before any result of the step is used.
 
     Slots. Piece i lies in slot i % SLOTS. When it is sent, the exchange of piece i - IN_FLIGHT lies before it in this
     rank's step stream. The peer sends its word of that exchange after it has added piece i - IN_FLIGHT - 1, which is
@@ -109,7 +108,7 @@ class Landed:
         self._copies = torch.cuda.Stream(landing.own.device)
         self._word = torch.zeros(1, WORD_BYTES, dtype=torch.uint8, device=landing.own.device)
         self._turn = 0
-        # The parts are held until the step's stream has waited for their copies: their memory must not be used before.
+        # The parts are held until the step's stream waits for their copies: before, their memory must not be reused.
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
 
     def send(self, part: Tensor) -> None:
@@ -118,7 +117,7 @@ class Landed:
         self._turn += 1
         self._copies.wait_stream(torch.cuda.current_stream(part.device))
         for peer in (r % self._peers.ranks for r in range(self.rank + 1, self.rank + self._peers.ranks)):
-            place = self._slots[slot, self.rank - (self.rank > peer)]  # mine among those that the peer receives
+            place = self._slots[slot, self.rank - (self.rank > peer)]  # this rank among the senders to `peer`
             offset = place.data_ptr() - self._landing.own.data_ptr()
             there = self._landing.addresses[peer] + offset
             failed = _copy()(there, part.data_ptr(), part.nbytes, self._copies.cuda_stream)

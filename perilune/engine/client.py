@@ -127,17 +127,17 @@ class _Process:
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                process = await asyncio.create_subprocess_exec(  # cancelled, it ends the process
+                process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
                     *launch.command,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C is for the server, which then ends this process
                     stderr=asyncio.subprocess.PIPE if launch.logged else None,
                 )
-            except BaseException:
+            except BaseException:  # also if this is cancelled: no process will ever use the socket
                 writer.close()
                 raise
-        self = cls(process, reader, writer)  # nothing is awaited before what kills the process
+        self = cls(process, reader, writer)  # no await between here and the `try` that kills the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))
         body = msgspec.msgpack.encode((str(launch.model), launch.config))

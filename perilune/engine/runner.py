@@ -296,7 +296,8 @@ class Runner:
         """As `_choose`; the other ranks get what rank 0 chose."""
         rows, device = len(logits), logits.device
         count = 2 * rows + len(work)
-        sent = torch.empty(1, count + count % 2, dtype=torch.int64, device=device)  # in 16s of bytes, as peers exchange
+        # A whole number of 16 bytes, as the exchange over peer memory needs.
+        sent = torch.empty(1, count + count % 2, dtype=torch.int64, device=device)
         sampled = None
         if self.group.slicing.rank == 0:
             sampled = self._choose(logits, adjusted, work, ONE_RANK)

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from perilune.grammar.expressions import example
-from perilune.grammar.references import items, mapping
+from perilune.grammar.references import items, mapping, nodes
 from perilune.grammar.shortest_values import shortest_values
 from perilune.grammar.unordered import required_keys
 
@@ -22,7 +22,7 @@ class Clues:
     """Estimates, to be checked by use, in bytes of JSON.
 
     hints   pieces worth trying inside strings
-    keys    some of which have to be written where an object cannot end, as they are between their quotes
+    keys    names of required properties, as they are between their quotes, to be tried where an object cannot end
     values  objects and arrays, shortest first; none where no schema refers to another
     count   the highest number of characters or items that the grammar asks for
     """
@@ -41,17 +41,17 @@ def clues(grammar: str) -> Clues:
         return Clues(count=count)
     parts = json.loads(grammar)["grammars"]
     schemas = [part["json_schema"] for part in parts if "json_schema" in part]
-    nodes = list(_nodes(schemas))
-    return Clues(_hints(nodes), _keys(parts, nodes), shortest_values(schemas), count)
+    objects = list(nodes(schemas))
+    return Clues(_hints(objects), _keys(parts, objects), shortest_values(schemas), count)
 
 
-def _hints(nodes: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
+def _hints(objects: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
     """A short match of each pattern in the schemas: one that is not anchored cannot be found by trying.
 
     Where several patterns have to match at once, their matches in a row may do.
     """
     found: dict[bytes, None] = {}
-    for node in nodes:
+    for node in objects:
         together = [node, *(part for part in items(node.get("allOf")) if isinstance(part, Mapping))]
         matches = [example(p) for part in together if isinstance(p := part.get("pattern"), str)]
         for text in (*matches[:1], b"".join(matches)):
@@ -60,29 +60,16 @@ def _hints(nodes: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
     return tuple(found)[:MAX_HINTS]
 
 
-def _keys(parts: list[Mapping[str, Any]], nodes: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
-    """Required properties: first those that every object which knows them has to have."""
+def _keys(parts: list[Mapping[str, Any]], objects: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
+    """The properties that are required wherever the schemas list them."""
     found = dict.fromkeys(key for part in parts for key in required_keys(part["lark_grammar"] or ""))
     optional: set[str] = set()
-    for node in nodes:
+    for node in objects:
         names = [name for name in items(node.get("required")) if isinstance(name, str)]
         found |= dict.fromkeys(names)
         optional.update(name for name in mapping(node.get("properties")) if name not in names)
-    keys = sorted(found, key=optional.__contains__)[:MAX_KEYS]
-    return tuple(map(_written, [k for k in keys if k not in optional]))
+    return tuple(_written(key) for key in found if key not in optional)[:MAX_KEYS]
 
 
 def _written(text: str) -> bytes:
     return json.dumps(text, ensure_ascii=False)[1:-1].encode()
-
-
-def _nodes(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object in some schemas. Some are no schemas (a map of properties, an enum's value)."""
-    level = [value]
-    while level:
-        value = level.pop()
-        if isinstance(value, Mapping):
-            yield value
-            level += value.values()
-        elif isinstance(value, list):
-            level += value

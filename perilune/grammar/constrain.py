@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.references import SchemaError, items, mapping, resolved
+from perilune.grammar.references import SchemaError, items, mapping, nodes, resolved
 from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
@@ -263,7 +263,7 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
         made, heaviest = bounded(enforceable(resolved(schema)))
     except SchemaError as e:
         raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
-    longest_key = max((len(k) for node in _nodes(made) for k in node), default=0)
+    longest_key = max((len(k) for node in nodes(made) for k in node), default=0)
     return made, _JSON_LEAP + 2 * (heaviest + longest_key)
 
 
@@ -273,7 +273,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
     One pair is one pair, though, and so are the required ones. Also refuses expressions that take long to compile.
     """
     expressions = 0
-    for node in _nodes(schema):
+    for node in nodes(schema):
         found = [len(str(name)) for name in mapping(node.get("patternProperties"))]
         if isinstance(pattern := node.get("pattern"), str):
             found.append(len(pattern))
@@ -287,15 +287,3 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
                 param=where,
                 code="unsupported_schema",
             )
-
-
-def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object of a schema, the schema itself first. Some are no schemas (a map of properties, an enum's value)."""
-    level = [schema]
-    while level:
-        value = level.pop()
-        if isinstance(value, Mapping):
-            yield value
-            level += value.values()
-        elif isinstance(value, list):
-            level += value

@@ -7,7 +7,7 @@ anchors. Nothing is fetched: a reference to another document is refused by name.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -58,6 +58,24 @@ def with_parts(node: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
         elif word in ONE:
             made[word] = change(value)
     return made
+
+
+def nodes(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object in one schema or several, each before those inside it. Some are no schemas (a map of properties, an
+    enum's value)."""
+    level = [value]
+    while level:
+        value = level.pop()
+        if isinstance(value, Mapping):
+            yield value
+            level += value.values()
+        elif isinstance(value, list):
+            level += value
+
+
+def references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The `$ref` of each of some schemas that has one."""
+    return (reference for part in parts if isinstance(reference := part.get("$ref"), str))
 
 
 class _Document:

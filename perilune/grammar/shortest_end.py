@@ -67,10 +67,10 @@ def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> by
         if state.is_accepting():
             return bytes(text)
         piece = bytes(state.compute_ff_bytes())
-        if value := _value(state, piece, clues.values):
+        mask = b"" if piece else bytes(state.compute_bitmask())
+        if value := _value(state, piece, mask, clues.values):
             piece = value
         elif not piece:
-            mask = bytes(state.compute_bitmask())
             back = mask in met
             at, written, there = met.get(mask, (len(text), b"", state))
             period = bytes(text[at:])
@@ -156,11 +156,13 @@ def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> b
     return b""
 
 
-def _value(state: LLMatcher, forced: bytes, values: Sequence[bytes]) -> bytes:
-    """The first of `values` that can be written here; empty if none can, or where something shorter may come."""
+def _value(state: LLMatcher, forced: bytes, mask: bytes, values: Sequence[bytes]) -> bytes:
+    """The first of `values` that can be written here; empty if none can, or where something shorter may come.
+
+    `forced` is what has to come; where that is nothing, `mask` says which bytes may.
+    """
     if not values or (forced and forced[0] not in b"{["):
         return b""
-    mask = b"" if forced else bytes(state.compute_bitmask())
     if mask and (not any(_has(mask, opener) for opener in b"{[") or any(_has(mask, byte) for byte in _SHORTER)):
         return b""
     for value in values:

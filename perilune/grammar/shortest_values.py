@@ -2,19 +2,20 @@
 lead on for ever and keys that lead to an end, and the bytes that may come next do not say which do.
 """
 
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.grammar.expressions import example
-from perilune.grammar.references import LISTS, MAPS, ONE, items, mapping, target
-from perilune.grammar.sizes import is_number, kind_of
+from perilune.grammar.references import DEFINITIONS, items, mapping, references, target, with_parts
+from perilune.grammar.sizes import is_number, kind_of, kinds_of
 
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
 MAX_VALUE_CHARS = 2_048
-_MOST_NODES = 20_000  # looked at for one document, and again for its values; a few microseconds each
-_DEEPEST = 16  # alternatives and parts inside one another
+_MOST_NODES = 20_000  # looked at in one definition, and for all values of one document; a few microseconds each
+_DEEPEST = 64  # schemas inside one another: about 7 of the interpreter's 1,000 frames each
 _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
 
 
@@ -25,8 +26,8 @@ def shortest_values(roots: Sequence[Any]) -> tuple[bytes, ...]:
     looked at.
     """
     found = dict[bytes, None]()
-    for root in dict.fromkeys(json.dumps(root) for root in roots):
-        found |= dict.fromkeys(_Values(json.loads(root)).found())
+    for root in {json.dumps(root): root for root in roots}.values():
+        found |= dict.fromkeys(_Values(root).found())
     return tuple(sorted(found, key=len)[:MAX_VALUES])
 
 
@@ -37,15 +38,22 @@ class _Values:
         self._left = _MOST_NODES
 
     def found(self) -> Iterator[bytes]:
-        """Measures references until no value becomes shorter, then gives the containers that parts of the root have."""
-        parts = list(_parts(self._root, _MOST_NODES))
-        if not (names := dict.fromkeys(_references(parts))):
-            return
-        users: dict[str, dict[str, None]] = {}
-        for name in names:
-            for used in _references(_parts(target(self._root, name), _MOST_NODES)):
+        """Measures references until no value becomes shorter, then gives the containers that parts of the root have.
+
+        Only what the root refers to is looked at: the compiler lets unused definitions be as they are, and those may
+        lead back to themselves in ways that it refuses.
+        """
+        parts, users = {"#": list(_parts(self._root))}, dict[str, dict[str, None]]()
+        reached = ["#"]
+        for name in reached:
+            for used in references(parts[name]):
                 users.setdefault(used, {})[name] = None
-        waiting = OrderedDict(names)
+                if used not in parts:
+                    parts[used] = list(_parts(target(self._root, used)))
+                    reached.append(used)
+        if not users:
+            return
+        waiting = OrderedDict.fromkeys(users)
         while waiting and self._left > 0:
             name, _ = waiting.popitem(last=False)
             text = self._value(target(self._root, name))
@@ -53,7 +61,7 @@ class _Values:
                 self._named[name] = text
                 waiting |= users.get(name, {})
         self._left = _MOST_NODES
-        for part in parts:
+        for part in itertools.chain.from_iterable(parts.values()):
             text = self._value(part)
             if text is not None and text[0] in "{[":
                 yield text.encode()
@@ -77,21 +85,21 @@ class _Values:
             named = [target(self._root, node["$ref"])] if "$ref" in node else []
             return self._value(_together([rest, *named, *items(node.get("allOf"))]), depth + 1)
         values = [node["const"]] if "const" in node else node.get("enum")
-        kinds = node.get("type", ["object", "null"] if "properties" in node else ["null"])
-        kinds = _listed(kinds)
         if isinstance(values, list):
-            fitting = [v for v in values if "type" not in node or _is(v, kinds)]
+            kinds = kinds_of(node.get("type"))
+            fitting = (v for v in values if kind_of(v) in kinds)
             return _shortest(json.dumps(v, ensure_ascii=False, separators=(",", ":")) for v in fitting)
-        text = _shortest(self._of_kind(node, kind) for kind in kinds)
+        names = _listed(node.get("type", ["object", "null"] if "properties" in node else "null"))
+        text = _shortest(self._of_kind(node, kind, depth + 1) for kind in names)
         # Definitions that need the next one twice double a value's length at each: 40 of them would take terabytes.
         return None if text is None or len(text) > MAX_VALUE_CHARS else text
 
-    def _of_kind(self, node: Mapping[str, Any], kind: Any) -> str | None:
+    def _of_kind(self, node: Mapping[str, Any], kind: Any, depth: int) -> str | None:
         match kind:
             case "object":
-                return self._object(node)
+                return self._object(node, depth)
             case "array":
-                return self._array(node)
+                return self._array(node, depth)
             case "string":
                 form, pattern = node.get("format"), node.get("pattern")
                 text = _FORMATS.get(form, "") if isinstance(form, str) else ""
@@ -102,46 +110,45 @@ class _Values:
                 ends = (node.get("minimum"), node.get("maximum"))
                 low, high = (int(end) if is_number(end) else 0 for end in ends)
                 return str(max(low, 0) or min(high, 0))
-        return {"null": "null", "boolean": "true"}.get(kind) if isinstance(kind, str) else None
+            case "null":
+                return "null"
+            case "boolean":
+                return "true"
+        return None
 
-    def _object(self, node: Mapping[str, Any]) -> str | None:
+    def _object(self, node: Mapping[str, Any], depth: int) -> str | None:
         properties, others = mapping(node.get("properties")), node.get("additionalProperties", True)
         names = [name for name in items(node.get("required")) if isinstance(name, str)]
-        members = [self._member(name, properties.get(name, others)) for name in names]
+        members = [self._member(name, properties.get(name, others), depth) for name in names]
         if (more := min(_count(node.get("minProperties")), MAX_VALUE_CHARS) - len(names)) > 0:
-            rest = (self._member(name, part) for name, part in properties.items() if name not in names)
+            rest = (self._member(name, part, depth) for name, part in properties.items() if name not in names)
             members += (sorted((member for member in rest if member is not None), key=len) + [None] * more)[:more]
         known = [member for member in members if member is not None]
         return "{" + ",".join(known) + "}" if len(known) == len(members) else None
 
-    def _member(self, name: str, schema: Any) -> str | None:
-        text = self._value(schema)
+    def _member(self, name: str, schema: Any, depth: int) -> str | None:
+        text = self._value(schema, depth)
         return None if text is None else f"{json.dumps(name, ensure_ascii=False)}:{text}"
 
-    def _array(self, node: Mapping[str, Any]) -> str | None:
+    def _array(self, node: Mapping[str, Any], depth: int) -> str | None:
         count = min(_count(node.get("minItems")), MAX_VALUE_CHARS)
-        texts = [self._value(part) for part in items(node.get("prefixItems"))[:count]]
+        texts = [self._value(part, depth) for part in items(node.get("prefixItems"))[:count]]
         if count > len(texts):
-            texts += [self._value(node.get("items", True))] * (count - len(texts))
+            texts += [self._value(node.get("items", True), depth)] * (count - len(texts))
         known = [text for text in texts if text is not None]
         return "[" + ",".join(known) + "]" if len(known) == len(texts) else None
 
 
-def _parts(root: Any, most: int) -> Iterator[Mapping[str, Any]]:
-    """The schemas of a document, the document itself first."""
+def _parts(root: Any) -> Iterator[Mapping[str, Any]]:
+    """The schemas of a document without its definitions, the document itself first: up to _MOST_NODES."""
     level = [root]
-    while level and (most := most - 1) >= 0:
+    for _ in range(_MOST_NODES):
+        if not level:
+            return
         node = level.pop()
-        if not isinstance(node, Mapping):
-            continue
-        yield node
-        for word, value in node.items():
-            if word in MAPS and isinstance(value, Mapping):
-                level += value.values()
-            elif (word in LISTS or word == "items") and isinstance(value, list):
-                level += value
-            elif word in ONE:
-                level.append(value)
+        if isinstance(node, Mapping):
+            yield node
+            with_parts({word: value for word, value in node.items() if word not in DEFINITIONS}, level.append)
 
 
 def _together(parts: Sequence[Any]) -> Any:
@@ -174,18 +181,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    return (part["$ref"] for part in parts if isinstance(part.get("$ref"), str))
-
-
 def _shortest(texts: Iterable[str | None]) -> str | None:
     return min((text for text in texts if text is not None), key=len, default=None)
-
-
-def _is(value: Any, kinds: Sequence[Any]) -> bool:
-    kind = kind_of(value)
-    names = {"whole": ("integer", "number"), "broken": ("number",)}.get(kind, (kind,))
-    return any(name in kinds for name in names)
 
 
 def _count(value: Any) -> int:

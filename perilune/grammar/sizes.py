@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from perilune.grammar.expressions import length
-from perilune.grammar.references import SchemaError, mapping, target, with_parts
+from perilune.grammar.references import SchemaError, items, mapping, nodes, references, target, with_parts
 
 MAX_BYTES = 32_768  # of the shortest value: near what a grammar of counted characters can hold in memory
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
@@ -70,9 +70,9 @@ class _Bounded:
     def _settle(self) -> None:
         """Measures what references lead to, until it fits together: from nothing has a value, to the least that has."""
         users: dict[str, set[str]] = {}
-        names = dict.fromkeys(_references(self._root))
+        names = dict.fromkeys(references(nodes(self._root)))
         for name in names:
-            for used in _references(target(self._root, name)):
+            for used in references(nodes(target(self._root, name))):
                 users.setdefault(used, set()).add(name)
         waiting = OrderedDict(names)
         while waiting:
@@ -95,10 +95,10 @@ class _Bounded:
         sizes = self._own(node)
         if "$ref" in node:
             sizes = _both(sizes, self._named.get(node["$ref"], _NONE) if isinstance(node["$ref"], str) else _LEAST)
-        for part in _list(node.get("allOf")):
+        for part in items(node.get("allOf")):
             sizes = _both(sizes, self._of(part))
         for word in ("anyOf", "oneOf"):
-            if choices := _list(node.get(word)):
+            if choices := items(node.get(word)):
                 sizes = _both(sizes, tuple(min(each) for each in zip(*(self._of(c) for c in choices))))
         if self._known is not None:
             self._known[id(node)] = sizes
@@ -112,7 +112,7 @@ class _Bounded:
         sizes["broken"] = max(3, _number(node))
         sizes["array"] = self._array(node)
         sizes["object"] = self._object(node)
-        kinds = _kinds(node.get("type"))
+        kinds = kinds_of(node.get("type"))
         for values in (node.get("enum"), [node["const"]] if "const" in node else None):
             if isinstance(values, list):
                 lengths = [(kind_of(v), len(json.dumps(v, ensure_ascii=False, separators=(",", ":")))) for v in values]
@@ -124,7 +124,7 @@ class _Bounded:
         count = _count(node, "minItems")
         if count > _count(node, "maxItems", math.inf):
             return math.inf
-        firsts = _list(node.get("prefixItems"))[: min(int(count), MAX_BYTES)]
+        firsts = items(node.get("prefixItems"))[: min(int(count), MAX_BYTES)]
         rest = count - len(firsts)
         size = sum(min(self._of(part)) for part in firsts)
         if rest > 0:
@@ -132,8 +132,8 @@ class _Bounded:
         return 2 + size + max(count - 1, 0)
 
     def _object(self, node: Mapping[str, Any]) -> float:
-        parts = [node, *(part for part in _list(node.get("allOf")) if isinstance(part, Mapping))]
-        names = dict.fromkeys(n for part in parts for n in _list(part.get("required")) if isinstance(n, str))
+        parts = [node, *(part for part in items(node.get("allOf")) if isinstance(part, Mapping))]
+        names = dict.fromkeys(n for part in parts for n in items(part.get("required")) if isinstance(n, str))
         size = 2.0 + max(len(names) - 1, 0)
         for name in names:
             member = _LEAST
@@ -163,7 +163,7 @@ class _Bounded:
             if isinstance(made.get(word), list):
                 made[word] = [choice for choice in made[word] if choice is not False]
         sizes = self._own(node)
-        endless = {kind for kind in _kinds(node.get("type")) if sizes[KINDS.index(kind)] > MAX_BYTES}
+        endless = {kind for kind in kinds_of(node.get("type")) if sizes[KINDS.index(kind)] > MAX_BYTES}
         if endless and not node.keys() & {"enum", "const"}:
             made["type"] = [name for name in _names(node.get("type")) if not NAMED[name] & endless]
         return made
@@ -206,38 +206,26 @@ class _Bounded:
         """(step, schema) of what any value of a schema needs: one more step of the path, or a reference."""
         if isinstance(node.get("$ref"), str):
             yield node["$ref"], target(self._root, node["$ref"])
-        for i, part in enumerate(_list(node.get("allOf"))):
+        for i, part in enumerate(items(node.get("allOf"))):
             yield f"/allOf/{i}", part
         for word in ("anyOf", "oneOf"):
-            choices = _list(node.get(word))
+            choices = items(node.get(word))
             if choices and all(min(self._of(choice)) > MAX_BYTES for choice in choices):
                 yield f"/{word}/0", choices[0]
-        parts = [("", node), *((f"/allOf/{i}", part) for i, part in enumerate(_list(node.get("allOf"))))]
-        for name in (name for _, part in parts if isinstance(part, Mapping) for name in _list(part.get("required"))):
+        parts = [("", node), *((f"/allOf/{i}", part) for i, part in enumerate(items(node.get("allOf"))))]
+        for name in (name for _, part in parts if isinstance(part, Mapping) for name in items(part.get("required"))):
             for step, part in parts:
                 if isinstance(name, str) and isinstance(part, Mapping):
                     properties = part.get("properties")
                     listed = isinstance(properties, Mapping) and name in properties
                     yield step + (f"/properties/{name}" if listed else "/additionalProperties"), _member(part, name)
-        if not _list(node.get("required")) and _count(node, "minProperties") > 0:
+        if not items(node.get("required")) and _count(node, "minProperties") > 0:
             yield from ((f"/properties/{name}", part) for name, part in mapping(node.get("properties")).items())
-        firsts = _list(node.get("prefixItems"))
+        firsts = items(node.get("prefixItems"))
         for i, part in enumerate(firsts[: min(int(_count(node, "minItems")), len(firsts))]):
             yield f"/prefixItems/{i}", part
         if _count(node, "minItems") > len(firsts) and "items" in node:
             yield "/items", node["items"]
-
-
-def _references(node: Any) -> Iterator[str]:
-    level = [node]
-    while level:
-        value = level.pop()
-        if isinstance(value, Mapping):
-            if isinstance(value.get("$ref"), str):
-                yield value["$ref"]
-            level += value.values()
-        elif isinstance(value, list):
-            level += value
 
 
 def _member(node: Mapping[str, Any], name: str) -> Any:
@@ -285,11 +273,13 @@ def _names(named: Any) -> Sequence[str]:
     return [n for n in names if isinstance(n, str) and n in NAMED]
 
 
-def _kinds(named: Any) -> set[str]:
+def kinds_of(named: Any) -> set[str]:
+    """The kinds of value that a schema's `type` allows."""
     return {kind for name in _names(named) for kind in NAMED[name]}
 
 
 def kind_of(value: Any) -> str:
+    """One of KINDS."""
     match value:
         case None:
             return "null"
@@ -305,10 +295,6 @@ def kind_of(value: Any) -> str:
             return "array"
         case _:
             return "object"
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _both(a: Sizes, b: Sizes) -> Sizes:

@@ -11,8 +11,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from perilune.grammar.references import DEFINITIONS, nodes
+
 MOST = 8  # properties of an object in any order
 _STATES = 512  # of all objects of a schema
+# Each value that refers to a definition has a copy of all definitions: of their objects at most so many in one grammar,
+# which take about 2 s and 180 MB.
+_COPIED_OBJECTS = 200_000
 _WORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 _REMARK = "// required: "
 _ROOTS = ("#/$defs/", "#/definitions/")
@@ -28,8 +33,9 @@ class _Rules:
         self.schemas: list[Any] = []
         self.required: dict[str, None] = {}
         self._names = itertools.count()
-        self._shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        self._states = 0
+        self._shared = {word: root[word] for word in DEFINITIONS if word in root}
+        self._shared_objects = sum(1 for _ in nodes(self._shared))
+        self._states = self._copied = 0
 
     def value(self, schema: Any) -> str:
         """The name of a rule for a value of the schema."""
@@ -65,6 +71,9 @@ class _Rules:
     def _leaf(self, schema: Any) -> str:
         if _refers(schema):
             assert isinstance(schema, Mapping)
+            self._copied += self._shared_objects
+            if self._copied > _COPIED_OBJECTS:
+                raise _Ordered
             schema = {**schema, **self._shared}
         name = self._name()
         self.schemas.append(schema)

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from perilune.core.errors import ConfigError
 from perilune.core.files import open_regular
-from perilune.kv.tiers import Name
+from perilune.kv.mover import Name
 
 LOCK = "perilune-kv.lock"
 FINGERPRINT_BYTES = DIGEST_BYTES = 16

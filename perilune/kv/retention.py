@@ -12,9 +12,7 @@ counts in units of its learned chance to come back. Where all kinds come back al
 from collections import OrderedDict
 
 KINDS = 4  # The last is for that turn and all later ones.
-REMEMBERED = (
-    1 << 16
-)  # Dropped blocks that are still recognised when they are asked for again: they were dropped too soon.
+REMEMBERED = 1 << 16  # Dropped blocks that are recognised when they are asked for again: they were dropped too soon.
 MAX_COUNT = 1 << 14  # Both counts of a kind are halved beyond: what happened long ago matters less.
 MIN_CHANCE = 1 / 16  # Lower: kinds that hardly ever came back are dropped sooner still.
 MIN_LATE_CHANCE = 1 / 16  # Higher: fewer files are written, and fewer blocks are found on disk.

@@ -5,10 +5,7 @@ its pages are free once the copy is complete. Rows that fall out of host memory 
 request that misses the pages but finds its digests here has them copied back (`restore`), all or none of them. Rows of
 restored blocks are dropped before all others until their blocks are evicted again: the pages hold the same bytes.
 
-The work itself is done by a `Mover` (kv/transfer.py), to which this module only sends records: (digest, block, row).
-With several ranks, rank 0 keeps this index, every rank gets the same records and has a mover of its own, with its own
-rows, its own pages and its own directory; a record is complete when every rank has said so, and failed if one of them
-failed. So rows and files of different ranks stay parallel, and a rank stores the shard of a block that it holds.
+The bytes are copied by a `Mover` (kv/mover.py), to which this module only sends records: (digest, block, row).
 """
 
 import logging
@@ -18,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import Protocol
 
+from perilune.kv.file_index import File, FileIndex
+from perilune.kv.mover import Copied, Mover, Name, Piece, Restored, Stored, Written
 from perilune.kv.retention import KINDS, Retention
 
 log = logging.getLogger("perilune.kv")
@@ -32,101 +30,18 @@ PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so lon
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A block's digest (kv/prefix.py) and that of the first block of its chain: `forget` drops a whole chain."""
-
-    digest: bytes
-    first: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One block of a restore: from host memory's `row`, None: from its file, to the pages of `block`."""
-
-    name: Name
-    row: int | None
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """The pages of this block have been copied and may be overwritten."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The row holds its block, checksum included; with `error` it does not."""
-
-    row: int
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A restore ended: complete if there is no `error`; else `bad` names the blocks that were damaged or missing."""
-
-    ticket: int
-    seconds: float
-    bad: tuple[bytes, ...] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A row was written to its file, or not: `gone` with the directory, or for want of space or another `error`."""
-
-    name: Name
-    error: str | None = None
-    gone: bool = False
-
-
-Done = Copied | Stored | Restored | Written
-
-
-class Mover(Protocol):
-    """Copies bytes in the background. Every record it is given is answered by `poll`, in any order."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of host memory that are usable; it grows while memory is being pinned."""
-        ...
-
-    def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        """(name, block, row) each: Copied, then Stored."""
-        ...
-
-    def restore(self, ticket: int, pieces: Sequence[Piece]) -> None: ...
-    def write(self, name: Name, row: int) -> None: ...
-    def delete(self, name: Name) -> None:
-        """The block's file, without an answer; a later `write` of it comes after."""
-        ...
-
-    def poll(self) -> list[Done]: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Row:
     """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end.
-    `turn`: that of kv/retention.py; `twice`: the pages have the block too, since a restore."""
+    `turn`: that of kv/retention.py; `in_pages`: the pages have the block too, since a restore."""
 
     name: Name
     row: int
     used: float
     turn: int
-    twice: bool = False
+    in_pages: bool = False
     complete: bool = False
     users: int = 1
-    forgotten: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    name: Name
-    used: float
-    users: int = 0
     forgotten: bool = False
 
 
@@ -134,7 +49,7 @@ class _File:
 class _Restore:
     pieces: list[Piece]
     rows: list[_Row]
-    files: list[_File]
+    files: list[File]
     sent: bool = False
 
 
@@ -150,12 +65,14 @@ class Outcome:
 
 
 class Tiers:
-    """rows        of host memory, at most
-    files       (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
-    file_limit  files, at most
-    ttl_seconds after which an unused block is dropped
-    clock       seconds
-    retention   what decides which row is dropped; None: a new one
+    """Which blocks each tier holds. Used by the thread that plans.
+
+    rows         rows of host memory, at most
+    files        (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
+    file_limit   files, at most
+    ttl_seconds  a block that was not used for so long is dropped
+    clock        gives the time, seconds
+    retention    chooses the row to drop; None: a new one
     """
 
     def __init__(
@@ -172,14 +89,12 @@ class Tiers:
         self._mover, self._rows, self._ttl, self._clock = mover, rows, ttl_seconds, clock
         now = clock()
         self._host: dict[bytes, _Row] = {}
-        # The same by kind, least recently used first: what is dropped next is the first of one of them.
+        # The same in queues, least recently used first: the row dropped next is the first of one of them.
         self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
-        self._twice: OrderedDict[bytes, _Row] = OrderedDict()  # Rows of blocks that the pages have too, oldest first.
+        self._in_pages: OrderedDict[bytes, _Row] = OrderedDict()  # rows of blocks that the pages have too
         self._retention = retention or Retention()
-        self._disk: OrderedDict[bytes, _File] = OrderedDict(
-            (name.digest, _File(name, now - age)) for name, age in files or ()
-        )
-        self._file_limit = file_limit if files is not None else 0
+        aged = [(name, now - age) for name, age in files or ()]
+        self._disk = FileIndex(aged, file_limit if files is not None else 0, mover.delete)
         self._known_rows = 0  # rows the mover has ever offered
         self._free: list[int] = []
         self._filling: dict[int, _Row] = {}  # by row: stores in flight
@@ -192,8 +107,6 @@ class Tiers:
         self._warned: set[str] = set()
         self.dropped = 0  # blocks dropped for lack of a row or of disk space
         self.damaged = 0  # blocks found damaged or missing when they were restored
-        while len(self._disk) > self._file_limit:
-            self._drop_file(next(iter(self._disk.values())))
 
     @property
     def leaving(self) -> set[int]:
@@ -218,7 +131,7 @@ class Tiers:
 
     @property
     def file_limit(self) -> int:
-        return self._file_limit
+        return self._disk.limit
 
     def match(self, digests: Sequence[bytes]) -> list[str]:
         """Where the longest known beginning of this chain is: HOST or DISK for each block."""
@@ -264,18 +177,15 @@ class Tiers:
                 restore.rows.append(held)
                 restore.pieces.append(Piece(held.name, held.row, block))
             else:
-                file = self._disk[digest]
-                file.users += 1
+                file = self._disk.acquire(digest)
                 restore.files.append(file)
                 restore.pieces.append(Piece(file.name, None, block))
         turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # a session that came back
         for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
             if (held := self._host.get(digest)) is not None:
                 self._retention.returned(held.turn)
-                self._touch(held, turn, twice=True)
-            if (known := self._disk.get(digest)) is not None:
-                known.used = self._clock()
-                self._disk.move_to_end(digest)
+                self._touch(held, turn, in_pages=True)
+            self._disk.touch(digest, self._clock())
         self._restores[ticket] = restore
 
     def poll(self) -> tuple[list[int], list[Outcome]]:
@@ -320,18 +230,17 @@ class Tiers:
         """Drops every block of the chains that begin with this digest: no request will find them again."""
         for held in [h for h in self._host.values() if h.name.first == first]:
             self._drop_row(held)
-        for file in [f for f in self._disk.values() if f.name.first == first]:
-            self._drop_file(file)
+        self._disk.forget(first)
 
     def check(self) -> None:
         """Asserts that every row is in exactly one place. Slow: for tests."""
         held = [h.row for h in self._host.values()] + list(self._limbo)
         assert sorted(held + self._free) == list(range(self._known_rows)), "lost rows"
-        queues = [*self._kinds, self._twice]
+        queues = [*self._kinds, self._in_pages]
         assert self._host == {digest: h for queue in queues for digest, h in queue.items()}, "lost kinds"
         assert all(not h.complete and h.users for h in self._filling.values())
         assert all(h.complete or h.row in self._filling for h in self._host.values())
-        assert len(self._disk) + len(self._writing) <= self._file_limit or not self._file_limit, "too many files"
+        assert len(self._disk) + len(self._writing) <= self.file_limit or not self.file_limit, "too many files"
         users = [h for r in self._restores.values() for h in r.rows] + list(self._filling.values())
         users += list(self._writing.values())
         for known in (*self._host.values(), *self._limbo.values()):
@@ -340,12 +249,12 @@ class Tiers:
     # ---- host memory
 
     def _queue(self, held: _Row) -> OrderedDict[bytes, _Row]:
-        return self._twice if held.twice else self._kinds[held.turn]
+        return self._in_pages if held.in_pages else self._kinds[held.turn]
 
-    def _touch(self, held: _Row, turn: int = 0, *, twice: bool = False) -> None:
+    def _touch(self, held: _Row, turn: int = 0, *, in_pages: bool = False) -> None:
         held.used = self._clock()
         del self._queue(held)[held.name.digest]
-        held.turn, held.twice = max(held.turn, turn), twice
+        held.turn, held.in_pages = max(held.turn, turn), in_pages
         self._queue(held)[held.name.digest] = held
 
     def _take_row(self) -> int | None:
@@ -354,22 +263,22 @@ class Tiers:
         if self._free:
             return self._free.pop()
         now, best, best_score, written = self._clock(), None, -1.0, False
-        for queue in (self._twice, *self._kinds):
+        for queue in (self._in_pages, *self._kinds):
             for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
                 if held.users or not held.complete:
                     continue
                 # What has its file, or will have none, costs nothing more to drop.
                 clean = held.name.digest in self._disk or not (
-                    self._file_limit and self._retention.worth_writing(held.turn)
+                    self._disk.limit and self._retention.worth_writing(held.turn)
                 )
-                score = inf if held.twice else (now - held.used) / self._retention.chance(held.turn)
+                score = inf if held.in_pages else (now - held.used) / self._retention.chance(held.turn)
                 if (clean, score) > (written, best_score):
                     best, best_score, written = held, score, clean
                 if clean:
                     break
         if best is None:
             return None
-        if not best.twice:
+        if not best.in_pages:
             self.dropped += best.name.digest not in self._disk
             self._retention.dropped(best.name.digest, best.turn)
         self._drop_row(best)
@@ -401,22 +310,19 @@ class Tiers:
 
     def _restored(self, done: Restored) -> Outcome:
         restore = self._restores.pop(done.ticket)
-        used: list[_Row | _File] = [*restore.rows, *restore.files]
-        complete = done.error is None and not any(one.forgotten for one in used)
+        lost = any(held.forgotten for held in restore.rows) or any(file.dropped for file in restore.files)
+        complete = done.error is None and not lost
         for held in restore.rows:
             self._leave(held)
-            if held.twice and not held.forgotten and not complete:  # the pages have nothing
+            if held.in_pages and not held.forgotten and not complete:  # the pages have nothing
                 self._touch(held)
         for file in restore.files:
-            file.users -= 1
-            if file.forgotten and not file.users:
-                self._mover.delete(file.name)
+            self._disk.release(file)
         for digest in done.bad:
             self.damaged += 1
             if (held_now := self._host.get(digest)) is not None:
                 self._drop_row(held_now)
-            if (file_now := self._disk.get(digest)) is not None:
-                self._drop_file(file_now)
+            self._disk.drop(digest)
         if done.error is not None:
             self._warn("restore", f"stored KV is not used and computed again: {done.error}")
         return Outcome(done.ticket, complete, done.seconds, len(restore.rows), len(restore.files))
@@ -426,47 +332,30 @@ class Tiers:
     def _write_ahead(self) -> None:
         """Begins to write the rows that would be dropped next, if rows are about to run out."""
         ahead = min(-(-self._rows // WRITE_AHEAD_SHARE), WRITE_AHEAD_ROWS)
-        if not self._file_limit or len(self._free) >= ahead or self._clock() < self._pause_until:
+        if not self._disk.limit or len(self._free) >= ahead or self._clock() < self._pause_until:
             return
         if self._known_rows < self._rows:
             return
-        queues = (self._twice, *self._kinds)
+        queues = (self._in_pages, *self._kinds)
         for held in (held for queue in queues for held in islice(queue.values(), -(-ahead // len(queues)))):
             if len(self._writing) >= WRITES_AT_ONCE:
                 return
             known = held.name.digest in self._disk or held.name.digest in self._writing
             wanted = held.complete and not known and self._retention.worth_writing(held.turn)
-            if wanted and self._room():
+            if wanted and self._disk.make_room(len(self._writing)):
                 held.users += 1
                 self._writing[held.name.digest] = held
                 self._mover.write(held.name, held.row)
-
-    def _room(self) -> bool:
-        """Whether there is room for one more file, after dropping the least recently used."""
-        while len(self._disk) + len(self._writing) >= self._file_limit:
-            idle = next((f for f in self._disk.values() if not f.users), None)
-            if idle is None:
-                return False
-            self._drop_file(idle)
-        return True
-
-    def _drop_file(self, file: _File) -> None:
-        del self._disk[file.name.digest]
-        if file.users:
-            file.forgotten = True
-        else:
-            self._mover.delete(file.name)
 
     def _written(self, done: Written) -> None:
         held = self._writing.pop(done.name.digest)
         if done.error is None and held.forgotten:
             self._mover.delete(done.name)
-        elif done.error is None and self._file_limit:
-            self._disk[done.name.digest] = _File(done.name, held.used)
+        elif done.error is None and self._disk.limit:
+            self._disk.add(done.name, held.used)
         elif done.gone:
             self._warn("write", f"the directory for KV blocks is not used any more: {done.error}")
-            self._file_limit = 0
-            self._disk.clear()
+            self._disk.close()
         elif done.error is not None:
             self._pause_until = self._clock() + PAUSE_SECONDS
             self._warn("write", f"KV blocks are not written to disk for {PAUSE_SECONDS:.0f} s: {done.error}")
@@ -479,8 +368,7 @@ class Tiers:
         self._expired_at = now
         for held in [h for h in self._host.values() if now - h.used > self._ttl and not h.users]:
             self._drop_row(held)
-        for file in [f for f in self._disk.values() if now - f.used > self._ttl and not f.users]:
-            self._drop_file(file)
+        self._disk.expire(now - self._ttl)
 
     def _warn(self, kind: str, text: str) -> None:
         """Logs a warning once per kind: a damaged disk would give one for each of many files."""

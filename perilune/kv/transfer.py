@@ -24,7 +24,7 @@ from perilune.core.errors import EngineError
 from perilune.kv.copier import Copier, block_bytes, copier
 from perilune.kv.disk import DamagedFile, Directory
 from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
-from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
+from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.ops.rows import host_rows
 
 STAGED_ROWS = 64  # staging rows for blocks from files: half are being read ahead, half being copied to the pages
@@ -48,7 +48,7 @@ def row_bytes(caches: Sequence[Tensor]) -> int:
 
 
 class Transfer:
-    """The tiers.Mover of one rank: its caches, its rows and its directory.
+    """The Mover of one rank: its caches, its rows and its directory.
 
     caches     the target's pages and then the draft model's: each [layers, blocks, block_size, width], or without
                layers

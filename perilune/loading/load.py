@@ -126,7 +126,7 @@ def layers(
             del layer  # nor may a job refer to it: it would be there beside the next one
 
 
-# What ranks share out, by the first letter of its dimension in the table of tensors.
+# What is divided over ranks, by the first letter of the dimension in `names.Entry.shape`.
 _UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
 
 

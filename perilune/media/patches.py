@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from perilune.core.errors import RequestError
 from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
@@ -25,15 +25,6 @@ MAX_PIXELS = 100_000_000  # of the file, before shrinking: 400 MB as RGB, and on
 GRAY_16_BIT = ("I;16", "I;16L", "I;16B")
 UNSCALED = ("I", "F")  # 32-bit whole numbers and floats: no range says which value is white
 STRIP_PIXELS = 1 << 20  # that are scaled from 16 bits at once: 2 MB, and as much again for each step of it
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # EXIF's orientations, but for 1, which is upright
 
 Patches = NDArray[np.uint8]  # [rows * columns, 3, P, P], by row and then column
 
@@ -98,21 +89,20 @@ def _decoded(data: bytes) -> Image.Image:
     if image.mode in UNSCALED:
         raise refused(f"its pixels are 32-bit ({image.format}, mode {image.mode}): send 8 or 16 bits a colour")
     image.load()
-    if (turn := _turn(image)) is not None:
-        image = image.transpose(turn)
+    _turn_upright(image)
     if image.mode in GRAY_16_BIT:
         image = _high_bytes(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes it upright, by its EXIF orientation; nothing if that cannot be read, for the pixels are sound."""
+def _turn_upright(image: Image.Image) -> None:
+    """Turns it in place by its EXIF orientation; not if that cannot be read, for the pixels are sound."""
     try:
-        return TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
     except Exception:
-        return None
+        pass
 
 
 def _high_bytes(image: Image.Image) -> Image.Image:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from perilune.dist.experts import own as experts_of_rank
 from perilune.dist.group import ALONE, Group, total
-from perilune.dist.pieces import Pieces, Rows, add_in_pieces
+from perilune.dist.pieces import Pieces, add_in_pieces
 from perilune.dist.vocabulary import Vocabulary
 from perilune.model.config import KimiConfig
 from perilune.model.sharded_kv import ShardedKv
@@ -45,6 +45,7 @@ from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Peers
+from perilune.ops.harness.tensors import Rows
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
@@ -117,7 +118,7 @@ class KimiK2:
     ):
         """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: KV is sharded
         along the sequence, and so many tokens of each block are on each rank; None: each has the whole KV. `pieces`:
-        partial outputs of prompts with more rows travel in pieces, each while the next one is computed."""
+        steps of prompts with more rows than one piece exchange partial outputs in pieces; None: whole."""
         self.config = config
         self.weights = weights
         self.group = group
@@ -143,7 +144,7 @@ class KimiK2:
         num_hidden_layers: as it leaves the last.
         """
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
-        out: Tensor | Rows = x  # of the layer before: what is to be added to h
+        out: Tensor | Rows = x  # from layer 1 on: the output of the layer before, not yet added to h
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
@@ -152,7 +153,8 @@ class KimiK2:
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
             if long:
                 self.group.mark()
-            if i > 0 and self._fused_over_sums and _absorbed(w, step) and isinstance(out, Tensor):
+            if i > 0 and self._fused_over_sums and _absorbed(w, step):
+                assert isinstance(out, Tensor), "outputs are computed in pieces only if some rows are not absorbed"
                 q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             elif i > 0:
                 x = self._add(h, out, layer.input_norm)
@@ -241,9 +243,9 @@ class KimiK2:
         return mlp(w, x) if isinstance(w, Mlp) else _mixture(w, x, self._chosen(w, x))
 
     def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
-        """The same as x, any rows at a time."""
+        """The sum over the parts of `_ffn`, in x's type, some rows at a time."""
         if isinstance(w, Mlp):
-            y = mlp(w, x)  # of one layer in 61: in pieces its weights would be widened once for each
+            y = mlp(w, x)  # whole: by rows, its weights would be converted for every piece; 1 of K2's 61 layers has one
         else:
             chosen, e = self._chosen(w, x), w.experts
             if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
@@ -297,7 +299,7 @@ def mla_heads(
     scale: float,
     sharded: ShardedKv | None,
 ) -> Tensor:
-    """As `mla`, the outputs of the heads [T, H v], which `w.o` has not multiplied."""
+    """As `mla` before the product with `w.o`: the outputs of the heads [T, H v]."""
     (heads, _, _), pages = w.w_uk.shape, latents.pages
     q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
@@ -321,7 +323,7 @@ def mla_heads(
 
 
 def _apply_rows(w: Matrix, x: Tensor) -> Rows:
-    """Rows of `apply`, each multiplied when it is asked for."""
+    """As `apply`, some rows at a time."""
     if w.format == "fp8" and w.scale is not None and not linear_w8a8.applies(w, x):
         return fp8_in_pieces(x, w.weight, w.scale)
     return lambda some: apply(w, x[some])
@@ -361,7 +363,7 @@ def mlp(w: Mlp, x: Tensor) -> Tensor:
 
 
 def _fuses_shared(shared: Mlp | None) -> bool:
-    """Whether `moe_int4` takes the shared expert, too."""
+    """Whether `moe_int4` computes the shared expert, too."""
     return shared is None or (shared.gate_up.format == shared.down.format != "int4")
 
 

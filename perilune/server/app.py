@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.errors import PeriluneError, RequestError
 from perilune.server import errors, metrics
 from perilune.server.anthropic import messages
 from perilune.server.batches.api import (
@@ -93,7 +93,7 @@ def build_app(service: Service) -> Starlette:
             Middleware(Observe, service=service, paths={r.endpoint: r.path for r in routes}),
             Middleware(messages.ErrorShape),
             Middleware(OwnPages, keys=service.keys, host=config.host, origins=config.cors_origins),
-            # Outside of ApiKey: a browser asks for leave without the key, and must be able to read a refusal.
+            # Outside of ApiKey: a preflight has no key, and a page must be able to read an error.
             *_cors(config.cors_origins),
             *([Middleware(ClientLimit, limit=clients)] if clients.bounds else []),
             Middleware(ApiKey, keys=service.keys),
@@ -165,10 +165,7 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Readiness: 200 while requests are taken."""
     service: Service = request.app.state.service
-    try:
-        service.check_ready()
-    except EngineError as e:
-        return errors.response(e)  # not raised: what has happened to the engine was logged then, once
+    service.check_ready()
     return json_response({"status": "ok", **service.engine.info.marks})
 
 

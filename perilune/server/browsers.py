@@ -1,8 +1,8 @@
-"""What web pages may ask of a server without keys.
+"""Which requests of web pages a server without keys answers.
 
-A page can give its own name the address 127.0.0.1 (DNS rebinding): its scripts then reach a server there through the
-browser of that machine, which lets them read the answers. Such requests have the page's name as Host and as Origin, and
-the headers of a browser; other programs may send any Host.
+The owner of a page can make its host name resolve to 127.0.0.1 (DNS rebinding): to a browser, a server on its own
+machine then has the page's origin, so the page's scripts may read all answers. Such requests have the page's name as
+Host and as Origin, and the headers of a browser. Programs other than browsers may send any Host.
 """
 
 import ipaddress
@@ -19,16 +19,18 @@ from perilune.server import errors
 from perilune.server.keys import Keyring
 
 _LOCAL = "localhost"
-_WEB = re.compile(r"https?://", re.IGNORECASE)  # other schemes are of what a user has installed: extensions, programs
-_FORM = "multipart/"  # the only body read here that a page may send to another origin without asking for leave
+_WEB = re.compile(
+    r"https?://", re.IGNORECASE
+)  # origins of other schemes are extensions and programs that a user installed
+_FORM = "multipart/"  # the only type of body read here that browsers send to another origin without a preflight
 _REMEDY = "start it with --cors-origins SCHEME://HOST[:PORT] of that page, or with --api-key-file FILE"
 
 
 class OwnPages:
-    """Refuses, with 403 while there are no keys, what a browser sends for a page of a foreign name.
+    """Answers 403, as long as there are no keys, to requests that browsers send for pages of other host names.
 
-    Own names are localhost and names below it, addresses, the host that the server listens on (of a server that listens
-    on all addresses: the machine's name), and the hosts of `origins`.
+    Own names are localhost and names below it, IP addresses, the host that the server listens on (if it listens on all
+    addresses: the machine's name), and the hosts of `origins`.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, host: str, origins: Iterable[str]) -> None:
@@ -69,9 +71,9 @@ class OwnPages:
 
 
 def _from_browser(headers: Headers) -> bool:
-    """Browsers send Origin with what may change something, Sec-Fetch-* to trustworthy addresses, which http:// of a
-    foreign name is not, and Accept-Language always: a page cannot remove it. fetch() of Node sends Accept-Language
-    too, with Sec-Fetch-Mode, which no page can set."""
+    """Browsers send Origin with all methods but GET and HEAD, Sec-Fetch-* to trustworthy URLs only (http:// is one for
+    localhost and loopback addresses), and Accept-Language always: a page can change it, but not remove it. fetch() of
+    Node sends Accept-Language too, with Sec-Fetch-Mode, which no page can set."""
     if "origin" in headers or "sec-fetch-site" in headers:
         return True
     return "accept-language" in headers and "sec-fetch-mode" not in headers

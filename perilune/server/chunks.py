@@ -1,4 +1,4 @@
-"""A request's body that is sent in chunks (RFC 9112, 7.1), taken apart.
+"""Parses the body of a request that is sent in chunks (RFC 9112, 7.1).
 
 h11 reads chunks too, but takes 27 us for each: 43,000 chunks of one byte, which a single read may bring, stopped all
 streams of the server for seconds. Here one takes up to 5 us, and bodies of tiny chunks are refused.
@@ -8,8 +8,8 @@ import re
 
 FREE_CHUNKS = 10_000  # of any size; from then on they must hold MIN_CHUNK_BYTES on average
 MIN_CHUNK_BYTES = 16
-LINE_BYTES = 4096  # of a chunk's size with its extensions
-TRAILER_BYTES = 16 << 10  # of all lines behind the last chunk, which are checked and dropped
+LINE_BYTES = 4096  # longest line with a chunk's size and extensions
+TRAILER_BYTES = 16 << 10  # longest trailer: the lines after the last chunk, which are checked and dropped
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\0]*)?\r\n")
 _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*")
 _END = b"\r\n"
@@ -21,9 +21,9 @@ class Chunks:
     def __init__(self) -> None:
         self.complete = False
         self.rest = b""
-        self._buffer = bytearray()  # what is not taken apart yet: less than a line, or than two bytes
-        self._left = 0  # bytes of the current chunk that are to come
-        self._in_chunk = False  # its data or its end are to come
+        self._buffer = bytearray()  # not parsed yet: part of a line, or of the end of a chunk
+        self._left = 0  # bytes of the current chunk that are still to come
+        self._in_chunk = False  # whether data or the end of a chunk are still to come
         self._in_trailers = False
         self._chunks = self._bytes = self._trailer_bytes = 0
 

@@ -180,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._served += 1
         self.exchange = Exchange(self, parser, request)
-        self.exchange.begin()
+        self.exchange.feed(memoryview(parser.trailing_data[0]))  # what came with the head
         self.exchange.start()
 
     # ---- writing
@@ -283,9 +283,8 @@ class Exchange:
     def __init__(self, connection: Connection, parser: h11.Connection, request: h11.Request) -> None:
         self.connection = connection
         self.receiving = True
-        self._parser = parser
-        self._chunks: Chunks | None = None  # of a body without a length
-        self._left = 0  # bytes of a body with a length that are to come
+        self._chunks: Chunks | None = None  # reads a body without a length
+        self._left = 0  # bytes of a body with a length that are still to come
         self._ahead = b""  # of the next request
         self._method = request.method
         self._current = request.http_version == b"1.1"
@@ -340,11 +339,8 @@ class Exchange:
 
     # ---- the body
 
-    def begin(self) -> None:
-        """Takes what came with the head."""
-        self.feed(memoryview(self._parser.trailing_data[0]))
-
     def feed(self, data: memoryview) -> None:
+        """Takes bytes of the body. Bytes after its end are kept for the next request."""
         if self._chunks is not None:
             self._advance(self._chunks, data)
         else:

@@ -75,8 +75,8 @@ def text_of(content: Any, where: str, parts: Mapping[str, str]) -> str:
 
 
 def content_of(content: Any, where: str, texts: Mapping[str, str], media: Mapping[str, ReadMedium]) -> Content:
-    """The same where pictures and videos may be among the parts. `media`: by type, what makes chat's part of such a
-    part and its place.
+    """As `text_of`, for parts that may also be pictures and videos. `media`: by type, the function that makes a part of
+    chat from such a part and its path in the request.
 
     A list of chat's parts if there are any, else the text.
     """

@@ -43,8 +43,8 @@ class Prompt:
 
     cache_keys  only prompts of one API key with the same ones share cached KV
     order       when it runs, compared with others
-    seen_seconds  that decoding the pictures took, which count for its deadline
-    video_tokens  of the ids, those that are placeholders of videos
+    video_tokens  number of ids that are placeholders of videos
+    seen_seconds  time that decoding the pictures took; it counts towards the deadline
     """
 
     ids: Sequence[int]
@@ -56,7 +56,7 @@ class Prompt:
 
 
 def late(order: Order) -> RequestError:
-    """What ends a request at its deadline."""
+    """The error that ends a request at its deadline."""
     return RequestError(
         f"the answer was not complete after {order.deadline_seconds:g} s, the request's own deadline",
         param="deadline_seconds",

@@ -42,7 +42,7 @@ class Observe:
         self.app = app
         self.service = service
         self.paths = paths
-        self._probed = dict.fromkeys(PROBES, 200)  # the last status of each
+        self._probed = dict.fromkeys(PROBES, 200)  # the last status of each route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,7 +78,7 @@ class Observe:
                 # What is refused before it is routed has the path of a route, or not.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
-                # A probe every second would fill the log: it is a line where it says what the one before did not.
+                # Probes of one status every second would fill the log: a probe is logged if its status has changed.
                 changed = call.status != self._probed.get(call.route)
                 if call.route in self._probed:
                     self._probed[call.route] = call.status

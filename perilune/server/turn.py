@@ -210,6 +210,16 @@ async def see(
     return media
 
 
+async def prompt_tokens(service: Service, request: Request, size: int, body: ChatBody) -> int:
+    """Number of tokens of a body's prompt, pictures and videos included. RequestError as `see` and `rendered`.
+
+    `size` is the conversation's length in bytes, which decides where it is read.
+    """
+    with contextlib.ExitStack() as held:
+        await see(service, request, body, held)
+        return await service.offload(size, lambda: len(rendered(body, service.text, body.head_tools).ids))
+
+
 async def _seen_in_time(
     service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack
 ) -> tuple[Sequence[Picture | Video], float]:

@@ -33,8 +33,8 @@ _NONE = -2  # padding: equals no token id, and not the sampler's FAILED (-1)
 class Accepted:
     """S requests, R rows.
 
-    lengths  [S] int64: tokens that the request gets: the accepted drafts and one more, or without that one if spoilt
-    spoilt   [S] bool: the one more is missing, because the logits of its row are not finite
+    lengths  [S] int64: tokens that the request gets: the accepted drafts, and one sampled token more unless `spoilt`
+    spoilt   [S] bool: the logits after the accepted drafts are not finite, so there is no sampled token
     """
 
     lengths: Tensor

@@ -23,9 +23,8 @@ ONE_REQUEST_TOKENS = 9  # Sizes up to this are timed with one request, larger on
 EACH_REQUEST_TOKENS = 4  # Tokens of each of several requests.
 ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request that are timed at a long context.
 SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts: their difference in time is attention's.
-MIN_DRAFT_SHARE = (
-    0.005  # A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
-)
+# A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
+MIN_DRAFT_SHARE = 0.005
 CHAIN_TOKENS = 4  # Length of the chains that are timed.
 CHAIN_REQUESTS = (1, 8)  # Batches for which a chain is timed.
 PLAIN_REQUESTS = (1, 2, 4, 8, 16, 32)  # Batches for which plain steps are timed.

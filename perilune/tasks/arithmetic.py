@@ -31,7 +31,7 @@ from perilune.tasks.forms import (
 )
 from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
-from perilune.tasks.wordings import bare, numeral, phrase
+from perilune.tasks.wordings import bare, enumerated, numeral, phrase
 from perilune.tasks.working import (
     TRACES,
     Tokens,
@@ -267,7 +267,7 @@ def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
         return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
     if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
         said = [numeral(rng, n, 0.03) for n in numbers.values()]
-        listed = ", ".join(said) if rng.random() < 0.3 else f"{', '.join(said[:-1])} and {said[-1]}"
+        listed = enumerated(said, ", " if rng.random() < 0.3 else " and ")
         return phrase(rng, pick(rng, SUM_OF_FORMS), _KEPT_EXPRESSION).format(x=listed)
     if roll < 0.5 and (flat := _flat(pattern)):
         steps = [(flat[i], numbers[flat[i + 1]]) for i in range(1, len(flat), 2)]

@@ -5,6 +5,7 @@ their parameters are new as well, and half of the requests are worded anew.
 """
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from perilune.tasks.tools import (
     catalog_tool,
     confusable,
     how_many,
+    in_rows,
+    opening,
     others,
     request,
     shuffled,
@@ -54,7 +57,7 @@ def _request(rng: Random, split: str) -> Request:
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     asked = _request(rng, split)
     declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)]
-    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    reply = Reply(asked.trace(asked.text) if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
     return Problem("tool_call", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
 
@@ -152,13 +155,13 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
     text = ""
-    if widely(split) and rng.random() < 0.25:
-        made = together(rng, catalog_tool(rng), count)
+    if widely(split) and (roll := rng.random()) < 0.4:
+        made = (together if roll < 0.22 else in_rows)(rng, catalog_tool(rng), count)
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
     text = text or _joined(rng, [a.text for a in asked], split)
-    trace = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)])
+    trace = "\n".join([f"{i}. {a.trace(text)}" for i, a in enumerate(asked, 1)])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, asked, split), thinking)
@@ -198,7 +201,8 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
     text = f"{_joined(rng, [a.text for a in asked], split)} {question}"
-    thought = "\n".join([f"{i}. {a.trace()}" for i, a in enumerate(asked, 1)] if len(asked) > 1 else [asked[0].trace()])
+    traces = [a.trace(text) for a in asked]
+    thought = "\n".join([f"{i}. {trace}" for i, trace in enumerate(traces, 1)] if len(traces) > 1 else traces)
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
     reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))
@@ -216,9 +220,17 @@ def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
     """No declared tool fits, though some come close."""
     asked = _request(rng, split)
     declared = others(rng, [asked.tool], how_many(rng, split), split)
-    reply = Reply(f"{asked.need}\nnone" if thinking else "", REFUSAL)
+    reply = Reply(f"{asked.opening}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
     return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
+
+
+def _finished(rng: Random, text: str, asked: Request, values: dict[str, Any], answer: str) -> tuple[Message, ...]:
+    """A finished exchange: the request, its call, a result of these values, the answer. The thought copies the first
+    value."""
+    name, first = next(iter(values.items()))
+    returned = _returned(rng, (asked.call,), [json.dumps(values, ensure_ascii=False)], asked.trace(text))
+    return user(text), *returned, assistant(Reply(f"{name}: {written(first)}", answer))
 
 
 def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
@@ -230,14 +242,10 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
             break
     known = fields(rng, 2, 0.0)
     values = {f.name: value(rng, f) for f in known}
-    told = f"The {known[0].label} is {said(values[known[0].name])}."
-    messages = (
-        user(f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"),
-        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
-        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", told)),
-        user(last.text),
-    )
-    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    asked = f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"
+    answered = f"The {known[0].label} is {said(values[known[0].name])}."
+    messages = (*_finished(rng, asked, first, values, answered), user(last.text))
+    reply = Reply(last.trace(last.text) if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
 
@@ -265,7 +273,7 @@ def _contrast(rng: Random, split: str, thinking: bool) -> Problem:
     text = pick(rng, _CONTRASTS).format(r=asked.text, s=small(asked.text), n=other.noun)
     more = others(rng, [asked.tool, other], max(0, how_many(rng, split) - 2), split)
     declared = shuffled(rng, [asked.tool, other, *more])
-    reply = Reply(asked.trace() if thinking else "", "", (asked.call,))
+    reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
     return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
 
@@ -278,15 +286,11 @@ def _again(rng: Random, split: str, thinking: bool) -> Problem:
             break
     text, (first, last) = made
     (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
-    known = fields(rng, 1 + int(rng.random() * 2), 0.0)
-    values = {f.name: value(rng, f) for f in known}
-    messages = (
-        user(text),
-        *_returned(rng, (first.call,), [json.dumps(values, ensure_ascii=False)], first.trace()),
-        assistant(Reply(f"{known[0].name}: {written(values[known[0].name])}", "Done.")),
-        user(pick(rng, _AGAIN).format(v=changed)),
-    )
-    reply = Reply(last.trace() if thinking else "", "", (last.call,))
+    values = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
+    more = pick(rng, _AGAIN).format(v=changed)
+    messages = (*_finished(rng, text, first, values, "Done."), user(more))
+    trace = replace(last, opening=opening(more)).trace(more)
+    reply = Reply(trace if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
 
@@ -297,9 +301,8 @@ def _talk(rng: Random, split: str, thinking: bool) -> Problem:
         thought, content, text = small_talk(rng)
         if belongs(key := ("chat", text), split):
             break
-    declared = shuffled(rng, others(rng, [], how_many(rng, split), split))
     reply = Reply(thought if thinking else "", content)
-    return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+    return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, [], split), thinking)
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------

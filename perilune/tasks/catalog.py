@@ -17,7 +17,7 @@ from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines
 from perilune.tasks.records import drawn as drawn_for_record
-from perilune.tasks.wordings import in_words
+from perilune.tasks.wordings import enumerated, in_words
 from perilune.tasks.words import NAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
@@ -199,8 +199,7 @@ def _drawn(rng: Random, p: Parameter) -> Shown:
         return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
     if p.kind.endswith("+"):
         texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
-        join = pick(rng, (" and ", ", ", " and "))
-        return texts, join.join([part for part in (", ".join(texts[:-1]), texts[-1]) if part])
+        return texts, enumerated(texts, pick(rng, (" and ", ", ", " and ")))
     return _one(rng, p.kind)
 
 
@@ -271,18 +270,22 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
     values: dict[str, Any] = dict(implied)
     by_name = {p.name: p for p in entry.parameters}
     for name in places:
-        while True:
-            value, text = _drawn(rng, by_name[name])
-            if by_name[name].kind == "date" and iso:
-                if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-                    break
-                if (converted := iso_of(text)) is None:
-                    continue
-                value = converted
-            if value not in values.values() or not isinstance(value, str):
-                break
-        values[name], shown[name] = value, text
+        values[name], shown[name] = _fresh(rng, by_name[name], iso, values)
     return form, shown, _ordered(entry, values)
+
+
+def _fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
+    """A value, other than those given if it is a text."""
+    while True:
+        value, text = _drawn(rng, p)
+        if p.kind == "date" and iso:
+            if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+                return value, text
+            if (converted := iso_of(text)) is None:
+                continue
+            value = converted
+        if value not in values.values() or not isinstance(value, str):
+            return value, text
 
 
 def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
@@ -298,8 +301,9 @@ _SHARED: Final = frozenset(listed("""
 
 def asked_together(
     rng: Random, entry: Entry, count: int, iso: bool, joined: bool = True
-) -> tuple[Asked, list[dict[str, Any]]] | None:
-    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"); None if it cannot be said."""
+) -> tuple[Asked, list[tuple[str, dict[str, Any]]]] | None:
+    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and of each call that
+    parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
     if not names:
@@ -315,8 +319,62 @@ def asked_together(
             values[text] = value
     if len(values) < count:
         return None
-    texts = list(values)
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
     if joined:
-        shown[name] = ", ".join(texts[:-1]) + join + texts[-1]
-    return (form, shown, arguments), [_ordered(entry, arguments | {name: value}) for value in values.values()]
+        shown[name] = enumerated(list(values), join)
+    calls = [(text, _ordered(entry, arguments | {name: value})) for text, value in values.items()]
+    return (form, shown, arguments), calls
+
+
+_MADE: Final = frozenset(
+    listed("""
+    add create set send book start make order write save post schedule buy print delete remove cancel open close record
+    track plan rent reserve call check find
+""")
+)
+_HEADS: Final = ("{v} {n}: ", "{n}: ", "{v} {n} please. ", "{v} the {n} {c} times: ", "Can you {v} the {n}? ", "")
+_PLURAL_HEADS: Final = ("{p}: ", "{p} please. ", "{c} {p}: ", "{c} {p}, ", "I need {c} {p}: ", "{v} {c} {p}: ",
+    "Please {v} these {p}: ", "{p} for today: ", "{v} {p}, please: ", "I have {c} {p} for you. ")  # fmt: skip
+_PAIRS: Final = ("{0}: {1}", "{0} - {1}", "{1} for {0}", "{0}, {1}", "{0} {1}", "{1} ({0})", "{0} = {1}")
+_ROW_JOINS: Final = (". ", ", ", " and ", "; ", "\n", "\n- ", ", and ", " / ", ", then ")
+
+
+def asked_in_rows(
+    rng: Random, entry: Entry, count: int, iso: bool
+) -> tuple[str, list[tuple[str, dict[str, Any]]]] | None:
+    """`count` calls as a few words each behind a common head ("Reminders please. Monday: dentist. Friday: rent"), and
+    of each call its words and arguments; None if the tool needs no parameter, more than two, or two of one kind."""
+    needed = [p for p in entry.parameters if p.required]
+    kinds = {p.kind or p.name for p in needed}
+    if len(kinds) != len(needed) or len(needed) not in (1, 2) or any(k == "bool" or k.endswith("+") for k in kinds):
+        return None
+    rng.shuffle(needed)
+    pair = pick(rng, _PAIRS)
+    rows: dict[str, dict[str, Any]] = {}
+    for _ in range(20):
+        values: dict[str, Any] = {}
+        texts = []
+        for p in needed:
+            values[p.name], text = _fresh(rng, p, iso, values)
+            if type(values[p.name]) in (int, float) and rng.random() < 0.7:
+                label = p.name.replace("_", " ")
+                text = f"{text} {label}" if label.endswith("s") else f"{label} {text}"
+            texts.append(text)
+        row = pair.format(*texts) if len(needed) == 2 else texts[0]
+        if all(_ordered(entry, values) != known for known in rows.values()):
+            rows[row] = _ordered(entry, values)
+        if len(rows) == count:
+            break
+    else:
+        return None
+    head = pick(rng, _PLURAL_HEADS if entry.verb in _MADE and rng.random() < 0.7 else _HEADS)
+    counted = in_words(count) if rng.random() < 0.6 else str(count)
+    plural = re.sub("y$", "ie", entry.noun.removesuffix("s")) + "s"
+    head = head.format(v=entry.verb, n=entry.noun, p=plural, c=counted)
+    if not head:
+        head = f"{entry.verb} "
+    if rng.random() < 0.6:
+        head = head[0].upper() + head[1:]
+    join = pick(rng, _ROW_JOINS)
+    said = [f"one {row}" for row in rows] if head.endswith(", ") and join in (" and ", ", and ") else list(rows)
+    return head + ("\n- " if join == "\n- " else "") + join.join(said), list(rows.items())

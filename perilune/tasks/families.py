@@ -16,6 +16,7 @@ from perilune.tasks.calls import same_calls, sample_tool_call, sample_tools_mult
 from perilune.tasks.documents import BUILT_IN
 from perilune.tasks.extraction import same_object, sample_json_extract
 from perilune.tasks.fields import CHOICES, NEW_BASES
+from perilune.tasks.letters import beyond_ascii
 from perilune.tasks.pictures.problems import MAKERS, NUMBERS, same_words, sampler
 from perilune.tasks.problem import SEED, SPLITS, Answer, Problem, answer_of, assistant, pick
 from perilune.tasks.programs import same_result, sample_programs
@@ -147,6 +148,7 @@ def copy_baseline(problem: Problem) -> Answer:
 THINKING_SHARE: Final = 0.65
 JOINED_SHARE: Final = 0.14  # conversations of two or three problems
 SYSTEM_SHARE: Final = 0.15
+BEYOND_ASCII_SHARE: Final = 0.12
 IDLE_TOOLS_SHARE: Final = 0.04  # problems that need no tool, with tools declared
 SYSTEM_PROMPTS: Final = (
     "You are a helpful assistant.", "You are kimi-nano.", "Answer briefly.", "Be concise.", "You are Kimi.",
@@ -175,6 +177,8 @@ def training_mix(rng: Random, families: Mapping[str, Family] = FAMILIES) -> Prob
     shares = [f.weight / f.tokens for f in members]  # of problems: weights count tokens
     chosen = rng.choices(members, shares)[0]
     problem = chosen.sample(rng, "train", rng.random() < THINKING_SHARE)
+    if rng.random() < BEYOND_ASCII_SHARE:
+        problem = beyond_ascii(rng, problem)
     messages = problem.messages
     instructed = messages[0]["role"] == "system"
     if rng.random() < JOINED_SHARE and not instructed:

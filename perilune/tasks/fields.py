@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.problem import pick
+from perilune.tasks.wordings import enumerated
 from perilune.tasks.words import (
     ADJECTIVES,
     CITIES,
@@ -264,7 +265,7 @@ def said(value: Any) -> str:
     if value is True or value is False:
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " and ".join((", ".join(value[:-1]), value[-1])) if len(value) > 1 else value[0]
+        return enumerated(value)
     return str(value)
 
 

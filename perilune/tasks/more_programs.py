@@ -35,6 +35,15 @@ def indexed(letters: str) -> str:
     return "".join([f"{i}{c}" for i, c in enumerate(letters, 1)])
 
 
+def counted(w: str, wanted: str) -> str:
+    """The trace of counting: the letters with their places, then each with how many of `wanted` there were so far."""
+    trace, seen = "", 0
+    for c in w:
+        seen += c in wanted
+        trace += f"{c}{seen}"
+    return f"{indexed(w)}\n{trace}"
+
+
 def ordinal(rng: Random, n: int) -> str:
     return ORDINALS[n - 1] if rng.random() < 0.6 else f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(n, 'th') }"
 

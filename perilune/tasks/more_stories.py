@@ -1,4 +1,4 @@
-"""Stories and questions in the manners of many people, from data/stories.txt and data/asked.txt.
+"""Stories and questions in many people's wordings, from data/stories.txt and data/asked.txt.
 
 A line of stories.txt is `pattern | unit | text`; one of asked.txt is `pattern | text`, where the pattern `e` is any
 expression. Places are those of stories.py and forms.py, and in stories also {r} {q} {t} names, {x} a number that does
@@ -8,6 +8,7 @@ not matter, {cur} a currency, {day} and {city}; `\\n` begins a new line. A digit
 from random import Random
 from typing import Final
 
+from perilune.tasks.more_programs import DAYS
 from perilune.tasks.problem import pick
 from perilune.tasks.records import lines
 from perilune.tasks.words import CITIES, listed
@@ -18,13 +19,14 @@ def _rows(name: str) -> list[list[str]]:
 
 
 STORIES: Final = tuple([(pattern, text, unit) for pattern, unit, text in _rows("stories.txt")])
+_QUESTIONS: Final = _rows("asked.txt")
 ASKED: Final = {
-    pattern: tuple([text for of, text in _rows("asked.txt") if of == pattern])
-    for pattern in sorted({row[0] for row in _rows("asked.txt")})
+    pattern: tuple([text for of, text in _QUESTIONS if of == pattern])
+    for pattern in sorted({of for of, _ in _QUESTIONS})
 }
 _FILLED: Final = (
     ("{cur}", listed("euros dollars pounds rupees francs yen pesos zloty kr naira rand lira baht dinars shillings")),
-    ("{day}", listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")),
+    ("{day}", DAYS),
     ("{city}", CITIES),
 )
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.procedures import procedure
-from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, indexed
+from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.program_forms import MORE
@@ -81,24 +81,16 @@ def _length(rng: Random, split: str, long: bool) -> Run:
     return ("length", w), _form(rng, _LENGTH, split, w=w), indexed(w), str(len(w))
 
 
-def _counted(w: str, wanted: str) -> str:
-    trace, seen = "", 0
-    for c in w:
-        seen += c in wanted
-        trace += f"{c}{seen}"
-    return f"{indexed(w)}\n{trace}"
-
-
 def _count_letter(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     c = pick(rng, w) if rng.random() < 0.85 else pick(rng, LETTERS)
-    return ("count", w, c), _form(rng, _COUNT, split, w=w, c=c), _counted(w, c), str(w.count(c))
+    return ("count", w, c), _form(rng, _COUNT, split, w=w, c=c), counted(w, c), str(w.count(c))
 
 
 def _vowels(rng: Random, split: str, long: bool) -> Run:
     w = _word(rng, long)
     n = sum(c in "aeiou" for c in w)
-    return ("vowels", w), _form(rng, _VOWELS, split, w=w), _counted(w, "aeiou"), str(n)
+    return ("vowels", w), _form(rng, _VOWELS, split, w=w), counted(w, "aeiou"), str(n)
 
 
 def _initials(rng: Random, split: str, long: bool) -> Run:

@@ -1,6 +1,9 @@
 """Questions that a paragraph in the prompt answers, by copying: the family `doc_questions`.
 
 A paragraph belongs to one split by its hash. Structural problems word the question anew.
+
+A thought begins with the answer and quotes its sentence after it. A model that wrote the sentence first chose a wrong
+one more often (70 % right against 86 % without a thought): where a sentence begins, its later words are not yet known.
 """
 
 import re
@@ -200,12 +203,12 @@ def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
     content = _with_unit(stated.text, question, content)
     form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
     prompt = form.format(p=stated.text, q=careless(rng, question))
-    reply = Reply(f"{stated.found[slot][0].label}: {content}" if thinking else "", content)
+    reply = Reply(content if thinking else "", content)
     return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
 
 
 def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
-    """A question about a paragraph of reports.py; the thought is the sentence that answers."""
+    """A question about a paragraph of reports.py; the thought is the answer and the sentence that has it."""
     while True:
         made = report(rng)
         if belongs(passage_key(made.text), split):
@@ -213,12 +216,12 @@ def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
     form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
     prompt = form.format(p=made.text, q=careless(rng, made.question))
     key = (*passage_key(made.text), made.question)
-    reply = Reply(made.sentence if thinking else "", made.answer)
+    reply = Reply(f"{made.answer}\n{made.sentence}" if thinking else "", made.answer)
     return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
 
 
 def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
-    """A question about a paragraph of paragraphs.py; the thought quotes the sentence that answers."""
+    """A question about a paragraph of paragraphs.py; the thought is the answer and the sentence that has it."""
     while True:
         made = paragraph(rng)
         if belongs(passage_key(made.text), split):
@@ -228,7 +231,7 @@ def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
     if rng.random() < 0.05:
         messages = ({"role": "system", "content": pick(rng, _TEXT_FIRST).format(p=made.text)}, user(made.question))
     key = (*passage_key(made.text), made.question)
-    reply = Reply(made.trace if thinking else "", made.answer)
+    reply = Reply(f"{made.answer}\n{made.trace}" if thinking else "", made.answer)
     return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
 
 

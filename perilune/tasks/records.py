@@ -13,13 +13,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import in_words
+from perilune.tasks.wordings import enumerated, in_words
 from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, PLAIN, SURNAMES, any_word, listed, made_up
 
 Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
@@ -68,8 +69,6 @@ def parse(text: str) -> tuple[Kind, ...]:
                 yes, no = [tuple(part.split("|")) for part in tail.split(" / ")]
                 slots[slot] = Slot("flag", tuple(keys), states=(yes, no))
             else:
-                if "," in keys[0]:
-                    _DRAW[keys[0]] = _one_of(keys[0])
                 asked = [q for q in tail.split("|") if q]
                 plain, naming = [tuple(q for q in asked if ("{" in q) is named) for named in (False, True)]
                 slots[slot] = Slot(keys[0], tuple(keys[1:]), plain, naming=naming)
@@ -265,7 +264,7 @@ def _foods(rng: Random) -> Shown:
     found = list({pick(rng, _LISTS["foods"]) if rng.random() < 0.8 else made_up(rng): 0 for _ in range(count)})
     if len(found) == 1:
         return found, found[0]
-    return found, ", ".join(found[:-1]) + pick(rng, (" and ", ", ", ", and ")) + found[-1]
+    return found, enumerated(found, pick(rng, (" and ", ", ", ", and ")))
 
 
 def _same(draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
@@ -350,18 +349,18 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
 _NUMBER: Final = re.compile(r"\d+(\.\d+)?")
 
 
-def _one_of(choices: str) -> Callable[[Random], Shown]:
+@lru_cache(maxsize=4096)
+def _choices(kind: str) -> tuple[Shown, ...]:
     """Of "early,very_late" or "1.5,3": the values are numbers where all of the text is one."""
-    texts = choices.replace("_", " ").split(",")
-    shown = [(json.loads(text) if _NUMBER.fullmatch(text) else text, text) for text in texts]
-    return lambda rng: pick(rng, shown)
+    texts = kind.replace("_", " ").split(",")
+    return tuple([(json.loads(text) if _NUMBER.fullmatch(text) else text, text) for text in texts])
 
 
 def drawn(rng: Random, kind: str) -> Shown:
     if kind in _LISTS:
         text = pick(rng, _LISTS[kind])
         return text, text
-    return _DRAW[kind](rng)
+    return pick(rng, _choices(kind)) if "," in kind else _DRAW[kind](rng)
 
 
 _FIELD_KINDS: Final[dict[type, str]] = {int: "small", float: "decimal", bool: "flag", list: "words"}

@@ -55,23 +55,28 @@ TALK: Final = (
 )  # fmt: skip
 _BEFORE: Final = ("", "", "", "Hello! ", "Hi, ", "Please: ", "Sorry, ", "Well, ", "Ok. ", "One more: ")
 _AFTER: Final = ("", "", "", ".", "!", " :)", "...")
+_SMALL: Final = tuple(talk for talk in TALK if talk[1] != _LIMIT)
+
+
+def _filled(rng: Random, forms: tuple[str, ...]) -> str:
+    return pick(rng, forms).format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
+
+
+def _ended(rng: Random, text: str) -> str:
+    return text if text[-1] in ".?!" else text + pick(rng, _AFTER)
 
 
 def small_talk(rng: Random) -> tuple[str, str, str]:
     """A thought, an answer and what people said, where nothing was asked for that a tool could do."""
-    thought, content, said, _ = pick(rng, tuple(talk for talk in TALK if talk[1] != _LIMIT))
-    text = pick(rng, _BEFORE) + pick(rng, said).format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
-    return thought, content, text if text[-1] in ".?!" else text + pick(rng, _AFTER)
+    thought, content, said, _ = pick(rng, _SMALL)
+    return thought, content, _ended(rng, pick(rng, _BEFORE) + _filled(rng, said))
 
 
 def sample_chat(rng: Random, split: str, thinking: bool) -> Problem:
     while True:
         thought, content, trained, new = pick(rng, TALK)
-        text = pick(rng, new if split == "structural" else trained)
-        text = text.format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
-        text = pick(rng, _BEFORE) + text
-        if text[-1] not in ".?!":
-            text += pick(rng, _AFTER)
+        text = _filled(rng, new if split == "structural" else trained)
+        text = _ended(rng, pick(rng, _BEFORE) + text)
         key = ("chat", text)
         if belongs(key, split):
             break

@@ -5,7 +5,8 @@ tool of a prompt has both the class and the noun of the one that is meant, but s
 have a name that says nothing and are recognised by their description. In training many tools come from catalog.py.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from typing import Any, Final
@@ -264,16 +265,36 @@ class Request:
 
     tool: Tool
     text: str
-    need: str  # verb and noun as the sentence has them
+    opening: str  # the first words of what is asked for, as in the text
     call: ToolCall
 
-    def trace(self) -> str:
-        """The need, the tool, and every parameter in declared order: its type and value, or `-` if not given."""
-        lines = [self.need, self.tool.name]
+    def quoted(self, prompt: str) -> str:
+        """The opening as the prompt has it: where requests are joined, their first letters change."""
+        at = prompt.lower().find(self.opening.lower())
+        return self.opening if at < 0 else prompt[at : at + len(self.opening)]
+
+    def trace(self, prompt: str) -> str:
+        """The opening, the tool, and every parameter in declared order: its type and value, or `-` if not given.
+
+        With a name for what is needed in place of the opening ("get definition" for a translation), a model that met
+        new tools gave names of its training's, and then found none of them declared.
+        """
+        lines = [self.quoted(prompt), self.tool.name]
         given = self.call.arguments
         for f in (*self.tool.required, *self.tool.optional):
             lines.append(f"{f.name}: {f.trace_type} {written(given[f.name])}" if f.name in given else f"{f.name}: -")
         return "\n".join(lines)
+
+
+_OPENING: Final = re.compile(r"\S+(?: \S+){0,5}")
+
+
+def opening(text: str, core: str = "") -> str:
+    """The first six words of a text; of `core`, if the text has its first three words."""
+    begin = " ".join(core.split()[:3]).lower()
+    at = max(text.lower().find(begin), 0)
+    found = _OPENING.search(text, at)
+    return found[0].rstrip(".,;:!? -") if found else text
 
 
 def request(rng: Random, tool: Tool, split: str) -> Request:
@@ -288,7 +309,7 @@ def request(rng: Random, tool: Tool, split: str) -> Request:
 def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
     form, shown, arguments = asked
     text = phrase(rng, form, _KEPT, 0.0 if catalog.STATEMENT.match(form) else 0.25).format(**shown)
-    return Request(tool, text, f"{tool.verb} {tool.noun}", ToolCall(tool.name, arguments))
+    return Request(tool, text, opening(text, form.format(**shown)), ToolCall(tool.name, arguments))
 
 
 def together(rng: Random, tool: Tool, count: int, joined: bool = True) -> tuple[str, list[Request]] | None:
@@ -299,9 +320,24 @@ def together(rng: Random, tool: Tool, count: int, joined: bool = True) -> tuple[
     if tool.entry is None or (made := catalog.asked_together(rng, tool.entry, count, tool.iso, joined)) is None:
         return None
     asked, calls = made
-    text = _everyday(tool, rng, asked).text
-    need = f"{tool.verb} {tool.noun}"
-    return text, [Request(tool, text, need, ToolCall(tool.name, arguments)) for arguments in calls]
+    return _separated(_everyday(tool, rng, asked), calls)
+
+
+def in_rows(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
+    """Several calls of a catalog's tool as rows behind a common head, and those calls' requests."""
+    if tool.entry is None or (made := catalog.asked_in_rows(rng, tool.entry, count, tool.iso)) is None:
+        return None
+    text, calls = made
+    return _separated(Request(tool, text, opening(text), ToolCall(tool.name, calls[0][1])), calls)
+
+
+def _separated(first: Request, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, list[Request]]:
+    """The text, and the request of each call: the first one begins where the text does, the others at their words."""
+    requests, at = [first], first.text.find(calls[0][0])
+    for shown, arguments in calls[1:]:
+        at = max(first.text.find(shown, at + 1), 0)
+        requests.append(replace(first, opening=opening(first.text[at:]), call=ToolCall(first.tool.name, arguments)))
+    return first.text, requests
 
 
 def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Request:
@@ -315,10 +351,13 @@ def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Re
         verb, form = "get", pick(rng, QUESTIONS)
     else:
         form = pick(rng, NEW_REQUESTS if new and rng.random() < 0.5 else REQUESTS)
+    core = form
     if wide and rng.random() < 0.5:
         form = phrase(rng, form, _KEPT)
-    text = form.format(v=verb, n=tool.noun, c=_clauses(rng, mentioned, arguments))
-    return Request(tool, text[0].upper() + text[1:], f"{verb} {tool.noun}", ToolCall(tool.name, arguments))
+    clauses = _clauses(rng, mentioned, arguments)
+    text, core = (f.format(v=verb, n=tool.noun, c=clauses) for f in (form, core))
+    text = text[0].upper() + text[1:]
+    return Request(tool, text, opening(text, core), ToolCall(tool.name, arguments))
 
 
 def _clauses(rng: Random, mentioned: list[Field], arguments: dict[str, Any]) -> str:

@@ -105,6 +105,16 @@ def small(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
+def capital(text: str) -> str:
+    """The first letter made a capital; the others stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def enumerated(texts: Sequence[str], last: str = " and ") -> str:
+    """One or more texts with commas between them, and `last` before the last: "a, b and c"."""
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + last + texts[-1]
+
+
 def careless(rng: Random, form: str) -> str:
     """Now and then without capitals or punctuation, or with a misspelt word."""
     roll = rng.random()
@@ -130,7 +140,7 @@ def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0
     roll = rng.random()
     if roll < asking and form[-1:] == "." and "?" not in form and ". " not in form and form[:1].isalpha():
         made = pick(rng, _ASKING).replace("{}", small(form[:-1]))
-        made = made[0].upper() + made[1:] if roll < 0.8 * asking else made
+        made = capital(made) if roll < 0.8 * asking else made
         if kept and bare(made).startswith(kept):
             made = form
     roll = rng.random()
@@ -140,7 +150,7 @@ def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0
         made += pick(rng, _AFTER)
     roll = rng.random()
     if roll < 0.09 and made[:1].isalpha():
-        made = f"{pick(rng, _CHATTER)} {made[0].upper() + made[1:]}"
+        made = f"{pick(rng, _CHATTER)} {capital(made)}"
         made = f"{pick(rng, _CHATTER)} {made}" if roll < 0.02 else made
     elif roll < 0.12 and made[-1:] in ".?!":
         made = f"{made} {pick(rng, _CHATTER)}"

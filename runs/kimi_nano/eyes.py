@@ -45,7 +45,7 @@ from runs.kimi_nano.model import EAGER, Blocks, KimiNano, Seen, compiled
 from runs.kimi_nano.optim import Optimizer
 from runs.kimi_nano.pictures import MARKS, WEIGHTS, Pictures, placed
 from runs.kimi_nano.tower import Eyes, configuration
-from runs.kimi_nano.train import BALANCE, SEED, Log, choose_attention
+from runs.kimi_nano.train import BALANCE, SEED, Log, Options, choose_attention
 
 CHECKPOINT = "eyes.safetensors"
 GUIDED = 0.7  # share of the schedule through the text model after which reading counts for LEAST_GUIDE
@@ -57,7 +57,6 @@ MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
 SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
 WORDS_WORKERS = 3
-FULL_RATE = 2e-3  # learning rate at which the routers' biases move by BALANCE a step, as in train.py
 
 
 @dataclass
@@ -111,15 +110,17 @@ class Run:
         found = {"marks": (lost * weight).sum() / weight.sum(), "slots": self._caption(made.float(), slots)}
         if through:
             seen = block["places"], made.to(self.text.embed_tokens.weight.dtype)
-            found["answers"] = self.answers(block["stream"], block["starts"], block["longest"].item(), seen)
+            found["answers"] = self.answers(block["stream"], block["starts"], int(block["longest"]), seen)
         return found
 
-    def answers(self, stream: Tensor, starts: Tensor, longest: int | float, seen: Seen | None) -> Tensor:
+    def answers(self, stream: Tensor, starts: Tensor, longest: int, seen: Seen | None) -> Tensor:
         """Mean cross entropy of the targets of a block."""
         tokens, targets = stream.long()
-        packed = Packed(starts, int(longest), tokens.shape[0])
+        packed = Packed(starts, longest, tokens.shape[0])
         attend = WAYS[self.way](packed, self.text.s.softmax_scale)
-        return self.text.loss(tokens, packed.positions(), targets, attend, self.blocks, seen) / (targets >= 0).sum()
+        total = self.text.loss(tokens, packed.positions(), targets, attend, self.blocks, seen)
+        mean: Tensor = total / (targets >= 0).sum()
+        return mean
 
     def step(self, block: dict[str, Tensor], words: dict[str, Tensor] | None, rates: Rates) -> dict[str, Tensor]:
         """Moves the tower by a block of pictures, and the text model by it and by `words`, a block of text; the losses,
@@ -138,14 +139,14 @@ class Run:
             if words is not None:
                 losses["words"] = self.answers(there["words_stream"], there["words_starts"], longest["words"], None)
                 total = total + losses["words"]
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
             self.optimizer.step(there["rate"], there["number"])
             self.optimizer.publish()
             if through and self.words is not None:
                 self.words.step(there["words_rate"], there["words_number"])
                 self.words.publish()
                 for router in self.text.routers():
-                    router.balance(there["words_rate"] * (BALANCE / FULL_RATE))
+                    router.balance(there["words_rate"] * (BALANCE / Options.rate))  # as at train.py's peak rate
             return {name: loss.detach() for name, loss in losses.items()}
 
         return self.graphs((tuple(grid.tolist()), through, *longest.values()), step, inputs)
@@ -198,17 +199,17 @@ def prepared(block: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
     For the flash kernel `starts` is filled up with empty samples and `longest` is LONGEST, so that few shapes occur.
     """
-    starts, host = block["starts"], {key: block[key] for key in ("grid",) if key in block}
-    longest = min(int(starts.diff().max()), LONGEST)
+    starts = block["starts"]
     if device == "cuda":
         longest = LONGEST
         starts = F.pad(starts, (0, -len(starts) % SAMPLES_TOGETHER), value=int(starts[-1]))
+    else:
+        longest = min(int(starts.diff().max()), LONGEST)
     there = {
-        key: value.to(device, non_blocking=True)
+        key: value if key == "grid" else value.to(device, non_blocking=True)
         for key, value in (block | {"starts": starts}).items()
-        if key not in host
     }
-    return there | host | {"longest": torch.tensor(longest)}
+    return there | {"longest": torch.tensor(longest)}
 
 
 def train(args: argparse.Namespace) -> None:

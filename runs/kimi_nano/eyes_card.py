@@ -59,11 +59,14 @@ def trained(log: Path, model: Path) -> Row:
         start, stop = kinds["start"], kinds["stop"]
         scores = [row for row in rows if row["kind"] == "score" and row["mode"] == "thinking"]
         finished = stop["finished"]
+        begun = max((i for i, row in enumerate(rows) if row["kind"] == "start" and not row["step"]), default=0)
+        stops = [row for row in rows[begun:] if row["kind"] == "stop"]  # a process each, which counts blocks from 0
+        fresh, again = sum(row["fresh"] for row in stops), sum(row["again"] for row in stops)
     except OSError as e:
         raise SystemExit(f"cannot read the eyes' log {log}: {e.strerror}") from e
     except (ValueError, KeyError) as e:
         raise SystemExit(f"{log} is not the log of a training of eyes: {e}") from e
-    if not finished or not scores:
+    if not finished or not scores or not fresh:
         raise SystemExit(f"{log} is of an unfinished training: go on with --resume")
     score = scores[-1]  # structural ones come last
     return {
@@ -72,7 +75,7 @@ def trained(log: Path, model: Path) -> Row:
         "minutes": round(stop["seconds"] / 60, 1),
         "steps": stop["step"],
         "pictures": stop["pictures"],
-        "times": round((stop["fresh"] + stop["again"]) / stop["fresh"], 1),
+        "times": round((fresh + again) / fresh, 1),
         "through": stop["through"],
         "words_rate": start["words_rate"],
         "structural": score["exact"],

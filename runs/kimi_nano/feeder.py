@@ -30,17 +30,18 @@ class Feeder:
             self._thread.start()
 
     def _fetch(self) -> None:
-        try:
+        found: Block | BaseException | None = None
+        while not self._end.is_set() and not isinstance(found, BaseException):
+            try:
+                found = next(self.blocks)
+            except BaseException as e:  # raised where blocks are taken
+                found = e
             while not self._end.is_set():
-                block = next(self.blocks)
-                while not self._end.is_set():
-                    try:
-                        self._queue.put(block, timeout=0.5)
-                        break
-                    except queue.Full:
-                        pass
-        except BaseException as e:  # raised where blocks are taken
-            self._queue.put(e)
+                try:
+                    self._queue.put(found, timeout=0.5)
+                    break
+                except queue.Full:
+                    pass
 
     def close(self) -> None:
         self._end.set()

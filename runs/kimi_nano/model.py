@@ -220,7 +220,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(s.n_routed_experts), persistent=False)
 
     @torch.no_grad()
-    def balance(self, rate: float) -> None:
+    def balance(self, rate: Tensor | float) -> None:
         """Sign rule: raise the bias of experts with less than their share of tokens, lower the others."""
         self.e_score_correction_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()

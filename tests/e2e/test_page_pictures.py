@@ -123,7 +123,7 @@ def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # n
     before = counted(seeing)
     page.ask("What happens?")
     assert counted(seeing, before + 3) == before + 3
-    assert page.value("document.querySelector('.user .seen video').videoWidth") == 56
+    page.wait("document.querySelector('.user .seen video')?.videoWidth === 56")
     kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages[0]")
     assert [one["url"][:11] for one in kept["pictures"]] == ["", "data:image/"]
     page.reload()

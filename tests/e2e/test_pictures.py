@@ -86,8 +86,8 @@ def test_chat(seeing: Server) -> None:
 
 
 def test_a_video(seeing: Server) -> None:
-    """Three seconds of 640 x 480 pixels: six frames, in two chunks; through the SDKs of both vendors, whose types have
-    no videos."""
+    """Three seconds of 640 x 480 pixels: six frames, in two chunks. Sent through the SDKs of OpenAI and Anthropic,
+    which have no types for videos."""
     data = encoded(video(scenes(12, (640, 480))))
     url = f"data:video/mp4;base64,{data}"
     content: Any = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What is this?"}]

@@ -64,8 +64,7 @@ def command(
             raise click.BadParameter("goes without --cached", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
-        config |= {"exchange_piece_tokens": piece_tokens}
-        config |= bench.rest_settings(rest_dtype)
+        config |= {"exchange_piece_tokens": piece_tokens} | bench.rest_settings(rest_dtype)
         finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return
     slices = microscope.Bench(name, layers)

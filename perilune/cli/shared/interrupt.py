@@ -1,10 +1,10 @@
-"""Ctrl-C: it ends a command with code 130 wherever it comes, without a traceback.
+"""Ctrl-C: ends a command with code 130 at any point, without a traceback.
 
-Python raises KeyboardInterrupt at the next instruction, whatever that belongs to. While modules are imported, C++ code
-may discard it (torch's did in 3 of 45 tries), turn it into another error or end the process with an abort; of a
-finalizer or a weak reference's callback Python itself prints and forgets it.
+Python raises KeyboardInterrupt at the next instruction of any code. While modules are imported, C++ code may discard it
+(torch's did in 3 of 45 tries), turn it into another error or abort the process. In a finalizer or the callback of a
+weak reference, Python itself prints and discards it.
 
-This module imports nothing that takes time: until it is imported, Ctrl-C is Python's own.
+This module imports nothing that takes time: until it has been imported, Ctrl-C shows Python's traceback.
 """
 
 import os
@@ -12,7 +12,7 @@ import signal
 import sys
 
 CODE = 130
-AGAIN_SECONDS = 0.01  # after which an interrupt that Python has forgotten is raised again
+AGAIN_SECONDS = 0.01  # after which an interrupt that Python has discarded is raised again
 
 
 def _end(number: int, frame: object) -> None:
@@ -20,8 +20,8 @@ def _end(number: int, frame: object) -> None:
 
 
 class Importing:
-    """While it is entered, Ctrl-C ends the process at once: there is nothing to clean up yet. Only what would raise
-    KeyboardInterrupt is replaced, and only on the main thread, where signals are handled."""
+    """A context in which Ctrl-C ends the process at once: there is nothing to clean up yet. Replaces only the handler
+    that raises KeyboardInterrupt, and only on the main thread, where signals are handled."""
 
     def __enter__(self) -> None:
         self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -37,19 +37,19 @@ class Importing:
 
 
 def keep() -> None:
-    """Raises again what finalizers and callbacks have forgotten, from now on in this process."""
+    """From now on in this process, an interrupt that Python discards in a finalizer or callback is raised again."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    sys.unraisablehook = _forgotten
+    sys.unraisablehook = _discarded
 
 
-def _forgotten(unraisable: "sys.UnraisableHookArgs") -> None:
+def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)  # not here, where it would be forgotten once more
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)  # not here: what a hook raises is discarded, too
     else:
         sys.__unraisablehook__(unraisable)
 
 
 def leave() -> None:
-    """Ends the process after an interrupt; another one is not printed as a traceback of what ends with it."""
+    """Ends the process after an interrupt. Another interrupt ends it at once: exit handlers would print a traceback."""
     signal.signal(signal.SIGINT, _end)
     sys.exit(CODE)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from perilune.core.messages import EngineStats
 from perilune.core.request import Request
 from perilune.core.step import StepPlan
+from perilune.kv.mover import Name
 from perilune.kv.prefix import PrefixTree
-from perilune.kv.tiers import DISK, HOST, Name, Tiers
+from perilune.kv.tiers import DISK, HOST, Tiers
 from perilune.kv.worth import Worth
 
 log = logging.getLogger("perilune.kv")

@@ -22,8 +22,9 @@ from perilune.engine.kv_tiers.ranked import RankedTransfer
 from perilune.engine.ranks import Ranks
 from perilune.engine.resolve import GB, Choices
 from perilune.kv.disk import FINGERPRINT_BYTES, Directory
+from perilune.kv.mover import Name
 from perilune.kv.pages import Pages
-from perilune.kv.tiers import Name, Tiers
+from perilune.kv.tiers import Tiers
 from perilune.kv.transfer import Transfer, row_bytes
 from perilune.model.kimi_k2 import KimiK2
 from perilune.speculation.drafter import Drafter

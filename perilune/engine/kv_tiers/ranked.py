@@ -15,7 +15,7 @@ import msgspec
 
 from perilune.core.errors import EngineError
 from perilune.engine.ranks import Ranks
-from perilune.kv.tiers import Copied, Done, Name, Piece, Restored, Stored, Written
+from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 
 REPORT_SECONDS = 0.5  # While no copy ends, a rank reports this often how much of its host memory is pinned so far.
@@ -40,7 +40,7 @@ class Delete(msgspec.Struct, array_like=True, frozen=True, tag="delete"):
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
-    """Copies of a rank that have ended since its last report, as fields of the records of kv/tiers.py; `rows`: host
+    """Copies of a rank that have ended since its last report, as fields of the records of kv/mover.py; `rows`: host
     rows that it can use so far."""
 
     rows: int
@@ -56,7 +56,7 @@ _moves, _reports = msgspec.msgpack.Decoder(Move), msgspec.msgpack.Decoder(Moved)
 
 
 class RankedTransfer:
-    """The tiers.Mover of rank 0, over all ranks."""
+    """The Mover of rank 0, over all ranks."""
 
     def __init__(self, own: Transfer, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks

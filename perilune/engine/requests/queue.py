@@ -23,9 +23,10 @@ by_rank = attrgetter("rank")
 
 
 class RequestQueue:
-    """
-    blocks         KV blocks, in which the prefix of a request is looked for
-    max_model_len  prompt and output tokens of a request
+    """The waiting requests of one scheduler, by rank: priority, deadline, arrival.
+
+    blocks         KV blocks, in which the prefix of a request is looked up
+    max_model_len  prompt and output tokens of a request, at most
     """
 
     def __init__(self, blocks: RequestBlocks, max_model_len: int) -> None:
@@ -59,11 +60,11 @@ class RequestQueue:
         return limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
 
     def add(self, request: Request) -> None:
-        """A new request, a preempted one, or one that has its KV back from a tier."""
+        """Queues a new request, a preempted one, or one with KV restored from a tier."""
         insort(self.requests, request, key=by_rank)
 
     def remove(self, request: Request) -> None:
-        """A waiting request has ended."""
+        """Takes out a waiting request that has ended."""
         self.requests.remove(request)
 
     def take(
@@ -71,12 +72,12 @@ class RequestQueue:
     ) -> tuple[Request, list[int], int] | None:
         """Takes out the first request if it can run in the step being planned: the request, the KV blocks that it found
         cached (no reference is taken), and how many of its tokens the step may compute. Requests before it that have KV
-        in a tier leave the queue, too, and their KV begins to be brought back.
+        in a tier leave the queue, too, and restores of their KV begin.
 
         shares         tokens of the step for a request, by rid; one that is not in it may have all `tokens`
-        tokens         left in the step for prompts; with 0 KV is brought back and no request admitted
+        tokens         left in the step for prompts; with 0 only restores begin, and no request is admitted
         reserve        blocks that running requests want soon
-        planned_steps  so far: KV from a tier is written to blocks that these steps may still use
+        planned_steps  steps planned so far: KV from a tier is written to blocks that these may still use
         """
         while self.requests:
             request = self.requests[0]
@@ -95,7 +96,7 @@ class RequestQueue:
         return None
 
     def waits_for_tier(self) -> bool:
-        """Whether KV of the first request could be brought back now. The queue is not empty."""
+        """Whether KV of the first request could be restored from a tier now. The queue must not be empty."""
         first = self.requests[0]
         return self._blocks.offload is not None and bool(self._blocks.find_stored(first, self._blocks.match(first)))
 

@@ -3,7 +3,7 @@
 // A tile is 8 rows of w, the A operand of mma.m16n8k16: a lane's 16 bytes of a row are used in memory order, as the A
 // of one product (bf16) or of two (e4m3, converted to fp16). A has 16 rows: rows g and g + 8 hold two parts of the same
 // row of w, the even and the odd pairs of k, and x, as B, has columns for either part. Up to 4 tokens have both parts
-// in one product (columns 0-3 and 4-7); more tokens take a product per part. Elements of D in which a part of w meets
+// in one product (columns 0-3 and 4-7); more tokens take a product per part. Elements of D that multiply a part of w by
 // columns of the other part are not used. A token's sums do not depend on the number of tokens.
 #pragma once
 #include "cuda/e4m3.cuh"

@@ -1,4 +1,4 @@
-"""The parts of all ranks, which are on this device: residual += their sum, then y = rmsnorm(residual).
+"""Adds the partial outputs of all ranks, all on this device: residual += their sum, then y = rmsnorm(residual).
 
 residual [T, D] is updated in place; own [T, D] is this rank's part and others [N - 1, T, D] are those of the other
 ranks, in order, all of the residual's type; others may have any distance between parts; w [D]; y [T, D] is written. As
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
+from perilune.ops.exchange.peers import MAX_RANKS
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
+from perilune.ops.pointwise.add_rmsnorm import reference as add_reference
 
 SOURCE = "rmsnorm.cu"
-MAX_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,11 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(residual: Tensor, own: Tensor, others: Tensor, rank: int, w: Tensor, y: Tensor, eps: float) -> None:
-    whole = _sum(own, others, rank)
-    residual.copy_((residual.float() + whole).to(residual.dtype))
-    f = residual.float()
-    y.copy_((f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(y.dtype))
+    y.copy_(add_reference(residual, _sum(own, others, rank).unsqueeze(1), w, eps))
 
 
 def _sum(own: Tensor, others: Tensor, rank: int) -> Tensor:
-    """[T, D] float32, in the order of ranks."""
+    """The sum of all parts, added in the order of ranks: [T, D] float32."""
     whole = torch.zeros_like(own, dtype=FLOAT32)
     for part in (*others[:rank], own, *others[rank:]):
         whole += part

@@ -1,6 +1,10 @@
 """Helpers for tensors that several rooms of ops share."""
 
+from collections.abc import Callable
+
 from torch import Tensor
+
+Rows = Callable[[slice], Tensor]  # gives these rows of an output [T, D], which it computes at each call
 
 FEW_ON_CPU = 64  # up to so many rows this package's float32 kernels are as fast as torch's
 

@@ -19,6 +19,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, K2, Make, Sized, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import Rows
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.linear.linear import run_streamed, streamable
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
@@ -121,10 +122,10 @@ def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: f
     return y.float().mul_(scale) if wide else y.mul_(scale)  # in fp32, in one pass
 
 
-def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Callable[[slice], Tensor]:
-    """Many rows of y as x, any of them at a time: as "torch", with weights that are widened once."""
-    widened = w.to(x.dtype)
-    return lambda some: torch.nn.functional.linear(x[some], widened).mul_(scale)
+def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Rows:
+    """y of many rows as "torch" gives it, in x's type, some rows at a time: the weights are converted only once."""
+    converted = w.to(x.dtype)
+    return lambda some: torch.nn.functional.linear(x[some], converted).mul_(scale)
 
 
 def linear_fp8(

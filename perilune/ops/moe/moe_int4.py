@@ -15,7 +15,7 @@ that is no expert is skipped and its row left unwritten.
 
 Overlap with the router: from 2 tokens on x must be older than ids, because gate_up may read x while the kernel that
 writes ids still runs (router.py's does not let it start before x is ready). One token's gate_up starts before that
-kernel has ended if `chosen` carries an publication that is still valid (`chosen.Mailbox.take`), and waits for its end
+kernel has ended if `chosen` carries a publication that is still valid (`chosen.Mailbox.take`), and waits for its end
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
@@ -36,7 +36,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ON_CPU
+from perilune.ops.harness.tensors import FEW_ON_CPU, Rows
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_w8a8, skinny_gemm
@@ -340,11 +340,9 @@ def moe_int4(
     return op(x, chosen, gate_up, down, shared, partial)
 
 
-def moe_int4_in_pieces(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None
-) -> moe_int4_grouped.Rows | None:
-    """y.sum(1) of `moe_int4` as x, any rows at a time, of which each is summed when it is asked for. None where the
-    implementation that these arguments get sums all at once."""
+def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Rows | None:
+    """y.sum(1) of `moe_int4` in x's type, some rows at a time: a call sums the experts of its rows. None if the
+    implementation for these arguments sums those of all rows at once."""
     _check(x, chosen, gate_up, down, shared)
     if op.choice(x, chosen, gate_up, down, shared, False) is not cuda_prefill or len(x) > moe_int4_grouped.CHUNK:
         return None

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
-from perilune.ops.harness.tensors import aligned
+from perilune.ops.harness.tensors import Rows, address, aligned
 from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
-
-Rows = Callable[[slice], Tensor]
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
 CHUNK = 16384  # tokens; what the workspace is sized for
@@ -35,14 +33,12 @@ MAX_EXPERTS = 1024
 
 
 @functools.cache
-def _kernel(compact: bool) -> Any:
-    source = COMPACT if compact else SOURCE
+def _kernel(source: str) -> Any:
     return build.function(source, source.removesuffix(".cu"), "pl" + "p" * 14 + "l" * 9 + "p")
 
 
 @functools.cache
-def _combine(compact: bool) -> Any:
-    source = COMPACT if compact else SOURCE
+def _combine(source: str) -> Any:
     return build.function(source, source.removesuffix(".cu") + "_combine", "ppppplllp")
 
 
@@ -81,21 +77,21 @@ def prefill(
     size = -(-T // max(1, -(-T // CHUNK)))
     for first in range(0, T, max(1, size)):
         some = slice(first, first + size)
-        beside = None if shared is None else shared(x[some])
+        added = None if shared is None else shared(x[some])
         part = Chosen(chosen.ids[some].contiguous(), chosen.weights[some].contiguous())
-        _chunk(x[some], part, gate_up, down, beside, y[some])
+        _chunk(x[some], part, gate_up, down, added, y[some])
     return y
 
 
 def in_pieces(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
 ) -> Rows:
-    """As `prefill`, of at most CHUNK tokens: y [n, D] bfloat16 of any rows, each rounded once. The workspace is held as
-    long as the function is."""
-    beside = None if shared is None else shared(x)
+    """As `prefill`, of at most CHUNK tokens, some rows at a time: [n, D] bfloat16, each value rounded once. The result
+    holds the workspace."""
+    added = None if shared is None else shared(x)
     chosen = Chosen(chosen.ids.contiguous(), chosen.weights.contiguous())
-    slabs, position = _chunk(x, chosen, gate_up, down, beside, None)
-    combine, D = _combine(gate_up.row_scale is not None), x.shape[1]
+    slabs, position = _chunk(x, chosen, gate_up, down, added, None)
+    combine, D = _combine(source_for(gate_up)), x.shape[1]
 
     def rows(some: slice) -> Tensor:
         at, weights = position[some], chosen.weights[some]
@@ -104,7 +100,7 @@ def in_pieces(
             slabs.data_ptr(),
             at.data_ptr(),
             weights.data_ptr(),
-            None if beside is None else beside[some].data_ptr(),
+            None if added is None else added[some].data_ptr(),
             y.data_ptr(),
             *at.shape,
             D,
@@ -119,7 +115,7 @@ def in_pieces(
 def _chunk(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(rows of the results of pairs [M, D], the row of each pair [T, k]); y, if given, is written."""
+    """(the results of pairs [M, D], the row in it of each pair [T, k]). Writes the sums of tokens to y, if given."""
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741
@@ -131,15 +127,15 @@ def _chunk(
     position = torch.empty(pairs, dtype=torch.int32, device=device)
     slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
     h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
-    failed = _kernel(gate_up.row_scale is not None)(
+    failed = _kernel(source_for(gate_up))(
         x.data_ptr(),
         x.stride(0),
         chosen.ids.data_ptr(),
         chosen.weights.data_ptr(),
         *pointers(gate_up),
         *pointers(down),
-        None if shared is None else shared.data_ptr(),
-        None if y is None else y.data_ptr(),
+        address(shared),
+        address(y),
         plan.data_ptr(),
         position.data_ptr(),
         slabs.data_ptr(),

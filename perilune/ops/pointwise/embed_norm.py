@@ -91,6 +91,14 @@ def resolved(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
     return ids if rows is None or last is None else torch.where(ids == PENDING, last[rows], ids)
 
 
+def check(ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Asserts shapes and types of tokens, positions and rope tables."""
+    T = len(ids)
+    assert ids.dtype == torch.int64 and positions.shape == (T,), f"{ids.dtype=} {ids.shape=} {positions.shape=}"
+    assert (rows is None) == (last is None) and (rows is None or rows.shape == (T,)), f"{ids.shape=} {rows=}"
+    assert cos.dtype == sin.dtype == FLOAT32 and cos.shape == sin.shape, f"{cos.shape=} {sin.shape=}"
+
+
 MOST_WIDTH = 8192
 FEW_TOKENS = 64
 
@@ -205,9 +213,6 @@ def embed_norm(
     ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, table: Tensor, norm: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> Rows:  # fmt: skip
-    T, D = ids.shape[0], table.shape[1]
-    assert ids.dtype == torch.int64 and positions.shape == (T,), f"{ids.dtype=} {ids.shape=} {positions.shape=}"
-    assert (rows is None) == (last is None) and (rows is None or rows.shape == (T,)), f"{ids.shape=} {rows=}"
-    assert norm.shape == (D,) and norm.dtype == table.dtype, f"{table.shape=} {norm.shape=} {norm.dtype=}"
-    assert cos.dtype == sin.dtype == FLOAT32 and cos.shape == sin.shape, f"{cos.shape=} {sin.shape=}"
+    check(ids, rows, last, positions, cos, sin)
+    assert norm.shape == table.shape[1:] and norm.dtype == table.dtype, f"{table.shape=} {norm.shape=} {norm.dtype=}"
     return op(ids, rows, last, positions, table, norm, cos, sin, eps)

@@ -1,9 +1,9 @@
-"""What a rank with a part of the embedding table adds to the sum over ranks that begins a step.
+"""Embedding on a rank that has V / N rows of the table: its partial output of the sum over ranks that begins a step.
 
 ids [T] int64, PENDING ones as in embed_norm, with rows and last; positions [T] int64; table [V / N, D], the rows of ids
-first .. first + V / N - 1; cos, sin [P, r] float32 -> zeros [T, D], what the sum is added to; part [T, D] as table: the
-tokens' rows of the table, 0 where another rank has them; cos and sin rows [T, r]. Positions lie in the rope tables.
-"cuda" is one launch in place of eleven; "composed" is the ops that it replaces.
+first .. first + V / N - 1; cos, sin [P, r] float32 -> zeros [T, D], the residual stream to which the sum is added; part
+[T, D] as table: the tokens' rows of the table, 0 for those of other ranks; cos and sin rows [T, r]. Positions lie in
+the rope tables. "cuda" is one launch in place of eleven; "composed" is the ops that it replaces.
 """
 
 import functools
@@ -16,17 +16,18 @@ from torch import Tensor
 from perilune.core import cost as costs
 from perilune.core.step import PENDING
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, exact
+from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import address
 from perilune.ops.pointwise import embed_norm
 from perilune.ops.pointwise.embed import embed
-from perilune.ops.pointwise.embed_norm import Rows, resolved
+from perilune.ops.pointwise.embed_norm import Rows, check, resolved
 
 
 @dataclass(frozen=True)
 class Case(Sized):
     T: int
-    V: int  # of the rank
+    V: int  # rows of the table on this rank
     ranks: int
     rank: int
     D: int
@@ -42,8 +43,7 @@ CASES = [
     Case(0, 16, 2, 0, 8, 4),
     Case(5, 3, 3, 1, 7, 1),
 ]
-FLOATS = {FLOAT32: EXACT, BFLOAT16: EXACT}
-TOL = {"zeros": exact(), "part": exact(), "cos_rows": FLOATS, "sin_rows": FLOATS}
+TOL = {name: exact() for name in ("zeros", "part", "cos_rows", "sin_rows")}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def cuda(
     cos_rows, sin_rows = cos.new_empty(T, r), cos.new_empty(T, r)
     failed = _kernel()(
         ids.data_ptr(),
-        None if rows is None else rows.data_ptr(),
-        None if last is None else last.data_ptr(),
+        address(rows),
+        address(last),
         positions.data_ptr(),
         table.data_ptr(),
         cos.data_ptr(),
@@ -133,8 +133,5 @@ def embed_part(
     ids: Tensor, rows: Tensor | None, last: Tensor | None, positions: Tensor, table: Tensor, first: int,
     cos: Tensor, sin: Tensor,
 ) -> Rows:  # fmt: skip
-    T = ids.shape[0]
-    assert ids.dtype == torch.int64 and positions.shape == (T,), f"{ids.dtype=} {ids.shape=} {positions.shape=}"
-    assert (rows is None) == (last is None) and (rows is None or rows.shape == (T,)), f"{ids.shape=} {rows=}"
-    assert cos.dtype == sin.dtype == FLOAT32 and cos.shape == sin.shape, f"{cos.shape=} {sin.shape=}"
+    check(ids, rows, last, positions, cos, sin)
     return op(ids, rows, last, positions, table, first, cos, sin)

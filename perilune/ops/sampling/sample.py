@@ -87,13 +87,11 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     return costs.sample(c.rows, c.V)
 
 
-def scaled(logits: Tensor, temperature: Tensor, largest: Tensor | None = None) -> Tensor:
-    """z [R, V] of rows with a temperature above 0, not below LEAST; 0 where the logit is nan. `largest` [R, 1]: the
-    largest logit of the whole row, if other ranks have parts of it."""
+def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """z [R, V] of rows with a temperature above 0, not below LEAST; 0 where the logit is nan."""
     # Subtract the largest logit before scaling: a tiny temperature must not give inf - inf, nor 0 times inf.
     inverse = temperature.reciprocal().clamp_max(torch.finfo(FLOAT32).max)
-    largest = logits.amax(-1, keepdim=True) if largest is None else largest
-    z = (logits - largest) * inverse.unsqueeze(-1)
+    z = (logits - logits.amax(-1, keepdim=True)) * inverse.unsqueeze(-1)
     return z.nan_to_num_(0.0, 0.0, LEAST).clamp_(LEAST, 0.0)
 
 

@@ -24,7 +24,7 @@ from perilune.server.errors import GenerationError
 from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
-from perilune.server.turn import Turn, begin, rendered, see
+from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
@@ -206,15 +206,9 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, CountBody)
     body.check_supported()
-
     chat = await service.offload(size, lambda: _chat(body, service.text.template))
-
-    def count() -> int:
-        return len(rendered(chat, service.text, chat.head_tools).ids)
-
-    with spelled(FIELDS), contextlib.ExitStack() as held:
-        await see(service, request, chat, held)
-        return json_response({"input_tokens": await service.offload(size, count)})
+    with spelled(FIELDS):
+        return json_response({"input_tokens": await prompt_tokens(service, request, size, chat)})
 
 
 def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:

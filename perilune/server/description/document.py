@@ -33,7 +33,7 @@ BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # errors of every endpoint that re
 ERRORS: Mapping[int, str] = {
     400: "A field is wrong; `param` names it, the message says what to send instead.",
     401: "The API key is missing, wrong or expired.",
-    403: "The API key may not do this, or there are none and a web page of a foreign name asks.",
+    403: "The API key may not do this. Without keys: a browser sent this for a web page of another host name.",
     404: "There is no such path, model or stored object.",
     405: "The path has other methods: see the header allow.",
     408: "The body came too slowly.",

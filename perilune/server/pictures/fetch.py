@@ -27,7 +27,7 @@ MAX_ADDRESSES = 3  # of one name that are tried
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-UNICAST = ipaddress.ip_network("2000::/3")  # what is assigned of IPv6; all else is local, or holds an IPv4 address
+UNICAST = ipaddress.ip_network("2000::/3")  # assigned addresses of IPv6; others are local or contain an IPv4 address
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -109,7 +109,7 @@ class Fetcher:
                 return await self._ask(url, address)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as e:  # the last two: of addresses redirected to
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as e:  # the last two: wrong redirects
                 raise refused(f"fetching it failed ({type(e).__name__})") from None
         raise refused(f"its host {host[:100]!r} cannot be reached")
 

@@ -28,7 +28,7 @@ from perilune.server.responses.protocol import FIELDS, InputTokensBody, Response
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
 from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
-from perilune.server.turn import Turn, begin, rendered, see
+from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tools import Form
 
@@ -345,14 +345,10 @@ async def input_tokens(request: Request) -> Response:
     stored = _before(body.previous_response_id, request.app.state.responses, request.app.state.jobs)
     size += sum(len(turn) for turn in stored)
     chat = await service.offload(size, lambda: body.chat(decoded(stored))[0])
-
-    def count() -> int:
-        return len(rendered(chat, service.text, chat.head_tools).ids)
-
-    with spelled(FIELDS), contextlib.ExitStack() as held:
+    with spelled(FIELDS):
         chat.check_supported()
-        await see(service, request, chat, held)
-        return json_response({"object": "response.input_tokens", "input_tokens": await service.offload(size, count)})
+        tokens = await prompt_tokens(service, request, size, chat)
+    return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def _before(previous: str | None, store: ResponseStore, jobs: Jobs) -> list[bytes]:

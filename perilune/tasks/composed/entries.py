@@ -9,14 +9,15 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed import subjects
-from perilune.tasks.composed.subjects import Subject
-from perilune.tasks.fields import written
+from perilune.tasks.composed.subjects import Domain, Subject
+from perilune.tasks.fields import named, written
 from perilune.tasks.problem import pick, user
-from perilune.tasks.wordings import expand, phrase
+from perilune.tasks.wordings import capital, enumerated, expand, phrase
 from perilune.tasks.words import any_word, made_up
 
 Messages = tuple[dict[str, Any], ...]
@@ -37,21 +38,18 @@ class Wanted:
 
 
 def _snake(words: str) -> str:
-    return words.replace(" ", "_")
-
-
-def _camel(words: str) -> str:
-    first, *rest = words.split(" ")
-    return first + "".join([w.capitalize() for w in rest])
+    return named(words, camel=False)
 
 
 _CASES: Final[tuple[tuple[Callable[[str], str], str], ...]] = (
-    *[(_snake, "snake_case")] * 9, *[(_camel, "camelCase")] * 4, (str, ""), (str, ""),
+    *[(_snake, "snake_case")] * 9, *[(partial(named, camel=True), "camelCase")] * 4, (str, ""), (str, ""),
     (lambda words: "".join([w.capitalize() for w in words.split(" ")]), "PascalCase"),
     (lambda words: words.replace(" ", "-"), "kebab-case"), (lambda words: _snake(words).upper(), "capitals"),
 )  # fmt: skip
 _PREFIXED: Final = 0.08  # of objects: keys with the name of what they belong to, as in patient_name
 _INVENTED: Final = 0.05  # of objects: keys that mean nothing, explained in the request
+_FIRST_NAMES: Final = ("first_name", "given_name", "forename")
+_LAST_NAMES: Final = ("last_name", "surname", "family_name")
 
 
 def _type(value: Any) -> str:
@@ -62,7 +60,7 @@ def _type(value: Any) -> str:
     return "number" if isinstance(value, float) else "array" if isinstance(value, list) else "string"
 
 
-def _wanted(rng: Random, many: list[Subject], named: bool) -> tuple[list[Wanted], str]:
+def _wanted(rng: Random, many: list[Subject], with_names: bool) -> tuple[list[Wanted], str]:
     """Keys for some attributes of the subjects, in any order, and the case that the keys are in."""
     case, case_name = pick(rng, _CASES)
     domain, roll = many[0].domain, rng.random()
@@ -72,13 +70,14 @@ def _wanted(rng: Random, many: list[Subject], named: bool) -> tuple[list[Wanted]
     for at in stated[: 1 + int(rng.random() * (len(stated) + 1))]:
         values = tuple([one.facts[at][0] if at in one.facts else None for one in many])
         sources.append((at.keys, values))
-    if named or rng.random() < 0.6:
+    if with_names or rng.random() < 0.6:
         names = [one.name[0] for one in many]
         split = [n.split(" ") for n in names]
         if domain.person and all(len(n) == 2 for n in split) and rng.random() < 0.2:
-            firsts = (("first_name", "given_name", "forename"), tuple([n[0] for n in split]))
-            lasts = (("last_name", "surname", "family_name"), tuple([n[1] for n in split]))
-            sources[:0] = [firsts, lasts]
+            sources[:0] = [
+                (_FIRST_NAMES, tuple([n[0] for n in split])),
+                (_LAST_NAMES, tuple([n[1] for n in split])),
+            ]
         else:
             sources.insert(0, (domain.keys, tuple(names)))
         if rng.random() < 0.3:
@@ -125,10 +124,9 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
         form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
     else:
         form = pick(rng, ("{k}", "{k}", "{k}", '"{k}"', '"{k}"', "'{k}'", "`{k}`", "the {k}", "{k}", "its {k}", "{k}:"))
-    few = 1.0 if not typed or rng.random() < 0.6 else 0.5  # types only where they are not plain
+    strings = not typed or rng.random() < 0.6  # otherwise types are given for what is no string only
     shown = [
-        form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if few == 1.0 or w.type != "string" else w.key
-        for w in wanted
+        form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
     if len(shown) == 1:
         return shown[0]
@@ -139,7 +137,7 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
         return "[" + ", ".join(shown) + "]" if roll < 0.38 else "(" + ", ".join(shown) + ")"
     if roll < 0.5:
         return pick(rng, (", then ", " then ", " and ", " and also ")).join(shown)
-    return ", ".join(shown[:-1]) + pick(rng, (" and ", " and ", ", and ", " plus ", " & ", " as well as ")) + shown[-1]
+    return enumerated(shown, pick(rng, (" and ", " and ", ", and ", " plus ", " & ", " as well as ")))
 
 
 def _template(rng: Random, wanted: list[Wanted]) -> str:
@@ -246,16 +244,12 @@ _GIVEN: Final = ("{t}", "{t}", "{t}", '"{t}"', "Text: {t}", "Text:\n{t}", "```\n
     "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}")  # fmt: skip
 
 
-def _capital(form: str) -> str:
-    return form[0].upper() + form[1:]
-
-
 def _request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
     roll = rng.random()
     if roll < 0.6 or (explained and roll < 0.8):
         form, keys = expand(rng, _RULES, "<ask>"), _in_line(rng, wanted, explained)
         if rng.random() < 0.8:
-            form = _capital(form)
+            form = capital(form)
         return phrase(rng, form).format(keys=keys, about=about, place=place)
     if explained:
         block = _rows(rng, wanted, True)
@@ -263,7 +257,7 @@ def _request(rng: Random, wanted: list[Wanted], about: str, explained: bool, pla
         block = pick(rng, (_template, _template, _template, _schema, _code, _rows))(rng, wanted)
     form = expand(rng, _RULES, "<block>")
     if rng.random() < 0.8:
-        form = _capital(form)
+        form = capital(form)
     form = phrase(rng, form, asking=0.0) if "\n" not in form else form
     return form.format(block=block, about=about, place=place)
 
@@ -342,7 +336,7 @@ def entry(rng: Random) -> Made:
     several = roll < 0.24
     while True:
         many = subjects.subjects(rng, 2 + (rng.random() < 0.3) if several else 1)
-        wanted, case = _wanted(rng, many, named=False)
+        wanted, case = _wanted(rng, many, with_names=False)
         at = int(rng.random() * len(many))
         if wanted and any(w.values[at] is not None for w in wanted):
             break
@@ -373,12 +367,17 @@ def entry(rng: Random) -> Made:
     return messages, "\n".join(_lines("", wanted, at)), {w.key: w.values[at] for w in wanted}
 
 
+@lru_cache(maxsize=256)
+def _words(domain: Domain) -> tuple[str, ...]:
+    """The keys of a domain in words."""
+    known = [*domain.keys, *_FIRST_NAMES, *_LAST_NAMES, *[k for at in domain.attributes for k in at.keys]]
+    return tuple([k.replace("_", " ") for k in known])
+
+
 def _plain(w: Wanted, one: Subject) -> bool:
     """Whether the key says what it is."""
     words = re.sub(r"([a-z])([A-Z])", r"\1 \2", w.key).lower().replace("-", " ").replace("_", " ")
-    known = [*one.domain.keys, "first_name", "given_name", "forename", "last_name", "surname", "family_name"]
-    known += [k for at in one.domain.attributes for k in at.keys]
-    return any(words.endswith(k.replace("_", " ")) for k in known)
+    return words.endswith(_words(one.domain))
 
 
 def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, about: str) -> Made:
@@ -390,12 +389,12 @@ def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, abo
     values = {w.key: w.values[at] for w in outer} | {group: {w.key: w.values[at] for w in inner}}
     if rng.random() < 0.4:
         block = json.dumps({w.key: "..." for w in outer} | {group: {w.key: "..." for w in inner}})
-        ask = _capital(expand(rng, _RULES, "<block>")).format(block=block, about=about, place="there")
+        ask = capital(expand(rng, _RULES, "<block>")).format(block=block, about=about, place="there")
     else:
         keys = pick(rng, _NESTED).format(
             keys=", ".join([w.key for w in outer]), g=group, inner=_in_line(rng, inner, False)
         )
-        ask = _capital(expand(rng, _RULES, "<ask>")).format(keys=keys, about=about, place="there")
+        ask = capital(expand(rng, _RULES, "<ask>")).format(keys=keys, about=about, place="there")
     if about and about not in ask:
         ask += f" Only{about}."
     if any(w.values[at] is None for w in wanted):
@@ -407,7 +406,7 @@ def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, abo
 def _all(rng: Random) -> Made:
     """Every subject of the text as an object of a list."""
     many = subjects.subjects(rng, 2 + (rng.random() < 0.4))
-    wanted, _ = _wanted(rng, many, named=True)
+    wanted, _ = _wanted(rng, many, with_names=True)
     explained = any(not _plain(w, many[0]) for w in wanted)
     name = pick(rng, _PLURALS).format(many[0].domain.name)
     if rng.random() < 0.4 and not explained:
@@ -422,7 +421,7 @@ def _all(rng: Random) -> Made:
         )
     trace = "\n".join([line for i in range(len(many)) for line in _lines(f"{i + 1}. ", wanted, i)])
     rows = [{w.key: w.values[i] for w in wanted} for i in range(len(many))]
-    return _placed(rng, _capital(ask), _text(rng, many), rng.random() < 0.5), trace, {name: rows}
+    return _placed(rng, capital(ask), _text(rng, many), rng.random() < 0.5), trace, {name: rows}
 
 
 def _by_name(rng: Random) -> Made:
@@ -442,11 +441,7 @@ def _by_name(rng: Random) -> Made:
     values = {one.name[1]: one.facts.get(at, (None, ""))[0] for one in many}
     ask = pick(rng, _BY_NAME).format(d=domain.name, m=subjects.label(rng, at.keys), names=", ".join(names))
     wanted = [Wanted(name, "", _type(value), (value,)) for name, value in values.items()]
-    return (
-        _placed(rng, ask, _text(rng, many), rng.random() < 0.5),
-        "\n".join([line for w in wanted for line in _lines("", [w], 0)]),
-        values,
-    )
+    return _placed(rng, ask, _text(rng, many), rng.random() < 0.5), "\n".join(_lines("", wanted, 0)), values
 
 
 def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:

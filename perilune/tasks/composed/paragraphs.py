@@ -14,7 +14,7 @@ from perilune.tasks.composed import subjects
 from perilune.tasks.composed.subjects import Attribute, Sentence, Subject
 from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn, lines
-from perilune.tasks.wordings import careless, in_words, small
+from perilune.tasks.wordings import capital, careless, in_words, small
 from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, listed, made_up
 
 
@@ -90,10 +90,9 @@ def scene(rng: Random, taken: set[str]) -> tuple[str, list[_Asked]]:
             if value not in taken:
                 taken.add(value)
                 words[place] = value
-    text = form.format(**words)
-    text = text[0].upper() + text[1:]
+    text = capital(form.format(**words))
     found = [(q.format(**words), a.format(**words)) for q, a in asked]
-    return text, [(q, text, a if a in text else a[0].upper() + a[1:]) for q, a in found]
+    return text, [(q, text, a if a in text else capital(a)) for q, a in found]
 
 
 # ---- questions about subjects --------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ def _of_scenes(rng: Random) -> Paragraph:
     return Paragraph(pick(rng, (" ", " ", " ", "\n")).join(texts), question, trace, answer)
 
 
-_UNKEMPT: Final = 0.08
+_UNKEMPT: Final = 0.08  # of paragraphs: all in lower case
 
 
 def paragraph(rng: Random) -> Paragraph:

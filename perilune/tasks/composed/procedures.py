@@ -8,9 +8,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.more_programs import indexed, word
+from perilune.tasks.more_programs import counted, indexed, word
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import expand, in_words, phrase
+from perilune.tasks.wordings import capital, expand, in_words, phrase
 from perilune.tasks.words import NAMES, OBJECTS, PLAIN, any_word
 
 Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -176,10 +176,6 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _recipe(rng: Random, start: int, steps: list[Step]) -> str:
     """The steps in sentences or numbered lines."""
     words: dict[str, str] = {}
@@ -188,14 +184,14 @@ def _recipe(rng: Random, start: int, steps: list[Step]) -> str:
     roll = rng.random()
     if roll < 0.25:
         mark = pick(rng, ("{i}. ", "{i}) ", "Step {i}: ", "- ", "{i}: "))
-        rows = [mark.format(i=i) + _capital(t) for i, t in enumerate([begin, *said], 1)]
-        return "\n".join(rows) + "\n" + _capital(end)
+        rows = [mark.format(i=i) + capital(t) for i, t in enumerate([begin, *said], 1)]
+        return "\n".join(rows) + "\n" + capital(end)
     if roll < 0.6:
-        text = ". ".join([_capital(t) for t in (begin, *said)]) + ". " + _capital(end)
+        text = ". ".join([capital(t) for t in (begin, *said)]) + ". " + capital(end)
     else:
         join = pick(rng, (", then ", ", ", " and then ", "; ", " -> ", ". Then ", ", after that ", ", next "))
-        text = _capital(begin) + join + join.join(said) + ". " + _capital(end)
-    return phrase(rng, text.replace("{", "").replace("}", ""), asking=0.0) if rng.random() < 0.3 else text
+        text = capital(begin) + join + join.join(said) + ". " + capital(end)
+    return phrase(rng, text, asking=0.0) if rng.random() < 0.3 else text
 
 
 _HOLDERS: Final = ("a box", "the jar", "a shelf", "the bus", "a counter", "the basket", "the store", "a drawer",
@@ -207,9 +203,9 @@ def _event(rng: Random, start: int, steps: list[Step]) -> str:
     words = {"o": pick(rng, OBJECTS), "n": pick(rng, NAMES)}
     holder = pick(rng, _HOLDERS)
     begin = pick(rng, ("{h} holds {x} {o}", "there are {x} {o} in {h}", "in {h} are {x} {o}", "{h} has {x} {o}"))
-    text = _capital(begin.format(h=holder, x=start, **words)) + ". "
+    text = capital(begin.format(h=holder, x=start, **words)) + ". "
     for step in steps:
-        text += _capital(pick(rng, ("", "", "then ", "later ", "next, ")) + _said(rng, step, _HAPPENS, words)) + ". "
+        text += capital(pick(rng, ("", "", "then ", "later ", "next, ")) + _said(rng, step, _HAPPENS, words)) + ". "
     the = "the " + holder.split(" ", 1)[1]
     return text + pick(rng, ("How many {o} are in {h} now?", "How many {o} does {h} hold at the end?",
     "How many {o} now?",
@@ -280,12 +276,9 @@ def _ranged(rng: Random) -> Snippet:
 
 def _letters(rng: Random) -> Snippet:
     w = word(rng)
-    c, value, trace = pick(rng, w), 0, ""
-    for letter in w:
-        value += letter == c
-        trace += f"{letter}{value}"
+    c = pick(rng, w)
     lines = ["count = 0", f"for c in '{w}':", f"    if c == '{c}':", "        count += 1", "print(count)"]
-    return lines, [indexed(w), trace], value
+    return lines, [counted(w, c)], w.count(c)
 
 
 def _listed(rng: Random) -> Snippet:
@@ -417,7 +410,7 @@ _SNIPPETS: Final[tuple[Callable[[Random], Snippet], ...]] = (
 def _shown(rng: Random, code: str) -> str:
     """Code with what is asked of it, before or after."""
     ask = expand(rng, _RULES, "<print>")
-    ask = _capital(ask) if rng.random() < 0.6 else ask
+    ask = capital(ask) if rng.random() < 0.6 else ask
     roll = rng.random()
     if roll < 0.25:
         code = f"```{pick(rng, ('', 'python', 'py'))}\n{code}\n```"

@@ -2,8 +2,8 @@
 
 data/subjects.txt has a block per domain: `# name | pronouns | forms of the subject | kind keys`, then a line per
 attribute: `= slot kind keys | predicates | notes | questions`. {v} is the attribute's value, {s} the subject; what
-is in brackets beside {v} is its unit. A kind is one of records.py or of this file, or a list of choices with
-commas. Any attributes in any order, joined in any manner, make a text, so that no text is one of a list.
+is in brackets beside {v} is its unit. A kind is one of records.py, choices with commas included, or of this
+file. Any attributes in any order, joined in any manner, make a text, so that no text is one of a list.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Final
 
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, drawn, lines
-from perilune.tasks.wordings import careless, small
+from perilune.tasks.wordings import capital, careless, small
 from perilune.tasks.words import CITIES, any_word, made_up
 
 _SPAN: Final = re.compile(r"(?:\[[^\]]*\])?\{v\}(?: \[[^\]]*\])?")
@@ -28,18 +28,17 @@ class Clause:
     span: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # keys of dictionaries: hashed by identity, not through all their texts
 class Attribute:
     slot: str
     kind: str
-    choices: tuple[str, ...]
     keys: tuple[str, ...]
     predicates: tuple[Clause, ...]
     notes: tuple[Clause, ...]
     questions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Domain:
     name: str
     pronouns: tuple[str, ...]
@@ -69,10 +68,7 @@ def _split(text: str) -> tuple[str, ...]:
 def _attribute(line: str) -> Attribute:
     head, predicates, notes, questions = re.split(r" \|(?= )", line)
     slot, kind, keys = head.split(" ")
-    choices = tuple(kind.replace("_", " ").split(",")) if "," in kind else ()
-    return Attribute(
-        slot, kind, choices, tuple(keys.split(",")), _clauses(predicates), _clauses(notes), _split(questions)
-    )
+    return Attribute(slot, kind, tuple(keys.split(",")), _clauses(predicates), _clauses(notes), _split(questions))
 
 
 def _domain(block: str) -> Domain:
@@ -114,10 +110,7 @@ _MORE: Final[dict[str, Callable[[Random], str]]] = {
 _AS: Final = {"year2": "year", "date2": "date", "money2": "money"}
 
 
-def _value(rng: Random, kind: str, choices: tuple[str, ...]) -> Shown:
-    if choices:
-        text = pick(rng, choices)
-        return text, text
+def _value(rng: Random, kind: str) -> Shown:
     if kind in _NUMBERS:
         low, high, parts = _NUMBERS[kind]
         n = low + int(rng.random() * (high - low))
@@ -143,14 +136,14 @@ def subject(rng: Random, domain: Domain, chosen: Iterable[Attribute], others: It
     """A subject with these attributes and no value that one of `others` has in the same place."""
     others = tuple(others)
     while True:
-        name = _value(rng, domain.kind, ())
+        name = _value(rng, domain.kind)
         if all(name[1] not in o.name[1] and o.name[1] not in name[1] for o in others):
             break
     facts: dict[Attribute, Shown] = {}
     seen = {name[1]}
     for one in chosen:
         for _ in range(9):
-            made = _value(rng, one.kind, one.choices)
+            made = _value(rng, one.kind)
             if made[1] not in seen and all(o.facts.get(one, ("", ""))[1] != made[1] for o in others):
                 facts[one] = made
                 seen.add(made[1])
@@ -231,7 +224,7 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
         if rng.random() < 0.1:
             core = pick(rng, _WRAPS).format(core if core.startswith(one.name[1]) else small(core))
         if not core.startswith(one.name[1]):  # a host's name stays small
-            core = core[0].upper() + core[1:]
+            core = capital(core)
         found.append(Sentence(core + ".", stated, one))
     return found
 

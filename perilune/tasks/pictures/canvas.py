@@ -27,10 +27,9 @@ BUILT_IN: Final = ""  # Pillow's own scalable font
 BITMAP: Final = "bitmap"  # Pillow's own font of 11 pixels, enlarged
 BITMAP_HEIGHT: Final = 11
 NEW_FONT_SHARE: Final = 5  # one font file in five is never in training
+OWN_SHARE: Final = 0.35  # of texts: written in Pillow's own fonts although there are font files too
 
-OWN_SHARE: Final = 0.35  # of text in Pillow's own fonts, where there are files too
-
-# Keyed by: new.
+# By whether the font is kept from training.
 OWN_FONTS: Final = {False: (BUILT_IN, BUILT_IN, BITMAP), True: (BUILT_IN,)}
 _files: dict[bool, list[str]] = {False: [], True: []}
 

@@ -17,6 +17,7 @@ from perilune.dist.peer_memory import ExchangeError
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Mailboxes, Peers
 from perilune.ops.harness import build
+from tests.cpu.dist import rank_threads
 
 CPU = torch.device("cpu")
 
@@ -24,37 +25,19 @@ CPU = torch.device("cpu")
 def on_ranks(ranks: int, run: Callable[[int, peer_memory.Swap], Any]) -> list[Any]:
     """What run(rank, swap) gives or raises, each in a thread."""
     store = HashStore()
-    found: list[Any] = [None] * ranks
-
-    def rank(r: int) -> None:
-        try:
-            found[r] = run(r, peer_memory.over_store(store, r, ranks))
-        except Exception as e:
-            found[r] = e
-
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(ranks)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(100)
-    return found
+    return rank_threads.on_ranks(ranks, lambda r: run(r, peer_memory.over_store(store, r, ranks)))
 
 
 def test_a_swap_gives_every_rank_all_bytes_in_order_and_keeps_few_of_them() -> None:
     store = HashStore()
-    swaps = [peer_memory.over_store(store, r, 3) for r in range(3)]
-    found: dict[int, list[list[bytes]]] = {}
 
-    def rank(r: int) -> None:
-        found[r] = [swaps[r](bytes([turn, r, 0, 255]) if turn else b"") for turn in range(20)]
+    def rank(r: int) -> list[list[bytes]]:
+        swap = peer_memory.over_store(store, r, 3)
+        return [swap(bytes([turn, r, 0, 255]) if turn else b"") for turn in range(20)]
 
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(100)
+    found = rank_threads.on_ranks(3, rank)
     want = [[bytes([turn, r, 0, 255]) if turn else b"" for r in range(3)] for turn in range(20)]
-    assert found == dict.fromkeys(range(3), want)
+    assert found == [want] * 3
     assert store.num_keys() <= 9  # two turns of three ranks, and a count of its own
 
 
@@ -123,7 +106,7 @@ def connected(driver: Driver, monkeypatch: pytest.MonkeyPatch, close: bool) -> l
 def test_ranks_open_each_others_memory_and_free_it_when_all_have_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
     first, second = connected(driver, monkeypatch, close=True)
-    assert first._addresses == [1000, 2001] and second._addresses == [2000, 1001]
+    assert first.addresses == [1000, 2001] and second.addresses == [2000, 1001]
     assert sorted(driver.opened) == [2000, 2001] and sorted(driver.freed) == [1000, 1001]
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,10 @@ from perilune.dist import pieces
 from perilune.dist.pieces import SLOTS, Landed, add_in_pieces
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.exchange.sum_add_rmsnorm import reference, sum_add_rmsnorm
+from tests.cpu.dist.rank_threads import on_ranks
 
 ROWS, WIDTH, EPS = 4, 16, 1e-5
-LENGTHS = (ROWS + 1, 7 * ROWS, 3 * ROWS - 1, 2 * ROWS)  # of exchanges: fewer pieces than slots, and more
+LENGTHS = (ROWS + 1, 7 * ROWS, 3 * ROWS - 1, 2 * ROWS)  # rows of each call: fewer pieces than slots, and more
 
 
 class Stream:
@@ -32,12 +32,12 @@ class Stream:
     def record_event(self) -> None: ...
 
 
-class Meeting:
-    """The exchange of words between ranks; `last` ranks of it may wait for how far others have come."""
+class Words:
+    """Exchanges of one word per rank, as threads. A rank may wait until the others cannot go on without it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.changed = ranks, threading.Condition()
-        self.turns = [0] * ranks  # of exchanges that a rank has begun
+        self.turns = [0] * ranks  # exchanges that each rank has begun
         self.ended: set[int] = set()
         self.words: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
 
@@ -63,29 +63,9 @@ class Meeting:
             assert self.changed.wait_for(lambda: all(self.turns[r] == ahead or r in self.ended for r in others), 100)
 
 
-def on_ranks(ranks: int, run: Callable[[int], Any]) -> list[Any]:
-    found: list[Any] = [None] * ranks
-
-    def rank(r: int) -> None:
-        try:
-            found[r] = run(r)
-        except BaseException as e:
-            found[r] = e
-
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(ranks)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(200)
-    for result in found:
-        if isinstance(result, BaseException):
-            raise result
-    return found
-
-
 @pytest.mark.parametrize("ranks, late", [(2, 0), (2, 1), (4, 2), (2, None)])
 def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, ranks: int, late: int | None) -> None:
-    """The others go on as far as they can before it reads each piece."""
+    """The other ranks run as far as they can without rank `late` before it reads each piece."""
 
     def copy(to: int, start: int, nbytes: int, stream: int) -> int:
         ctypes.memmove(to, start, nbytes)
@@ -94,11 +74,11 @@ def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(pieces, "_copy", lambda: copy)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    meeting = Meeting(ranks)
+    words = Words(ranks)
 
     def added(residual: Tensor, own: Tensor, others: Tensor, rank: int, *rest: Any) -> None:
         if rank == late:
-            meeting.wait_until_others_wait(rank)
+            words.wait_until_others_wait(rank)
         sum_add_rmsnorm(residual, own, others, rank, *rest)
 
     monkeypatch.setattr(pieces, "sum_add_rmsnorm", added)
@@ -110,7 +90,7 @@ def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, 
 
     def run(rank: int) -> list[tuple[Tensor, Tensor]]:
         def gather(own: Tensor) -> Tensor:
-            return meeting.gather(rank, own)
+            return words.gather(rank, own)
 
         landing: Any = SimpleNamespace(own=memory[rank], addresses=addresses)
         link, found = Landed(Peers(rank, ranks, gather), landing, ROWS, WIDTH, torch.float32), []
@@ -119,10 +99,12 @@ def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, 
                 h = torch.ones(parts.shape[1], WIDTH)
                 found.append((h, add_in_pieces(h, parts[rank].clone().__getitem__, norm, EPS, link)))
         finally:
-            meeting.end(rank)
+            words.end(rank)
         return found
 
-    for found in on_ranks(ranks, run):
+    for found in on_ranks(ranks, run, 40):
+        if isinstance(found, BaseException):
+            raise found
         for parts, (h, y) in zip(given, found, strict=True):
             want, normed = torch.ones_like(h), torch.empty_like(h)
             reference(want, parts[0], parts[1:], 0, norm, normed, EPS)

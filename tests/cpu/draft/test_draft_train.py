@@ -39,7 +39,8 @@ from perilune.model.kimi_k2 import KimiK2, Span, Step
 from perilune.model.weights import Weights
 from tests import forked
 from tests.cpu.draft.test_draft import corpus_of, some_rows
-from tests.cpu.model.test_eagle3 import LAYERS, TARGET, D, Plain, V
+from tests.cpu.model.eagle3_equations import Plain
+from tests.cpu.model.test_eagle3 import LAYERS, TARGET, D, V
 
 AUX = [1, 2, 4]
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from perilune.speculation.rejection_log import Record, RejectedLog, Rejection
 from runs.kimi_nano.mining_setting import BASE, PART, SETTINGS, parts
 from runs.kimi_nano.mining_table import compare
 from tests.cpu.draft.test_draft import drafts_config, some_rows
-from tests.cpu.model.test_eagle3 import TARGET, D, Plain, V
+from tests.cpu.model.eagle3_equations import Plain
+from tests.cpu.model.test_eagle3 import TARGET, D, V
 from tests.cpu.speculation.test_rejection_log import step
 
 LENGTH = 3

@@ -29,7 +29,7 @@ def next_token(state: int) -> int:
 
 
 def alone(prompt, params, limit):
-    """What the fake model answers when nobody else is there: (tokens, finish reason)."""
+    """The answer of the fake model to this request without any other: (tokens, finish reason)."""
     state, out = 1, []
     for token in prompt:
         state = extend(state, token)
@@ -44,8 +44,8 @@ def alone(prompt, params, limit):
 
 
 class FakeRunner:
-    """Executes plans in order; `errors` maps a request to the output index at which it fails. `chain` drafts behind
-    the output tokens that a request has, for works planned behind others."""
+    """Executes plans in order; `errors` maps a request to the output index at which it fails. `chain` gives the drafts
+    after a request's output tokens, for chained works."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FakeRunner:
         self.chain = chain
         self.given: dict[int, int] = {}  # prompt tokens
         self.drafted: dict[int, int] = {}  # drafts of each in the last step that it was in
-        self.spoilt: set[int] = set()  # whose last step drew nothing to go on from
+        self.spoilt: set[int] = set()  # requests that got no last token in the last step: a work chained to it is void
         self.kv: dict[tuple[int, int], int] = {}
         self.last: list[tuple[int, int, int] | None] = [None] * slots  # (rid, step, token)
         self.truth: dict[int, list[int]] = {}
@@ -76,7 +76,7 @@ class FakeRunner:
         writer, reader = self.wire
         assert reader.plan(reader.order(writer.plan(plan))) == plan, "another rank gets another plan"
         void = [w for w in plan.work if w.chained and w.rid in self.spoilt]
-        for work in void:  # it may write whatever it likes to what it was given
+        for work in void:  # a void work may write anything to its own blocks
             self.kv.update(
                 ((work.blocks[p // self.block_size], p % self.block_size), -1)
                 for p in range(len(self.truth[work.rid]) - 1, work.end)
@@ -109,7 +109,8 @@ class FakeRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         assert len({w.slot for w in plan.work}) == len({w.rid for w in plan.work}) == len(plan.work) > 0
         written = [self._write(work) for work in plan.work]
-        for work, blocks in zip(plan.work, written):  # no ordering within a step: nobody reads what another writes
+        # Works of a step run in any order: none may have a block that another one writes.
+        for work, blocks in zip(plan.work, written):
             assert all(w is work or not blocks & set(w.blocks) for w in plan.work)
         return StepResult(plan.step, tuple(o for w in plan.work if (o := self._sample(w)) is not None))
 
@@ -188,9 +189,9 @@ class Answer:
 class Rig:
     """A scheduler, a runner, and the loop between them; `check_integrity` after every call.
 
-    `drafter` guesses what follows a request's text, given its prompt and how many output tokens it has. Where it may,
-    a step lands before the next one is planned: always, or as chance (`rng`) has it; with drafts it must, unless the
-    next one can be planned behind it: tried as chance (`trails`) has it.
+    `drafter` gives drafts after a request's text, from its prompt and the number of its output tokens. With a drafter
+    a step is committed before the next one is planned: always, or with `rng` in 7 of 10 cases at random and always if
+    it had drafts. With `trails` the next step is chained to it instead in 8 of 10 cases, if that is possible.
     """
 
     def __init__(

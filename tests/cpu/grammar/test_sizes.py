@@ -184,7 +184,7 @@ def _object(required: str, **properties: Any) -> Any:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-# Definitions of which each value may go on for ever: B and C lead to an end, which the keys alone do not tell.
+# Definitions with values that may be nested without end: B and C lead to an end, but the keys alone do not say so.
 ENDING = [
     {"A": _object("y", y=_any("A", "C")), "B": _object("", x={"type": "null"}), "C": _object("x", x={"type": "null"})},
     {
@@ -228,6 +228,29 @@ def test_values_that_double_take_no_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert values[0] == b'{"l":null,"r":null}' and peak < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        _object("n", n={"anyOf": [{"allOf": [{"$ref": "#/$defs/A"}, {"type": "object"}]}, {"type": "null"}]}),
+        LIST | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}], "minItems": 1}]},
+    ],
+)
+def test_unused_definitions_are_not_looked_at(nano: Tokenizer, unused: Any) -> None:
+    """The compiler refuses such a definition only where it is used; its value requires itself."""
+    schema = {"$ref": "#/$defs/X", "$defs": {"A": unused, "X": {"type": "array", "items": {"type": "null"}}}}
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
+    assert constraint is not None and constraint.least == len(nano.encode("[]")) + 1
+    assert shortest_values([schema]) == (b"[]",)
+
+
+def test_definitions_that_lead_far(nano: Tokenizer) -> None:
+    """100 definitions, each of which needs the next one."""
+    parts = {f"d{i}": _object("n", n={"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, NODE]}) for i in range(100)}
+    schema = {"$ref": "#/$defs/d0", "$defs": parts | {"d100": {"type": "object"}, "X": {"type": "null"}}}
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
+    assert constraint is not None and constraint.least > 200
 
 
 @settings(max_examples=150, deadline=None)

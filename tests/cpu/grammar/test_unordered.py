@@ -102,6 +102,22 @@ def test_what_is_left_to_the_compiler(schema: Any) -> None:
     assert rules(schema) is None
 
 
+def test_copies_of_definitions_are_bounded() -> None:
+    """A schema of 316 kB, 3,000 definitions and 100 values that refer to them, took 19 s and 1 GB."""
+
+    def tree(values: int) -> dict[str, Any]:
+        if values == 1:
+            return {"$ref": "#/$defs/d0"}
+        halves = {"a": tree(values // 2), "b": tree(values - values // 2)}
+        return {"type": "object", "properties": halves}
+
+    def schema(definitions: int) -> dict[str, Any]:
+        return tree(100) | {"$defs": {f"d{i}": {"type": "null"} for i in range(definitions)}}
+
+    assert rules(schema(1_900)) is not None
+    assert rules(schema(2_100)) is None
+
+
 def test_random_objects_agree_with_a_validator(nano: Tokenizer) -> None:
     rng = Random(11)
     kinds: list[tuple[dict[str, Any], list[Any]]] = [

@@ -222,6 +222,20 @@ def test_blocks_are_used_again_while_new_ones_are_made() -> None:
         next(feeder.Feeder(broken(), lambda block: block, 1, again=True))
 
 
+def test_a_feeder_closes_though_its_queue_is_full_and_the_data_processes_failed() -> None:
+    failed = threading.Event()
+
+    def blocks() -> Iterator[dict[str, torch.Tensor]]:
+        yield from [{}] * feeder.AHEAD
+        failed.set()
+        raise ValueError("a data process ended")
+
+    feed = feeder.Feeder(blocks(), lambda block: block, 1, again=True)
+    assert failed.wait(60)
+    feed.close()
+    assert not feed._thread.is_alive()
+
+
 def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     before = (model / EYES_FILE).read_bytes()
@@ -255,6 +269,7 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     ledger, log = tmp_path / "evaluate.jsonl", tmp_path / "eyes.jsonl"
     start = {
         "kind": "start",
+        "step": 0,
         "parameters": 678544,
         "device": "cpu",
         "torch": "2",
@@ -275,12 +290,14 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     }
     exact = {"picture_sums": 0.8789, "picture_shapes": 0.75}
     score = {"kind": "score", "split": "structural", "mode": "thinking", "count": 256, "exact": exact}
-    again = start | {"minutes": 0.4}  # resumed with less time, for the scores alone
-    log.write_text("".join(json.dumps(row) + "\n" for row in (start, stop, again, stop, score)))
+    again = start | {"step": 7, "minutes": 0.4}  # resumed with less time, for the scores alone: no block was used
+    earlier = stop | {"fresh": 100}  # of another training
+    rows = (start, earlier, start, stop, again, stop | {"fresh": 0, "again": 0}, score)
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     facts = eyes_card.trained(log, model)
     assert (facts["pictures"], facts["minutes"]) == (3210, 5.5)
     assert facts["weights_sha256"] == eyes_card.weights_hash(model)
-    rows = [
+    scored = [
         {
             "model": "kimi-nano", "server": "private", "family": name, "split": split, "thinking": thinking, "n": 100,
             "exact_match": 90.0 if how == "real" else 2.0, "low": 80, "high": 95, "constant": 4.0,
@@ -289,7 +306,7 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
         for name in eyes.EVALUATED for split in eyes_card.SPLITS
         for thinking, how in ((True, "real"), (False, "real"), (False, "blank"), (False, "none"))
     ]  # fmt: skip
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in scored))
     said = eyes_card.part(facts, ledger)
     assert "| picture_sums | in-distribution | 90.0 (80-95) | 90.0 (80-95) | 4.0 | 2.0 | 2.0 | 100 |" in said
     assert "of 50 font files one in five" in said and "picture_sums 87.9 %, picture_shapes 75.0 % of 256" in said
@@ -299,9 +316,13 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
     )
     assert all(len(line) < 121 for line in said.splitlines() if "|" not in line), max(said.splitlines(), key=len)
     assert eyes_card.part(None, ledger) == ""
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in scored[:-1]))
     with pytest.raises(SystemExit, match="pictures none: run perilune evaluate"):
         eyes_card.part(facts, ledger)
     log.write_text(json.dumps(start) + "\n" + json.dumps(stop | {"finished": False}))
     with pytest.raises(SystemExit, match="unfinished"):
+        eyes_card.trained(log, model)
+    older = {key: value for key, value in stop.items() if key != "fresh"}
+    log.write_text("".join(json.dumps(row) + "\n" for row in (start, older, score)))
+    with pytest.raises(SystemExit, match="not the log of a training of eyes: 'fresh'"):
         eyes_card.trained(log, model)

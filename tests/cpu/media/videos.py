@@ -74,7 +74,7 @@ def growing(*sizes: tuple[int, int]) -> bytes:
 def recorded(times_ms: Sequence[int], *, hidden: int = 0) -> bytes:
     """A WebM file as a browser records it: with the time of each frame, and no frames per second.
 
-    hidden  each so many frames are followed by one that is not shown
+    hidden  a frame that is not shown follows each `hidden` frames; 0: none
     """
     av = pytest.importorskip("av", reason="PyAV is not installed (the extra `video`)")
     out = io.BytesIO()

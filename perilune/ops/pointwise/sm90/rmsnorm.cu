@@ -1,5 +1,6 @@
 // rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py,
-// add_rmsnorm.py and exchange/sum_add_rmsnorm.py. A row is a warp's, or of a whole CTA; either keeps it in registers between its sum and its result.
+// add_rmsnorm.py and exchange/sum_add_rmsnorm.py. A row belongs to a warp, or to a whole CTA, which keeps it in
+// registers from its sum of squares to its result.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -7,7 +8,8 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-enum Added { NOTHING, NARROW, WIDE, RANKS };  // to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank
+// Added to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank.
+enum Added { NOTHING, NARROW, WIDE, RANKS };
 
 struct Args {
   bf16* x;  // rows `stride` apart; the sum goes back to it
@@ -17,7 +19,8 @@ struct Args {
   bf16* y;  // [T, D]
   int parts, T, D;
   float eps;
-  // RANKS: `added` is of rank `rank`, those of the other parts - 1 ranks lie here, in order, `apart` values apart.
+  // RANKS: `added` is the part of rank `rank`; `others` has those of the other `parts` - 1 ranks, in order, `apart`
+  // values from one to the next.
   const bf16* others;
   int64_t apart;
   int rank;
@@ -58,7 +61,7 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
         const int p = place + i * 32 * SHARE;
         if (p >= pieces) continue;
         if constexpr (ADDED == RANKS) {
-          // Past L1: another GPU has written it, maybe after this kernel was launched.
+          // Bypasses L1: another GPU has written it, maybe after this kernel was launched.
           const uint4 v = __ldcg(reinterpret_cast<const uint4*>(of_rank + static_cast<int64_t>(row) * a.D + 8 * p));
           const float2 v0 = widen(v.x), v1 = widen(v.y), v2 = widen(v.z), v3 = widen(v.w);
           sum[i][0].x += v0.x, sum[i][0].y += v0.y, sum[i][0].z += v1.x, sum[i][0].w += v1.y;

@@ -1,0 +1,97 @@
+"""The index of the files that hold KV blocks on disk: which are dropped for lack of room or for their age. Policy only;
+the files are kv/disk.py."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from perilune.kv.mover import Name
+
+
+@dataclass(slots=True, eq=False)
+class File:
+    """A block's file. `users`: restores that read it; a file dropped meanwhile is deleted when the last has ended."""
+
+    name: Name
+    used: float
+    users: int = 0
+    dropped: bool = False
+
+
+class FileIndex:
+    """The files, by the digest of their block, the least recently used first.
+
+    files   (name, time of last use), the least recently used first
+    limit   files, at most; 0: no disk, or none any more
+    delete  called with the name of each file that is dropped, when no restore reads it
+    """
+
+    def __init__(self, files: Iterable[tuple[Name, float]], limit: int, delete: Callable[[Name], None]) -> None:
+        self._files = OrderedDict((name.digest, File(name, used)) for name, used in files)
+        self.limit, self._delete = limit, delete
+        while len(self._files) > limit:
+            self.drop(next(iter(self._files)))
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._files
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def add(self, name: Name, used: float) -> None:
+        """Registers a file that was written."""
+        self._files[name.digest] = File(name, used)
+
+    def touch(self, digest: bytes, now: float) -> None:
+        """Marks a file, if there is one, as the most recently used."""
+        if (file := self._files.get(digest)) is not None:
+            file.used = now
+            self._files.move_to_end(digest)
+
+    def acquire(self, digest: bytes) -> File:
+        """The file of a known block, for a restore that begins."""
+        file = self._files[digest]
+        file.users += 1
+        return file
+
+    def release(self, file: File) -> None:
+        """The restore has ended."""
+        file.users -= 1
+        if file.dropped and not file.users:
+            self._delete(file.name)
+
+    def make_room(self, writing: int) -> bool:
+        """Whether there is room for one more file besides `writing` that are being written, after dropping the least
+        recently used that no restore reads."""
+        while len(self._files) + writing >= self.limit:
+            idle = next((digest for digest, file in self._files.items() if not file.users), None)
+            if idle is None:
+                return False
+            self.drop(idle)
+        return True
+
+    def drop(self, digest: bytes) -> None:
+        """Drops a file, if there is one; it is deleted when no restore reads it."""
+        if (file := self._files.pop(digest, None)) is None:
+            return
+        file.dropped = True
+        if not file.users:
+            self._delete(file.name)
+
+    def forget(self, first: bytes) -> None:
+        """Drops the files of all chains that begin with this digest."""
+        for digest in [d for d, file in self._files.items() if file.name.first == first]:
+            self.drop(digest)
+
+    def expire(self, before: float) -> None:
+        """Drops the files that were last used before this time and that no restore reads."""
+        for digest in [d for d, file in self._files.items() if file.used < before and not file.users]:
+            self.drop(digest)
+
+    def close(self) -> None:
+        """The directory is gone: nothing is deleted, and no file is added any more."""
+        self.limit = 0
+        self._files.clear()
