@@ -102,7 +102,7 @@ def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, 
             words.end(rank)
         return found
 
-    for found in on_ranks(ranks, run, 40):
+    for found in on_ranks(ranks, run):
         if isinstance(found, BaseException):
             raise found
         for parts, (h, y) in zip(given, found, strict=True):
