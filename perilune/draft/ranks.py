@@ -1,6 +1,6 @@
 """Several processes that train one draft: each has a part of every batch and, by FSDP2, of the parameters."""
 
-import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,14 +27,13 @@ def count() -> int:
 
 def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
     """Runs task(*given) in `processes` new processes of this machine, which form a group; raises what one does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start(_member, (processes, port, task, given), nprocs=processes)
+    # They find each other through a file: a port that is free now may be taken when they have imported torch.
+    with tempfile.TemporaryDirectory(prefix="perilune-draft-") as folder:
+        start(_member, (processes, f"file://{folder}/meeting", task, given), nprocs=processes)
 
 
-def _member(own: int, processes: int, port: int, task: Callable[..., None], given: tuple[Any, ...]) -> None:
-    with group(own, processes, f"tcp://127.0.0.1:{port}"):
+def _member(own: int, processes: int, meeting: str, task: Callable[..., None], given: tuple[Any, ...]) -> None:
+    with group(own, processes, meeting):
         task(*given)
 
 

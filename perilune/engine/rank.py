@@ -39,6 +39,7 @@ from perilune.ops.harness import build as ops_build
 POLLING_CORES = 4
 # A rank waits so long before it reports a failed step: rank 0 must first see the rank that caused it, if it is another.
 BLAME_SECONDS = 2.0
+REMOVALS = 9  # tries to remove the rendezvous folder
 
 
 class Leader:
@@ -86,7 +87,11 @@ class Leader:
         """Where rank 0 has ended: ends this process and removes the rendezvous file, in case that rank 0 was killed
         before it did so."""
         if self._start.place.meeting:
-            shutil.rmtree(Path(self._start.place.meeting).parent, ignore_errors=True)
+            folder = Path(self._start.place.meeting).parent
+            for _ in range(REMOVALS):  # another thread may be joining the group, and make the file again meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
         os._exit(code)
 
 

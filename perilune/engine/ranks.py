@@ -50,6 +50,9 @@ Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
 DIAGNOSIS_SECONDS = 8.0  # How long an error of an exchange waits for the watching thread to find which rank was lost.
+# How long a process that has closed its socket may take to end. Shorter: the reason lacks the signal that has killed it
+# where the kernel still frees its memory, or a busy machine lets it wait. Longer: DIAGNOSIS_SECONDS would be too short.
+ENDING_SECONDS = 4.0
 CLOSE_SECONDS = 3.0  # Ranks that have not ended by themselves after this are killed.
 MEASURED_STEPS = 512  # `costs` covers at most so many plans, the last ones.
 
@@ -378,6 +381,7 @@ class Ranks:
                 building=build.building() or any(beat.building for beat in beats),
                 progress=(self._group.progress(), *(beat.progress for beat in beats)),
                 begun=(self._group.begun, *(beat.begun for beat in beats)),
+                silent=max(rank.silent_seconds for rank in self._ranks) > BEAT_SECONDS,
             )
 
     def _hear(self, rank: _Rank) -> None:
@@ -397,7 +401,9 @@ class Ranks:
                 elif report.kind == "moved" and self.on_moved is not None:
                     self.on_moved(rank.place.rank, report.moved)
                 elif report.kind == "failed":
-                    self._fail(report.text)
+                    # A killed rank's end may not have been seen yet where this one already reports what came of it.
+                    killed = next((r for r in self._ranks if (r.process.poll() or 0) < 0), None)
+                    self._fail(report.text if killed is None else f"{killed} {_ending(killed.process)}")
         except (EOFError, msgspec.DecodeError, EngineError):
             if not self._closing:
                 self._fail(f"{rank} {_ending(rank.process)}")
@@ -479,9 +485,9 @@ def _spawn(start: Start, ring: OrderWriter) -> _Rank:
 
 
 def _ending(process: "subprocess.Popen[bytes]") -> str:
-    """One line saying how a process ended that has closed its socket: exit status or signal."""
+    """How a process ended that has closed its socket, as the end of a line: exit status or signal."""
     try:
-        code = process.wait(BEAT_SECONDS)
+        code = process.wait(ENDING_SECONDS)
     except subprocess.TimeoutExpired:
         return "closed its connection"
     return f"ended by {signal.Signals(-code).name}{signal_note(code)}" if code < 0 else f"ended with exit code {code}"

@@ -8,11 +8,11 @@ import pytest
 
 from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
-from tests.cpu.engine.test_kv_tiers import hits, worth_it
+from perilune.engine.kv_tiers.ranked import RankedTransfer
+from tests.cpu.engine.test_kv_tiers import hits, wait_for_copies
 from tests.multi.conftest import CONFIG
 
 pytestmark = pytest.mark.usefixtures("worth_it")
-__all__ = ["worth_it"]
 
 SMALL: dict[str, Any] = {
     **CONFIG,
@@ -57,12 +57,15 @@ def integrity(llm: LLM) -> None:
     llm._engine.scheduler.check_integrity()
 
 
-def test_answers_are_those_without_tiers(expected: list[tuple[int, ...]], tmp_path: Path) -> None:
+def test_answers_are_those_without_tiers(
+    expected: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, root = {**SMALL, **LAYOUTS["replicated"]}, tmp_path / "kv"
     with LLM("kimi-nano", **kept, kv_host_gb=0.3) as llm:
         assert play(llm, turns=3) == expected and hits(llm)["host"] > 0
         integrity(llm)
         size = llm._engine.scheduler.offload._tiers.row_limit  # type: ignore[union-attr]
+    wait_for_copies(monkeypatch, RankedTransfer)
     thrashing = dict(kv_host_gb=0.3 * 8.5 / size, kv_disk=str(root), kv_disk_gb=0.5)
     with LLM("kimi-nano", **kept, **thrashing) as llm:  # eight rows
         assert play(llm, turns=3) == expected and hits(llm)["disk"] > 0
@@ -81,7 +84,10 @@ def test_answers_are_those_without_tiers(expected: list[tuple[int, ...]], tmp_pa
         integrity(llm)
 
 
-def test_sharded_kv_stores_each_ranks_part(expected: list[tuple[int, ...]], tmp_path: Path) -> None:
+def test_sharded_kv_stores_each_ranks_part(
+    expected: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_copies(monkeypatch, RankedTransfer)
     disk = dict(kv_host_gb=ROWS_GB, kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.5)
     with LLM("kimi-nano", **{**SMALL, **LAYOUTS["sequence"]}, **disk) as llm:
         assert play(llm, turns=3) == expected and hits(llm)["disk"] > 0

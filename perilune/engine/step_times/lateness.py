@@ -27,6 +27,7 @@ class Seen:
     tokens    of the largest step that may be in flight
     building  whether a rank compiles kernels
     progress, begun   of each rank's Group (dist/group.py), rank 0 first
+    silent    whether a rank's heartbeats have been missing for more than a moment: if they stay out, that is the reason
     """
 
     ended: Mapping[str, int]
@@ -36,6 +37,7 @@ class Seen:
     building: bool
     progress: tuple[int, ...]
     begun: tuple[int, ...]
+    silent: bool = False
 
 
 class Lateness:
@@ -45,7 +47,7 @@ class Lateness:
         self._still_seconds = 0.0  # since any rank last reported progress
 
     def look(self, seen: Seen) -> str | None:
-        """The reason why the group must end; None: no rank is late. Call it every BEAT_SECONDS."""
+        """The reason why the group must end; None: no rank is late, or one is silent. Call it every BEAT_SECONDS."""
         before, self._before = self._before, seen
         last = {} if before is None else before.ended
         for name, ended in seen.ended.items():
@@ -55,6 +57,8 @@ class Lateness:
         late_seconds = self._late_seconds[name]
         still = before is not None and (before.progress, before.ended) == (seen.progress, seen.ended)
         self._still_seconds = self._still_seconds + BEAT_SECONDS if still and late_seconds else 0.0
+        if seen.silent:
+            return None
         if late_seconds >= SILENT_SECONDS and seen.ended[name] < seen.own:
             return f"{name} has not ended a step that rank 0 ended {late_seconds:.0f} s ago"
         if self._still_seconds >= STILL_SECONDS:

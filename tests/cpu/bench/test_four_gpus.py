@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,23 @@ def test_too_few_gpus_are_an_error_before_anything_is_built(monkeypatch: pytest.
         script._all(Setting(4), ["b"], script._arguments())
 
 
-def test_a_start_whose_time_is_over_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert script._run(["sh", "-c", "sleep 60 & echo $! $PYTHONFAULTHANDLER; wait"], 1.0) == 1
-    started, said = capfd.readouterr().out.splitlines()
-    pid, prints_stacks = started.split()
-    assert prints_stacks == "1" and said == "stopped after 1 s, where:"
-    status, until = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
+def test_a_start_whose_time_is_over_leaves_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Started(subprocess.Popen[bytes]):
+        """One for which the time is over when it has said what it has started."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == 1.0 and not (tmp_path / "said").exists():
+                time.sleep(0.01)
+            return super().wait(0.0 if timeout == 1.0 else timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    starts = f"cd {tmp_path}; sleep 200 & echo $! $PYTHONFAULTHANDLER > part; mv part said; wait"
+    assert script._run(["sh", "-c", starts], 1.0) == 1
+    pid, prints_stacks = (tmp_path / "said").read_text().split()
+    assert prints_stacks == "1" and capfd.readouterr().out == "stopped after 1 s, where:\n"
+    status, until = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
     while status.exists() and status.read_text().split()[2] != "Z":  # a killed process takes a moment to end
         assert time.monotonic() < until
         time.sleep(0.02)

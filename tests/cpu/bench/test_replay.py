@@ -142,6 +142,7 @@ def invoke(*arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(found.stdout.splitlines()[-1]), found.stderr
 
 
+@pytest.mark.usefixtures("worth_it")
 def test_an_engine_with_tiers_comes_close_to_the_ideal(tiny: Path, tmp_path: Path) -> None:
     small = ["--scale", "0.008", "--speed", "0", "--sessions", "5", "--turns", "4", "--max-model-len", "240"]
     small += ["--set", "kv_blocks=40", "--set", "block_size=8", "--set", "max_num_seqs=1", "--set", "threads=1"]
@@ -231,6 +232,7 @@ def test_sessions_that_have_gone_on_before() -> None:
         traces.begun(session, 4)
 
 
+@pytest.mark.usefixtures("worth_it")
 def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path) -> None:
     small = ["--scale", "0.004", "--speed", "0", "--sessions", "5", "--turns", "5", "--max-model-len", "240"]
     small += ["--set", "kv_blocks=40", "--set", "block_size=8", "--max-num-seqs", "1", "--set", "threads=1"]

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
+from starlette.responses import StreamingResponse
 
 from perilune.bench import load, serve
 from perilune.bench.load import Client, Timing
@@ -17,6 +19,7 @@ from perilune.bench.serve_plot import plot
 from perilune.cli.bench.serve import command
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.core.errors import PeriluneError
+from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, serving, usage
 
 ROW_KEYS = {"streams", "tokens_per_s", "server_us_per_token", "first_byte_ms", "p99_gap_ms"}  # CONTRACTS.md's
@@ -29,7 +32,7 @@ def slow(pieces: int, pause: float) -> list[Any]:
             (0.0, "[DONE]")]  # fmt: skip
 
 
-def ask(fake: FakeEndpoint, *, timeout: float = 5.0) -> Timing:
+def ask(fake: FakeEndpoint, *, timeout: float = 100.0) -> Timing:
     client = Client(f"{fake.url}/v1", api_key="secret", timeout=timeout)
     return asyncio.run(client.ask(client.encode({"model": "fake", "messages": []})))
 
@@ -37,7 +40,7 @@ def ask(fake: FakeEndpoint, *, timeout: float = 5.0) -> Timing:
 def run(fake: FakeEndpoint, streams: list[int], **load: Any) -> list[dict[str, Any]]:
     async def main() -> list[dict[str, Any]]:
         async with Endpoint(fake.url) as endpoint:
-            client = Client(endpoint.base, api_key=None, timeout=5)
+            client = Client(endpoint.base, api_key=None, timeout=100)
             return await serve.sweep(
                 endpoint, client, streams, serve.Load(32, 6, **load), server_pid=os.getpid(), report=lambda line: None
             )
@@ -46,15 +49,36 @@ def run(fake: FakeEndpoint, streams: list[int], **load: Any) -> list[dict[str, A
 
 
 def answer(stream: Any) -> Any:
-    """For FakeEndpoint: `stream` to what is streamed, a count of its prompt's words to the rest."""
+    """For FakeEndpoint: `stream` to what is streamed, or what it returns; a count of its prompt's words to the rest."""
 
     def made(body: dict[str, Any]) -> Any:
         if body.get("stream"):
-            return stream
+            return stream() if isinstance(stream, Together) else stream
         message = {"message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
         return usage(len(body["messages"][0]["content"].split()), 1) | {"choices": [message]}
 
     return made
+
+
+class Together:
+    """Streams of which the first `alone` begin at once, and the others in groups: when all `count` of one are open."""
+
+    def __init__(self, alone: int, count: int, frames: list[Any]) -> None:
+        self._alone, self._count, self._frames = alone, count, frames
+        self._asked, self.met = 0, 0
+
+    def __call__(self) -> StreamingResponse:
+        number, self._asked = self._asked - self._alone, self._asked + 1
+        return StreamingResponse(self._send(number), media_type="text/event-stream")
+
+    async def _send(self, number: int) -> AsyncIterator[bytes]:
+        if number >= 0:
+            if number % self._count == 0:
+                self._open = asyncio.Barrier(self._count)
+            place = await asyncio.wait_for(self._open.wait(), 60)
+            self.met += place == 0
+        async for piece in fake_endpoint._send(self._frames):
+            yield piece
 
 
 class Sink(asyncio.Transport):
@@ -101,13 +125,13 @@ class TestClient:
             (refusal(429, "too many"), "429: too many"),
             ([(0.0, chunk(content="a"))], "closed before the answer was complete"),
             ([(0.0, "[DONE]")], "without any text"),
-            ([(0.0, chunk(content="a")), (2.0, "[DONE]")], "silent for 0.2 s"),
+            ([(0.0, chunk(content="a")), (100.0, "[DONE]")], "silent for 0.2 s"),
         ],
     )
     def test_what_went_wrong_is_said(self, found: Any, error: str) -> None:
         with serving() as fake:
             fake.answer = lambda body: found
-            assert error in ask(fake, timeout=0.2).error
+            assert error in ask(fake, timeout=0.2 if "silent" in error else 100.0).error
 
     def test_a_server_that_is_not_there(self) -> None:
         client = Client("http://127.0.0.1:9/v1", api_key=None, timeout=1)
@@ -118,29 +142,35 @@ class TestClient:
 class TestSweep:
     def test_rows(self) -> None:
         with serving() as fake:
-            fake.answer = answer(slow(6, 0.01))
-            rows = run(fake, [4, 1], rounds=2)
-            assert fake.most >= 3
+            streams = Together(1 + 2, 4, slow(6, 0.01))  # after the first request, and two of one user
+            fake.answer = answer(streams)
+            rows = run(fake, [4, 1], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
+            assert streams.met == 2, "four at once, twice"
             assert fake.bodies[-1]["ignore_eos"] is True and fake.bodies[-1]["max_tokens"] == 6
             prompts = [b["messages"][0]["content"] for b in fake.bodies if b.get("stream")]
             assert len(set(prompts)) == len(prompts) == 1 + 10
         assert [r["streams"] for r in rows] == [1, 4] and [r["requests"] for r in rows] == [2, 8]
         assert all(r.keys() > ROW_KEYS and r["tokens"] == 6 * r["requests"] and r["failed"] == 0 for r in rows)
         assert all(r["good_share"] == 1.0 and r["server_us_per_token"] > 0 for r in rows)
-        assert rows[1]["tokens_per_s"] > 1.5 * rows[0]["tokens_per_s"] > 0
+        assert all(r["tokens_per_s"] > 0 for r in rows)
 
-    @pytest.mark.parametrize("limit", [{"ttft_seconds": 0.005}, {"gap_seconds": 0.005}])
-    def test_goodput_counts_requests_within_both_limits(self, limit: dict[str, float]) -> None:
+    def test_goodput_counts_requests_within_both_limits(self) -> None:
         with serving() as fake:
             fake.answer = answer(slow(4, 0.02))
-            (row,) = run(fake, [1], **limit)
+            (row,) = run(fake, [1], ttft_seconds=0.005, gap_seconds=1e3)
         assert row["goodput_requests_per_s"] == 0 and row["good_share"] == 0 and row["failed"] == 0
+        first, slow_gaps = Timing(0.1, 0.25, 1.25, tokens=5), Timing(0.1, 0.25, 2.25, tokens=5)
+        found = load.Level(2, [first, slow_gaps, Timing(error="x")], seconds=4.0, cpu_seconds=0.1)
+        for limits, kept in (((1.0, 0.3), 1), ((1.0, 1.0), 2), ((0.2, 1.0), 0)):
+            row = serve.summary(found, serve.Load(32, 6, 1, *limits), None)
+            assert (row["goodput_requests_per_s"], row["good_share"]) == (kept / 4, round(kept / 3, 4))
+            assert row["tokens_per_s"] == 2.5, "of all users together"
 
     def test_failures_are_counted_and_never_good(self) -> None:
         with serving() as fake:
             streams = iter([slow(3, 0.0)] * 2 + [refusal(503, "busy")] * 3)
             fake.answer = lambda body: answer(next(streams) if body.get("stream") else None)(body)
-            (row,) = run(fake, [2], rounds=2)
+            (row,) = run(fake, [2], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
             assert (row["requests"], row["failed"], row["good_share"]) == (4, 3, 0.25)
             assert row["errors"] == ["503: busy"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def on_ranks(ranks: int, run: Callable[[int], Any], seconds: float = 30) -> list[Any]:
+def on_ranks(ranks: int, run: Callable[[int], Any], seconds: float = 100) -> list[Any]:
     """The result of run(rank) of every rank, or the exception that it raised, each in a thread; None for a rank that
     has not ended in time."""
     found: list[Any] = [None] * ranks

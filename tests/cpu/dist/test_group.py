@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,24 +105,23 @@ def test_connections_that_do_not_end_do_not_keep_an_engine_from_closing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, aborted: bool
 ) -> None:
     def wait(processes: object) -> None:
-        assert ended.wait(10)
+        assert ended.wait(100)
         after.set()
 
     class Endless:
         def abort(self) -> None: ...
 
     ended, after = threading.Event(), threading.Event()
-    monkeypatch.setattr(dist_group, "END_SECONDS", 0.2)
+    waits = where == "__del__" or not aborted
+    monkeypatch.setattr(dist_group, "END_SECONDS", 0.2 if waits else 100.0)
     made = Nccl(Slicing(0, 2), Endless())
     if aborted:
         made.abort()
     monkeypatch.setattr(Endless, where, wait, raising=False)
-    begin = time.monotonic()
     made.close()
-    waits = where == "__del__" or not aborted
-    assert time.monotonic() - begin < 5 and ("did not end" in caplog.text) == waits and not after.is_set()
+    assert ("did not end" in caplog.text) == waits and not after.is_set()
     ended.set()
-    assert after.wait(5) == waits
+    assert after.wait(60 if waits else 0) == waits
 
 
 def test_layers_of_long_steps_are_the_progress_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +172,13 @@ def test_the_model_and_the_draft_model_add_over_the_groups_peers() -> None:
     assert torch.allclose(found, torch.nn.functional.rms_norm(3 * x, (8,), norm, 1e-5), atol=1e-5)
 
 
-def test_a_rank_of_a_cpu_that_only_reports_makes_no_progress() -> None:
+def test_a_rank_of_a_cpu_that_only_reports_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = 7.0  # of CPU time
+    monkeypatch.setattr(dist_group.time, "process_time", lambda: used)
     made = Gloo(Slicing(0, 2), Processes([]))
     made.progress()
     found = []
     for busy in (0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.15, 0.15, 0.02):
-        end = time.process_time() + busy
-        while time.process_time() < end:
-            pass
+        used += busy
         found.append(made.progress())
     assert len(set(found[:6])) == 1 and found[5] < found[6] < found[7] == found[8]

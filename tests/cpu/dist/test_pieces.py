@@ -47,7 +47,7 @@ class Words:
             self.turns[rank] += 1
             self.words[turn][rank] = own
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: len(self.words[turn]) == self.ranks, 20)
+            assert self.changed.wait_for(lambda: len(self.words[turn]) == self.ranks, 100)
             return torch.stack([self.words[turn][r] for r in range(self.ranks)])
 
     def end(self, rank: int) -> None:
@@ -60,7 +60,7 @@ class Words:
         with self.changed:
             ahead = self.turns[rank] + 1
             others = [r for r in range(self.ranks) if r != rank]
-            assert self.changed.wait_for(lambda: all(self.turns[r] == ahead or r in self.ended for r in others), 20)
+            assert self.changed.wait_for(lambda: all(self.turns[r] == ahead or r in self.ended for r in others), 100)
 
 
 @pytest.mark.parametrize("ranks, late", [(2, 0), (2, 1), (4, 2), (2, None)])
@@ -102,7 +102,7 @@ def test_a_late_rank_reads_what_was_sent_to_it(monkeypatch: pytest.MonkeyPatch, 
             words.end(rank)
         return found
 
-    for found in on_ranks(ranks, run, 40):
+    for found in on_ranks(ranks, run):
         if isinstance(found, BaseException):
             raise found
         for parts, (h, y) in zip(given, found, strict=True):

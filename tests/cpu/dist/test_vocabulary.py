@@ -39,9 +39,9 @@ class Thread:
     def gather(self, x: Tensor) -> Tensor:
         self.sent.append(x.nbytes * (self.ranks - 1))
         self._board[self.slicing.rank] = x.clone()
-        self._barrier.wait(20)
+        self._barrier.wait(100)
         found = torch.stack(self._board)
-        self._barrier.wait(20)
+        self._barrier.wait(100)
         return found
 
     def sum(self, x: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """Engines with KV tiers: answers are bit for bit those without, whatever happens to memory, files and directory."""
 
 import errno
-import json
 import logging
 import os
 import random
 import shutil
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +22,10 @@ from perilune.core.memory import available_bytes
 from perilune.core.messages import Delta, EngineStats, Shutdown
 from perilune.engine.process import Channel, serve
 from perilune.kv import tiers
-from perilune.kv.tiers import Restored
+from perilune.kv.tiers import Name, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 from perilune.kv.worth import Worth
+from tests import forked
 
 pytestmark = pytest.mark.usefixtures("worth_it")
 
@@ -35,13 +34,43 @@ SMALL = dict(kv_blocks=24, block_size=8, max_step_tokens=64)
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
+def wait_for_copies(patch: pytest.MonkeyPatch, mover: type[Any]) -> None:
+    """Movers of this class wait until a block is stored, or written to its file, before they return. At the pace of
+    the threads, a busy machine drops rows that are not written yet: nothing, or less, is found on disk later."""
+    store, write, poll = mover.store, mover.write, mover.poll
+
+    def early(self: Any) -> list[Any]:
+        """Records that the scheduler has not asked for yet."""
+        kept: list[Any] = vars(self).setdefault("early", [])
+        return kept
+
+    def wait(self: Any, records: set[Any]) -> None:
+        while records:
+            self.wait(1.0)
+            found = poll(self)
+            early(self).extend(found)
+            records -= {d.row for d in found if isinstance(d, Stored)} | {
+                d.name for d in found if isinstance(d, Written)
+            }
+
+    def stored(self: Any, stores: Any) -> None:
+        store(self, stores)
+        wait(self, {row for _, _, row in stores})
+
+    def written(self: Any, name: Name, row: int) -> None:
+        write(self, name, row)
+        wait(self, {name})
+
+    def polled(self: Any) -> list[Any]:
+        return [*vars(self).pop("early", ()), *poll(self)]
+
+    for function, name in ((stored, "store"), (written, "write"), (polled, "poll")):
+        patch.setattr(mover, name, function)
+
+
 @pytest.fixture
-def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores whatever they cost, and counts them as free: on a busy machine a model this small is sometimes computed
-    sooner."""
-    restored = Worth.restored
-    monkeypatch.setattr(Worth, "pays", lambda self, tier: True)
-    monkeypatch.setattr(Worth, "restored", lambda self, host, disk, seconds: restored(self, host, disk, 0.0))
+def waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_copies(monkeypatch, Transfer)
 
 
 def play(llm: LLM, seed: int = 0, sessions: int = 5, turns: int = 3, vocab: int = 500) -> list[tuple[int, ...]]:
@@ -75,7 +104,12 @@ def gb(llm_blocks: int, tiny_block_bytes: int = 20_480) -> float:
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
 def test_answers_are_those_without_tiers(
-    tiny: Path, plain: list[tuple[int, ...]], tmp_path: Path, draft: str, caplog: pytest.LogCaptureFixture
+    tiny: Path,
+    plain: list[tuple[int, ...]],
+    tmp_path: Path,
+    draft: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "perilune.kv")
     kept = dict(**CONFIG, **SMALL, draft=draft, draft_tokens=3 if draft != "off" else None)
@@ -86,6 +120,7 @@ def test_answers_are_those_without_tiers(
         assert stats.saved_seconds > 0 and not stats.blocks_dropped and not stats.blocks_damaged
         llm._engine.scheduler.check_integrity()
     assert "from host memory" in caplog.records[-1].message
+    wait_for_copies(monkeypatch, Transfer)
     disk = dict(kv_host_gb=gb(10), kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.1)
     with LLM(tiny, **kept, **disk) as llm:  # thrashing: ten rows
         assert play(llm) == plain
@@ -147,14 +182,30 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of blocks of an engine that has ended."""
+    root = tmp_path_factory.mktemp("written") / "kv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worth, "pays", lambda self, tier: True)
+        wait_for_copies(patch, Transfer)
+        with LLM(tiny, **CONFIG, **SMALL, kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off") as llm:
+            play(llm)
+    return root
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damage_costs_time_and_one_warning(
-    fault: str, tiny: Path, plain: list[tuple[int, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fault: str,
+    tiny: Path,
+    plain: list[tuple[int, ...]],
+    written: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = tmp_path / "kv"
+    shutil.copytree(written, root)
     disk = dict(kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off")
-    with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
-        play(llm)
     with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
         FAULTS[fault](root)
         caplog.clear()
@@ -165,6 +216,7 @@ def test_damage_costs_time_and_one_warning(
         llm._engine.scheduler.check_integrity()
 
 
+@pytest.mark.usefixtures("waited")
 def test_a_full_disk_costs_time_and_one_warning(
     tiny: Path,
     plain: list[tuple[int, ...]],
@@ -203,9 +255,7 @@ def test_an_engine_killed_while_it_writes_is_followed_by_one_that_answers_alike(
     root = tmp_path / "kv"
     disk = dict(kv_host_gb=gb(10), kv_disk=str(root), kv_disk_gb=0.1, draft="off")
     for after in (1, 30):
-        subprocess.run(
-            [sys.executable, "-c", KILLED, str(tiny), json.dumps({**CONFIG, **SMALL, **disk}), str(after)], check=False
-        )
+        assert forked.run(play_until_killed, tiny, {**CONFIG, **SMALL, **disk}, after) == -signal.SIGKILL
         assert list(root.rglob("*.part")), "it was not killed in a write"
     with LLM(tiny, **CONFIG, **SMALL, **disk) as llm:
         assert not list(root.rglob("*.part")), "what was half written is deleted"
@@ -214,34 +264,28 @@ def test_an_engine_killed_while_it_writes_is_followed_by_one_that_answers_alike(
         llm._engine.scheduler.check_integrity()
 
 
-# Plays, and kills itself in the middle of a write.
-KILLED = """
-import json, os, signal, sys
-from perilune import LLM
-from perilune.kv import disk
-from perilune.kv.worth import Worth
-from tests.cpu.engine.test_kv_tiers import play
+def play_until_killed(path: Path, config: dict[str, Any], after: int) -> None:
+    """In a process of its own, which ends in the middle of a write."""
+    patch, write, left = pytest.MonkeyPatch(), os.write, 2 * after
 
-write, left = os.write, [2 * int(sys.argv[3])]
-
-
-def killed(handle, data):
-    if not os.path.realpath(f"/proc/self/fd/{handle}").endswith(".part"):
+    def killed(handle: int, data: bytes) -> int:
+        nonlocal left
+        if not os.path.realpath(f"/proc/self/fd/{handle}").endswith(".part"):
+            return write(handle, data)
+        left -= 1
+        if left <= 0:
+            write(handle, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
         return write(handle, data)
-    left[0] -= 1
-    if left[0] <= 0:
-        write(handle, data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(handle, data)
+
+    patch.setattr(Worth, "pays", lambda self, tier: True)
+    wait_for_copies(patch, Transfer)
+    patch.setattr(os, "write", killed)
+    with LLM(path, **config) as llm:
+        play(llm)
 
 
-Worth.pays = lambda self, tier: True
-os.write = killed
-with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
-    play(llm)
-"""
-
-
+@pytest.mark.usefixtures("waited")
 def test_other_weights_and_formats_do_not_read_the_files(tiny: Path, tmp_path: Path) -> None:
     disk = dict(kv_host_gb=gb(10), kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.1, draft="off")
 
@@ -285,6 +329,7 @@ def test_tiers_that_do_not_pay_go_off_by_themselves(
     assert sum("KV tiers are off" in r.message for r in caplog.records) == 1
 
 
+@pytest.mark.usefixtures("waited")
 def test_an_idle_engine_deletes_what_has_expired(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny, **CONFIG, **SMALL, draft="off", kv_host_gb=0.1) as llm:
         play(llm, turns=1)

@@ -29,6 +29,15 @@ def test_a_rank_that_rank_0_waits_for_is_named() -> None:
     assert rounds([seen] * 9) == (5, "rank 2 has not ended a step that rank 0 ended 5 s ago")
 
 
+def test_a_silent_rank_is_not_called_late() -> None:
+    """A stopped rank's steps end for no rank. Where a busy machine lets steps stand still before, that would be
+    the reason, and not the rank that was stopped."""
+    silent = replace(RUNS, begun=(9, 8, 9), silent=True)
+    assert rounds([RUNS, RUNS, *[silent] * 9]) == (11, None)
+    number, why = rounds([RUNS, RUNS, *[silent] * 4, replace(silent, silent=False)])
+    assert number == 7 and (why or "").startswith("rank 1 has not begun an exchange")
+
+
 def test_a_step_that_none_computes_names_the_rank_that_has_not_begun() -> None:
     assert rounds([RUNS] * 9) == (5, "a step has ended on no rank for 5 s, and no rank computes")
     seen = replace(RUNS, begun=(9, 8, 9))

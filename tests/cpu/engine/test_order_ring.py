@@ -42,16 +42,16 @@ def test_every_reader_gets_every_frame_whatever_its_size(monkeypatch: pytest.Mon
     for frame in frames:
         writer.send(frame)
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     assert found == [frames] * 3
 
 
 def test_a_sleeping_reader_is_woken() -> None:
     writer, (reader,) = ring(1)
     threading.Timer(0.2, writer.send, (b"late",)).start()
-    begin = time.process_time()
+    begin = time.thread_time()
     assert reader.next() == b"late"
-    assert time.process_time() - begin < 0.1, "it polled"
+    assert time.thread_time() - begin < 0.1, "it polled"
 
 
 def test_a_full_ring_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +66,14 @@ def test_a_full_ring_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_early_look_is_repeated_and_a_damaged_piece_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_ring, "TORN_SECONDS", 0.3)
+    monkeypatch.setattr(order_ring, "TORN_SECONDS", 60.0)
     writer, (reader,) = ring(1)
     writer.send(b"whole")
     kept = writer._data[12]
     writer._data[12] = 0  # a store that this reader does not see yet
     threading.Timer(0.1, writer._data.__setitem__, (12, kept)).start()
     assert reader.next() == b"whole"
+    monkeypatch.setattr(order_ring, "TORN_SECONDS", 0.1)
     writer.send(b"again")
     writer._data[writer._tail - 1] ^= 1
     with pytest.raises(EngineError, match="damaged"):

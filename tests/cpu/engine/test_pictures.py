@@ -294,7 +294,7 @@ class TestProcess:
             finally:
                 await client.close()
 
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 200))
 
     def test_a_frame_that_comes_slowly_delays_nothing(self) -> None:
         ours, theirs = socket.socketpair()

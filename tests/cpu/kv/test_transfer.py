@@ -54,7 +54,7 @@ class Rig:
             time.sleep(0.001)
 
     def wait(self, kind: type, count: int) -> list:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while sum(isinstance(done, kind) for done in self.done) < count:
             self.mover.wait(0.1)
             self.done += self.mover.poll()
