@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -59,8 +59,10 @@ def run(target: Callable[..., object], *args: object) -> int | None:
 class Module:
     """What ranks use of a subprocess.Popen, for the command `python -m MODULE FD...`."""
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], start_new_session: bool) -> None:
-        self._process = _FORKS.Process(target=_module, args=(command[2], [_Fd(fd) for fd in pass_fds]))
+    def __init__(
+        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], start_new_session: bool
+    ) -> None:
+        self._process = _FORKS.Process(target=_module, args=(command[2], [_Fd(fd) for fd in pass_fds], dict(env)))
         self._process.start()
         # Its status can be read once: by the thread here, not by the start of another process as well.
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
@@ -98,7 +100,9 @@ def _detached(fd: Any) -> int:
     return int(fd.detach())
 
 
-def _module(name: str, fds: Sequence[int]) -> None:
+def _module(name: str, fds: Sequence[int], env: Mapping[str, str]) -> None:
     os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
     sys.argv = [name, *map(str, fds)]
     runpy.run_module(name, run_name="__main__")

@@ -13,6 +13,7 @@ from perilune import LLM, SamplingParams
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError
 from perilune.engine import llm as llm_module
+from perilune.engine import ranks
 from perilune.engine.client import EngineClient
 from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
@@ -22,6 +23,12 @@ from tests.multi.test_lost_ranks import gone, processes
 
 CONFIG_2: dict[str, Any] = {**CONFIG, "kv_blocks": 32, "draft": "off", "tp": 2}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3)
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are processes of their own interpreter, as the product starts them."""
+    monkeypatch.setattr(ranks, "subprocess", subprocess)
 
 
 @pytest.fixture
