@@ -1,5 +1,7 @@
 """Several processes that train one draft: each has a part of every batch and, by FSDP2, of the parameters."""
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +37,10 @@ def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
 def _member(own: int, processes: int, meeting: str, task: Callable[..., None], given: tuple[Any, ...]) -> None:
     with group(own, processes, meeting):
         task(*given)
+    # Not through the interpreter's end: a thread of torch that takes the interpreter's lock then aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager
