@@ -19,9 +19,8 @@ from perilune.server import errors
 from perilune.server.keys import Keyring
 
 _LOCAL = "localhost"
-_WEB = re.compile(
-    r"https?://", re.IGNORECASE
-)  # origins of other schemes are extensions and programs that a user installed
+# Origins of other schemes are extensions and programs that a user installed.
+_WEB = re.compile(r"https?://", re.IGNORECASE)
 _FORM = "multipart/"  # the only type of body read here that browsers send to another origin without a preflight
 _REMEDY = "start it with --cors-origins SCHEME://HOST[:PORT] of that page, or with --api-key-file FILE"
 

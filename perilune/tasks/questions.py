@@ -3,7 +3,8 @@
 A paragraph belongs to one split by its hash. Structural problems word the question anew.
 
 A thought begins with the answer and quotes its sentence after it. A model that wrote the sentence first chose a wrong
-one more often (70 % right against 86 % without a thought): where a sentence begins, its later words are not yet known.
+one more often (70 % right against 86 % without a thought, docs/LOG.md): where a sentence begins, its later words are
+not yet known.
 """
 
 import re
@@ -191,6 +192,11 @@ def _with_unit(text: str, question: str, answer: str) -> str:
     return found[0] if found else answer
 
 
+def _form(rng: Random) -> str:
+    """A wording of the prompt, with places for the paragraph and the question."""
+    return phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
+
+
 def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
     """A question about a text of records.py; texts belong to splits by their hash, as paragraphs do."""
     while True:
@@ -201,8 +207,7 @@ def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
         if content in stated.text:
             break
     content = _with_unit(stated.text, question, content)
-    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
-    prompt = form.format(p=stated.text, q=careless(rng, question))
+    prompt = _form(rng).format(p=stated.text, q=careless(rng, question))
     reply = Reply(content if thinking else "", content)
     return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
 
@@ -213,8 +218,7 @@ def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
         made = report(rng)
         if belongs(passage_key(made.text), split):
             break
-    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
-    prompt = form.format(p=made.text, q=careless(rng, made.question))
+    prompt = _form(rng).format(p=made.text, q=careless(rng, made.question))
     key = (*passage_key(made.text), made.question)
     reply = Reply(f"{made.answer}\n{made.sentence}" if thinking else "", made.answer)
     return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
@@ -226,8 +230,7 @@ def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
         made = paragraph(rng)
         if belongs(passage_key(made.text), split):
             break
-    form = phrase(rng, pick(rng, PROMPTS if rng.random() < 0.4 else _MORE_PROMPTS))
-    messages: tuple[dict[str, Any], ...] = (user(form.format(p=made.text, q=made.question)),)
+    messages: tuple[dict[str, Any], ...] = (user(_form(rng).format(p=made.text, q=made.question)),)
     if rng.random() < 0.05:
         messages = ({"role": "system", "content": pick(rng, _TEXT_FIRST).format(p=made.text)}, user(made.question))
     key = (*passage_key(made.text), made.question)

@@ -276,8 +276,8 @@ class Request:
     def trace(self, prompt: str) -> str:
         """The opening, the tool, and every parameter in declared order: its type and value, or `-` if not given.
 
-        With a name for what is needed in place of the opening ("get definition" for a translation), a model that met
-        new tools gave names of its training's, and then found none of them declared.
+        Why no name for what is needed in place of the opening: a model that was trained so named tools of its training
+        data ("get definition" for a translation), of which none was declared, and refused.
         """
         lines = [self.quoted(prompt), self.tool.name]
         given = self.call.arguments

@@ -21,8 +21,8 @@ SLOW = [sys.executable, "-m", "tests.scripted_engine", "--step-ms", "20", "serve
 
 
 def ends_soon(server: Server, number: signal.Signals) -> None:
-    """With an answer in flight, which would not be told why it ends if the server let it end by itself. SIGTERM comes
-    twice: after the first one the answer gets its time."""
+    """Ends the server by a signal while it streams an answer of half an hour: the stream must end with the reason. Of
+    SIGTERM the second one does so; after the first one the server waits for its answers."""
     body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as response:
         lines = response.iter_lines()

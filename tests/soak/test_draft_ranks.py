@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.cpu.draft.test_draft_train import learn_as_one
+from tests.cpu.draft.test_draft_processes import learn_as_one
 
 
 def test_two_processes_learn_an_mla_draft_as_one(tmp_path: Path) -> None:
