@@ -43,7 +43,7 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafting import Speculator
 from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter
 
-AUX = (1, 2, 3)  # layers whose outputs the draft model reads: in a slice other ones than in the model
+AUX = (1, 2, 3)  # layers that the draft model reads outputs of: in a slice other ones than in the model
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
 TOKENS = 4 * STEPS + 64  # that a request decodes, at most
 

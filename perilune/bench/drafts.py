@@ -1,6 +1,6 @@
 """Speculation on a mixed trace: every fixed (source, length) of a small grid, the policy, and none at all, in turns.
 
-The trace is the same for all, its seed fixed before there was a policy: problems whose answers are easy to foretell
+The trace is the same for all, its seed fixed before there was a policy: problems with answers that are easy to predict
 (digits, forms), hard (stories at temperature 1), copied (values and calls taken over from the prompt) and long (far
 behind in a long prompt), first by one user, then by several at once. All settings run in one process on the same
 weights, round after round in changing order, with nothing cached, and what they learn is forgotten before the trace is
@@ -248,7 +248,7 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
     """As measured, but by the table of costs; and for one user, over the best fixed one, what hindsight gains."""
     engine.use_drafts(*adaptive, shared=True)
     costs = engine.costs
-    told = drafts_replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
+    recorded = drafts_replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
     modelled = adaptive[0] != "suffix"
     clock = drafts_replay.Clock(costs)  # as an oracle needs it: chains are as long as they are asked to be
 
@@ -262,18 +262,18 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
         )
         floor = 0.0 if engine.runner.graphs is not None else speculator.min_confidence
         clock = drafts_replay.Clock(costs if speculator.longest else costs.without_drafter(), floor=floor)
-        return drafts_replay.play(told, most, clock, speculator).seconds
+        return drafts_replay.play(recorded, most, clock, speculator).seconds
 
     best = {n: min(seconds(n, s, k) for s in FIXED if s == "suffix" or modelled for k in FIXED[s]) for n in users}
     chosen = {n: seconds(n, *adaptive) for n in users}
     found = {
         "policy_over_off": {
-            str(n): round(drafts_replay.play(told, n, clock, None).seconds / chosen[n], 3) for n in users
+            str(n): round(drafts_replay.play(recorded, n, clock, None).seconds / chosen[n], 3) for n in users
         },
         "policy_over_best_fixed": {str(n): round(best[n] / chosen[n], 3) for n in users},
     }
     if 1 in users:
-        found["oracle_over_best_fixed"] = {"1": round(best[1] / drafts_replay.oracle(told, clock), 3)}
+        found["oracle_over_best_fixed"] = {"1": round(best[1] / drafts_replay.oracle(recorded, clock), 3)}
     return found
 
 

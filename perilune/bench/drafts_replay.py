@@ -26,7 +26,7 @@ Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each th
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Recorded:
     """A request and what came of it; chains[i] is what the draft model drafts behind answer[: i + 1]."""
 
     kind: str
@@ -64,12 +64,14 @@ class Clock:
         return seconds + (how != StepKind.CHAINED) * self.follow + chain * self.costs.draft_token(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
-        """How far a step's chains would be drafted: they go on together, while there is hope for one of them."""
+        """How far a step's chains would be drafted: together, until no chain's confidence reaches `floor`."""
         most = max(map(len, chains), default=0)
-        hopes = [1.0] * len(chains)
+        confidences = [1.0] * len(chains)
         for length in range(most):
-            hopes = [h * chain[length][1] if length < len(chain) else 0.0 for h, chain in zip(hopes, chains)]
-            if max(hopes) < self.floor:
+            confidences = [
+                c * chain[length][1] if length < len(chain) else 0.0 for c, chain in zip(confidences, chains)
+            ]
+            if max(confidences) < self.floor:
                 return length + 1
         return most
 
@@ -103,7 +105,7 @@ class Listener(Speculator):
         super().observe(deltas, outputs)
 
 
-def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingParams]]) -> list[Told]:
+def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingParams]]) -> list[Recorded]:
     """The trace (kind, prompt, parameters), played once by an engine that has nothing in flight."""
     longest = engine.speculator.longest if engine.speculator is not None else 0
     before, engine.speculator = engine.speculator, (listener := Listener(longest))
@@ -117,38 +119,38 @@ def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingP
     finally:
         engine.speculator = before
     return [
-        Told(kind, prompt, tuple(answers[rid]), params.max_tokens or 0, tuple(listener.chains.get(rid, ())))
+        Recorded(kind, prompt, tuple(answers[rid]), params.max_tokens or 0, tuple(listener.chains.get(rid, ())))
         for rid, (kind, prompt, params) in enumerate(asked)
     ]
 
 
-def play(told: Sequence[Told], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
+def play(trace: Sequence[Recorded], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
     """`users` requests at a time, in the order of Engine.step."""
-    tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(told)))[::-1], 0
+    tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(trace)))[::-1], 0
     running: tuple[StepPlan, StepKind] | None = None
     while waiting or known or running is not None:
         while waiting and len(known) < users:
             rid = waiting.pop()
             known[rid] = 0
             if speculator is not None:
-                speculator.open(rid, told[rid].prompt)
+                speculator.open(rid, trace[rid].prompt)
         behind = drafts = None
         asked = None if speculator is None or speculator.paused else speculator
         if running is not None and asked is not None and clock.costs.chained is not None:
             drafts = asked.chained(running[0])
         if running is not None and drafts is not None:
-            behind = _behind(told, known, running[0], drafts, number)
+            behind = _behind(trace, known, running[0], drafts, number)
         first = behind is None and running is not None and asked is not None and _waits(asked, running[0])
         if running is not None and first:
-            _land(told, known, *running, clock, speculator, tally)
-        following = behind or _launch(told, known, None if first else running, number, asked)
+            _land(trace, known, *running, clock, speculator, tally)
+        following = behind or _launch(trace, known, None if first else running, number, asked)
         if following is not None and asked is not None:
             following = StepPlan(following.step, following.work, asked.chain_length(following))
             asked.maintain()
         elif following is not None:
             following = StepPlan(following.step, following.work, LEFT_OUT)
         if running is not None and not first:
-            _land(told, known, *running, clock, speculator, tally)
+            _land(trace, known, *running, clock, speculator, tally)
         number += 1
         running = None if following is None else (following, _how(following, first, clock, speculator))
     return tally
@@ -163,13 +165,13 @@ def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | No
 
 
 def _behind(
-    told: Sequence[Told], known: dict[int, int], running: StepPlan, drafts: int, number: int
+    trace: Sequence[Recorded], known: dict[int, int], running: StepPlan, drafts: int, number: int
 ) -> StepPlan | None:
     """As Scheduler.plan_chained."""
     flying = {w.rid: w.drafts for w in running.work}
     work = []
     for rid, count in known.items():
-        one = told[rid]
+        one = trace[rid]
         if not count and rid not in flying:
             return None
         at = count + (rid in flying)
@@ -191,7 +193,7 @@ def _waits(speculator: Speculator, running: StepPlan) -> bool:
 
 
 def _launch(
-    told: Sequence[Told],
+    trace: Sequence[Recorded],
     known: dict[int, int],
     flying: tuple[StepPlan, StepKind] | None,
     number: int,
@@ -200,7 +202,7 @@ def _launch(
     ahead = {w.rid for w in flying[0].work} if flying is not None else set()
     work = []
     for rid, count in known.items():
-        one, at = told[rid], count + (rid in ahead)
+        one, at = trace[rid], count + (rid in ahead)
         if at >= one.most:
             continue
         if at == 0:
@@ -239,7 +241,7 @@ def _launch(
 
 
 def _land(
-    told: Sequence[Told],
+    trace: Sequence[Recorded],
     known: dict[int, int],
     plan: StepPlan,
     how: StepKind,
@@ -251,7 +253,7 @@ def _land(
     for w in plan.work:
         if w.rid not in known:
             continue  # computed once more for nothing
-        one, at = told[w.rid], known[w.rid]
+        one, at = trace[w.rid], known[w.rid]
         right = 0
         drafted = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.draft_tokens
         while right < w.drafts and at + right < len(one.answer) - 1 and drafted[right] == one.answer[at + right]:
@@ -282,34 +284,34 @@ def _land(
         speculator.record_time(plan, seconds, how in (StepKind.WAITED, StepKind.NO_DRAFTER))
 
 
-def oracle(told: Sequence[Told], clock: Clock) -> float:
+def oracle(trace: Sequence[Recorded], clock: Clock) -> float:
     """Seconds that one user's requests would take if every step knew how many of which drafts are going to be right,
     and how long a chain the next one has a use for; and if, where steps are planned behind drafts, none ever waited."""
     store, spent = Store(), 0.0
-    for one in told:
-        trail = SuffixMatcher(one.prompt, store)
-        trail.index_prompt(len(one.prompt))
+    for one in trace:
+        matcher = SuffixMatcher(one.prompt, store)
+        matcher.index_prompt(len(one.prompt))
         right = []  # by tokens known, then by length of the chain: drafts that are right, of the better source
         for at in range(len(one.answer)):
-            right.append(_right(one, at, trail))
-            trail.append(one.answer[at])
-        store.add(trail.answer())
+            right.append(_right(one, at, matcher))
+            matcher.append(one.answer[at])
+        store.add(matcher.answer())
         spent += _least(one, right, clock)
     return spent
 
 
-def _right(one: Told, at: int, trail: SuffixMatcher) -> list[int]:
+def _right(one: Recorded, at: int, matcher: SuffixMatcher) -> list[int]:
     rest = one.answer[at : at + MAX_DRAFTS]
     if not at or len(rest) == 1:
         return [0]
-    alone = _same([g.token for g in trail.drafts(MAX_DRAFTS)], rest)
+    alone = _same([g.token for g in matcher.drafts(MAX_DRAFTS)], rest)
     found = [alone]
     chain = [token for token, _ in one.chains[at - 1]] if one.chains else []
     for length in range(1, len(chain) + 1):
         head = chain[:length]
         same = _same(head, rest)
         if same == length:
-            same += _same([g.token for g in trail.drafts(MAX_DRAFTS - length, after=head)], rest[length:])
+            same += _same([g.token for g in matcher.drafts(MAX_DRAFTS - length, after=head)], rest[length:])
         found.append(max(alone, same))
     return [min(n, len(rest) - 1) for n in found]
 
@@ -321,7 +323,7 @@ def _same(drafted: Sequence[int], rest: Sequence[int]) -> int:
     return count
 
 
-def _least(one: Told, right: Sequence[Sequence[int]], clock: Clock) -> float:
+def _least(one: Recorded, right: Sequence[Sequence[int]], clock: Clock) -> float:
     """The cheapest way through an answer, from its end: best[at][length] is what is left to pay with `at` tokens known
     and a chain of that length behind them."""
     lengths = max(map(len, right))

@@ -1,7 +1,7 @@
 """Time per layer of a prompt computed in one engine step, on the exact shapes of a large model with random weights.
 
 As in microscope.py, two engines on the same weights, `STEP` layers apart, and the difference of their steps. A prompt
-may continue a prefix whose KV is already in the cache. The floor is the larger of two times: the layer's products and
+may continue a prefix with KV in the cache already. The floor is the larger of two times: the layer's products and
 causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
 """
 

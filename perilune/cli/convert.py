@@ -128,7 +128,7 @@ def command(
         else:
             if run_over is not None:
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
-            _tell(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
+            _report(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
     if texts is not None:
         record = quality.measure(path, directory, texts=texts, problems=problems, device=torch.device(where), say=_say)
         if tasks is not None:
@@ -165,7 +165,7 @@ def _show(conversion: Conversion, directory: Path) -> None:
     )
 
 
-def _tell(loss: Loss, directory: Path) -> None:
+def _report(loss: Loss, directory: Path) -> None:
     click.echo(f"{directory}: {loss.layers:,} layers converted, SQNR {loss.sqnr_db:.2f} dB", err=True)
     for name, db in loss.worst[:3]:
         click.echo(f"  {db:6.2f} dB  {name}", err=True)

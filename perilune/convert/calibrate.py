@@ -2,7 +2,7 @@
 
 scales  the largest input of a layer's experts, by projection, becomes ModelOpt's input_scale. All experts of a layer
         share it, so that one which no token of the text came to has one too.
-often   the mean square of each input tells how much an error in the weights it meets adds to the output. The search for
+often   the mean square of each input: how much an error in the weights it meets adds to the output. The search for
         block scales counts errors accordingly: of gate and up alike in a layer, of down by expert, because the inputs
         of down are each expert's own. As 1 to 15 of the largest in a block of 16; of an expert without tokens, alike.
 

@@ -27,7 +27,7 @@ from perilune.model import names
 from perilune.ops.harness.workspace import Workspaces
 
 SCALE_NAMES = ".weight_scale"
-GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats whose weights are q * s
+GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats with weights q * s
 KEPT_FACTORS = 64  # of matrices that are being converted
 
 
@@ -54,7 +54,7 @@ class Encoder:
     """Makes jobs. `scales` holds the INT4 scales that were kept when the source was made, if they were.
 
     devices  where the work is done; each thread takes one of them
-    inputs   may be set until the first job is run; layers whose scale it lacks keep the source's, or get INPUT_SCALE
+    inputs   may be set until the first job is run; layers without a scale in it keep the source's, or get INPUT_SCALE
     """
 
     def __init__(

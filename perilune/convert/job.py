@@ -50,7 +50,7 @@ class Piece:
 class Job:
     """`outs` are the first output, the waiting ones, and those of `tail`, which is called after the last piece.
 
-    at      (file, offset) of what is read, in whose order jobs are best done
+    at      (file, offset) of what is read: jobs are best done in this order
     reads   bytes that are read
     linear  the layer that is changed; None for a copy
     """

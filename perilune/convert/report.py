@@ -219,7 +219,7 @@ def _escape(text: str) -> str:
 
 
 def _finite(db: float) -> float:
-    """For JSON, which has no infinity: 999 dB stands for no error at all."""
+    """For JSON, which has no infinity: 999 dB means no error at all."""
     return round(db, 4) if math.isfinite(db) else math.copysign(999.0, db)
 
 

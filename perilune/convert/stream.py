@@ -327,7 +327,9 @@ class Conversion:
             "version": VERSION,
             "source": self.fingerprint,
             "shard_bytes": self._shard_bytes,
-            "device": self._devices[0].type,  # whose last bits may differ, though not from INT4 to NVFP4
+            "device": self._devices[
+                0
+            ].type,  # results of two kinds may differ in last bits, though not from INT4 to NVFP4
             "inputs": self._encoder.inputs.digest(),
             **dataclasses.asdict(self.target),
         }

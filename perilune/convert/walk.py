@@ -115,7 +115,7 @@ class Walk:
         return out
 
     def add(self, i: int, y: Tensor) -> None:
-        """Ends layer i, whose experts or MLP gave `y`. CheckpointError if that is not finite."""
+        """Ends layer i; `y` is the result of its experts or MLP. CheckpointError if that is not finite."""
         last = i + 1 == self.config.num_hidden_layers
         (norm,) = names.model()["norm"] if last else names.layer(i + 1)["input_norm"]
         self.x = add_rmsnorm(self._h, y.unsqueeze(1), self._plain(norm), self._eps)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors against its configuration, a bounded part of their values, and what only tensors can tell."""
+"""A checkpoint's tensors against its configuration, a bounded part of their values, and what only tensors show."""
 
 import os
 import random
@@ -135,7 +135,7 @@ def _values(values: torch.Tensor) -> str | None:
 
 
 def answers(shards: Shards, config: KimiConfig) -> dict[str, str]:
-    """What the family's documentation leaves open and the tensors of a checkpoint tell, by topic."""
+    """What the family's documentation leaves open and the tensors of a checkpoint show, by topic."""
     tensors = shards.tensors
     topics = {
         "router bias": _types(tensors, names.ROUTER_BIAS),

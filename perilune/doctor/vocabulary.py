@@ -44,7 +44,7 @@ _PREPROCESSOR: Mapping[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Text:
     findings: tuple[Finding, ...]
-    answers: Mapping[str, str]  # what the family's documentation leaves open and these files tell, by topic
+    answers: Mapping[str, str]  # what the family's documentation leaves open and these files show, by topic
     member: Member | None
     vocab_size: int | None
 
@@ -149,7 +149,7 @@ def _answers(
 
 
 def _template(path: Path) -> tuple[bytes, str]:
-    """The vendor's template and where it was; empty if there is none. What is unreadable, `recognise` has told."""
+    """The vendor's template and where it was; empty if there is none. `recognise` has reported an unreadable file."""
     file = path / "chat_template.jinja"
     if file.is_file():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Rows as a batch of chains: the grids in which they attend, and how much every guess counts."""
+"""Rows as a batch of chains: the grids in which they attend, and how much every drafted token counts."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LONGEST_UNROLL = 8
 class Group:
     """Rows next to each other as grids: b rows, Q chains and K tokens of the longest.
 
-    Grids are filled by copies to distinct places, whose gradients are copies too: an index with repetitions would be
+    Grids are filled by copies to distinct places, so that gradients are copies too: an index with repetitions would be
     summed up by sorting.
 
     chains, tokens  which of the batch's are the group's
@@ -52,9 +52,9 @@ class Batch:
     """Rows one after the other, tokens and chains numbered through: N tokens, M chains.
 
     tokens, positions [N]; taught [L] the tokens of answers, and lesson [N] the place of each token in `taught` (any, if
-    it has none); begin [M] the token whose feature a chain begins with; last [M] the last token of the chain's row.
-    weight [M] of a chain in the loss. Of all parts of the batch, over their number: totals [LONGEST_UNROLL] what the
-    guesses of each chain step weigh together, and counts [LONGEST_UNROLL] how many they are.
+    it has none); begin [M] the token with the feature that a chain begins with; last [M] the last token of the chain's
+    row. weight [M] of a chain in the loss. Of all parts of the batch, over their number: totals [LONGEST_UNROLL] the
+    weights of the drafted tokens of each chain step, added, and counts [LONGEST_UNROLL] their number.
     """
 
     tokens: Tensor
@@ -111,7 +111,7 @@ class Batch:
 
 
 def _totals(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """([LONGEST_UNROLL], likewise) float64: by chain step, the weights of all chains that guess a token in it, and the
+    """([LONGEST_UNROLL], likewise) float64: by chain step, the weights of all chains that draft a token in it, and the
     number of those with a weight; 1 where none does, because then what is divided by it is 0."""
     chains = torch.tensor([len(row.ids) - 1 - row.given for row in rows])
     reach = (chains[:, None] - torch.arange(LONGEST_UNROLL)).clamp_min(0).double()

@@ -54,7 +54,7 @@ def about(source: Source, plan: Plan, model: Path) -> dict[str, object]:
 
 
 class Answers(Protocol):
-    """Makes rows of prompts, whose numbers begin with `first`."""
+    """Makes rows of prompts; `first` is the number of the first prompt."""
 
     def __call__(self, prompts: Sequence[Prompt], first: int) -> list[Row]: ...
 

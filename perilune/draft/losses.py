@@ -1,4 +1,4 @@
-"""What a drafter is trained to minimise: how far a guess q is from the target's distribution p of the same token.
+"""What a drafter is trained to minimise: how far the draft's distribution q is from the target's, p, of the same token.
 
 All take p [M, W] (probabilities; with a cut vocabulary they may sum to less than 1) and log q [M, W] in float32 and
 give [M]. `kl` is the usual one. The others aim at what counts in serving, how much of a draft is accepted: a sampled

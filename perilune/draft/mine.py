@@ -1,6 +1,6 @@
 """Which pieces of text a drafter should see again: where it loses tokens, by domain, as weighted training windows.
 
-A chain begins at every token of an answer. What it lost is how many tokens a drafter that always guesses the target's
+A chain begins at every token of an answer. What it lost is how many tokens a drafter that always drafts the target's
 likeliest would have brought there, minus what this one brings (`Scored.lost`). Neighbouring chains that lost something
 are a window: its context is everything before it, the beginning of the answer included, and only its own tokens are
 taught. Pure numbers: no tensors here.
@@ -92,7 +92,7 @@ class Rule:
 
 
 def windows_of(scored: Scored, after: int) -> list[Window]:
-    """The pieces of an answer whose chains lost something, in order."""
+    """The pieces of an answer in which chains lost something, in order."""
     row, found = scored.row, []
     if not row.given or len(row.ids) - row.given < LEAST_ANSWER:
         return []
@@ -166,7 +166,7 @@ def _draw(pool: Sequence[Window], wanted: float, rng: Random) -> list[Window]:
 
 
 def _weigh(windows: Sequence[Window], level: float) -> list[Window]:
-    """With weights whose mean over taught tokens is `level`, as far as their bounds let them."""
+    """With weights of mean `level` over taught tokens, as far as their bounds let them."""
     density = [math.sqrt(w.lost / w.taught) for w in windows]
     mean = sum(d * w.taught for d, w in zip(density, windows)) / sum(w.taught for w in windows)
     return [
@@ -176,13 +176,13 @@ def _weigh(windows: Sequence[Window], level: float) -> list[Window]:
 
 
 def of_records(records: Sequence[Record]) -> list[Scored]:
-    """What a server logged: at a rejection, the drafts that did not stand are lost; elsewhere nothing is known."""
+    """What a server logged: at a rejection, the drafts that were not accepted are lost; elsewhere nothing is known."""
     found = []
     for record in records:
         row = Row(record.ids, record.given, 0, record.greedy)
         lost: list[float | None] = [None] * (len(record.ids) - record.given - 1)
         for rejection in record.rejected:
-            # The chain's first guess was for place `at`; it begins with the token before the last known one.
+            # The chain's first drafted token was for place `at`; it begins with the token before the last known one.
             if 0 <= (chain := rejection.at - record.given - 1) < len(lost):
                 lost[chain] = float(len(rejection.drafts) - rejection.accepted)
         found.append(Scored(row, tuple(lost), 0))

@@ -28,7 +28,7 @@ def group(texts: Sequence[Sequence[int]], count: int, *, seed: int = 0) -> list[
 
 
 def names(texts: Sequence[Sequence[int]], groups: Sequence[int], spell: Callable[[int], str]) -> list[str]:
-    """Each group by the tokens that tell it from the others."""
+    """Each group's name: the tokens that occur in it more often than in the others."""
     having: list[Counter[int]] = [Counter() for _ in range(max(groups, default=-1) + 1)]
     sizes = Counter(groups)
     for text, number in zip(texts, groups):
@@ -59,7 +59,7 @@ def _vectors(texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
 
 
 def _means(vectors: NDArray[np.float64], count: int, rng: np.random.Generator) -> tuple[float, list[int]]:
-    """How near the texts are to their centres, and whose each is."""
+    """How near the texts are to their centres, and the number of each text's centre."""
     centres = _begin(vectors, count, rng)
     member = np.full(len(vectors), -1)
     for _ in range(ROUNDS):

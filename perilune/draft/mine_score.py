@@ -49,8 +49,8 @@ def score(
 ) -> list[tuple[float, ...]]:
     """For each row, what its chains of `length` lost, as mine.Scored has it; () where an answer is too short.
 
-    A chain is worth the tokens that the target's likeliest guess right, one after the other. What a draft gets beyond
-    that at temperature 1 is luck and makes up for nothing.
+    A chain is worth the tokens in a row that equal the target's likeliest. Further tokens that a draft gets right at
+    temperature 1 are chance, and make up for none.
     """
     found: list[tuple[float, ...]] = [()] * len(rows)
     usable = [i for i, row in enumerate(rows) if row.given and len(row.ids) - row.given >= LEAST_ANSWER]
@@ -92,7 +92,7 @@ def _lost(trainee: Trainee, capture: Capture, rows: Sequence[Row], length: int) 
     with torch.autocast(captured.aux.device.type, torch.bfloat16, enabled=captured.aux.is_cuda):
         for step in trainee.unrolled(batch, captured.aux, length):
             truth = following[step.token]
-            accepted = accepted & (step.valid > 0) & (trainee.guess(step.logits) == truth)
+            accepted = accepted & (step.valid > 0) & (trainee.likeliest(step.logits) == truth)
             reachable = reachable & (step.valid > 0) & (likeliest[batch.lesson[step.token]] == truth)
             lost += reachable.long() - accepted.long()
     return lost.clamp_min(0)

@@ -253,8 +253,8 @@ LATER_SHARE: Final = 0.15
 def ask(domain: str, rng: Random) -> tuple[list[Message], tuple[Mapping[str, Any], ...], bool]:
     """(messages, tools, thinking) of a prompt of one of DOMAINS.
 
-    Some come after another question whose answer says only that there was one: the target's own is not known when
-    prompts are made.
+    Some come after another question, with an answer that says only that there was one: the target's own is not known
+    when prompts are made.
     """
     text, tools = DOMAINS[domain](rng)
     messages: list[Message] = [{"role": "user", "content": text}]

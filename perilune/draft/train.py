@@ -99,7 +99,7 @@ def train(
     states: States | None = None,
     capture_tokens: int = 131072,
     stop_after: int = 0,
-    tell: Callable[[dict[str, Any]], None] = lambda record: None,
+    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Trainee:
     """Trains to the end of the schedule, going on from `out` if it holds an unfinished run.
 
@@ -111,7 +111,7 @@ def train(
     own_head    learn a head; implied by a smaller vocabulary and by a start that has one
     states      of the corpora, captured before: the model's ends are then all of it that is used
     stop_after  leave after so many steps of this call, saved (0: at the end)
-    tell        gets every line of the log
+    on_record   is called with every record of the log
     """
     if model.weights.lm_head.format != "dense":
         raise ConfigError(
@@ -127,7 +127,7 @@ def train(
             line = {"kind": kind, **record}
             with (out / LOG).open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            tell(line)
+            on_record(line)
 
     rows = [row for corpus in corpora for row in corpus.rows()]
     mined = [row for corpus in windows for row in corpus.rows()]

@@ -3,7 +3,7 @@
 Training-time test: as in serving, only the first drafted token comes from the target's features; the steps after it get
 the draft's own states. Step j of the chain that begins at position t reads token t + j (the true one), attends to the
 first steps' keys up to t and to its own chain's keys, and learns the target's distribution of token t + j + 1.
-All chains of all rows run at once; only positions whose next token is the target's own begin one.
+All chains of all rows run at once; only positions with a next token of the target's own begin one.
 
 Letters: N tokens of a batch's rows, M chains, H heads, D hidden, J steps, V and W tokens of the target's and the
 draft's vocabulary.
@@ -34,7 +34,7 @@ SCORES = 1 << 28  # of a piece of attention that is computed twice
 
 @dataclass(frozen=True, slots=True)
 class ChainStep:
-    """Step j of all chains. token [M]: the last known token, whose successor is guessed; valid [M]: 1 where the text
+    """Step j of all chains. token [M]: the last known token, after which one is drafted; valid [M]: 1 where the text
     goes on so far, else 0; normed [M, D] what the head [W, D] reads."""
 
     token: Tensor
@@ -49,8 +49,8 @@ class ChainStep:
 
 
 class Lesson(NamedTuple):
-    """loss: weighted mean over chains and steps; per step of [J]: share of chains whose guess is the target's
-    likeliest. Both of this part of the batch, scaled so that the mean over all parts is that of the whole batch."""
+    """loss: weighted mean over chains and steps; agreement [J]: by step, the share of chains that draft the target's
+    likeliest token. Both of this part of the batch, scaled: the mean over all parts is that of the whole batch."""
 
     loss: Tensor
     agreement: Tensor
@@ -113,7 +113,7 @@ class Trainee(nn.Module):
                 columns.mul_((square + self.config.rms_norm_eps) ** -0.5)
 
     def lesson(self, batch: Batch, aux: Tensor, hidden: Tensor, steps: int, decay: float, loss: str = "kl") -> Lesson:
-        """What `losses` says of all guesses; step j weighs decay^(j - 1).
+        """The loss over all drafted tokens; step j weighs decay^(j - 1).
 
         aux [N, A D] and hidden [L, D] as captured, the latter of the batch's `taught` tokens.
         """
@@ -121,22 +121,22 @@ class Trainee(nn.Module):
             truth = F.linear(hidden, self.head).float().softmax(-1)
             likeliest = truth.argmax(-1)
             if self.vocabulary is not None:
-                # Not made to sum to 1: a token that the draft cannot say is a guess lost, and counts for less.
+                # Not made to sum to 1: a token outside the draft's vocabulary is always lost, and counts for less.
                 truth = truth.index_select(-1, self.vocabulary)
         losses, agreements = [], []
         for j, step in enumerate(self.unrolled(batch, aux, steps)):
             place = batch.lesson[step.token]
-            value, guess = self._twice(self._judge, step, truth, place, loss)
+            value, drafted = self._twice(self._judge, step, truth, place, loss)
             losses.append((value * step.valid * batch.weight).sum() / batch.totals[j] * decay**j)
-            right = (guess == likeliest[place]) * step.valid * (batch.weight > 0)
+            right = (drafted == likeliest[place]) * step.valid * (batch.weight > 0)
             agreements.append(right.sum() / batch.counts[j])
         mean = torch.stack(losses).sum() / sum(decay**j for j in range(steps))
         return Lesson(mean, torch.stack(agreements).detach())
 
     def _judge(self, step: ChainStep, truth: Tensor, place: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-        """(what `loss` says of each chain's guess, the likeliest token's id), [M] each."""
+        """(the loss of each chain's drafted token, the id of that token), [M] each."""
         logits = step.logits
-        return LOSSES[loss](truth[place], logits.log_softmax(-1)), self.guess(logits)
+        return LOSSES[loss](truth[place], logits.log_softmax(-1)), self.likeliest(logits)
 
     def _twice(self, function: Callable[..., T], *given: Any) -> T:
         if not self.recompute:
@@ -144,7 +144,7 @@ class Trainee(nn.Module):
         found: T = checkpoint(function, *given, use_reentrant=False)
         return found
 
-    def guess(self, logits: Tensor) -> Tensor:
+    def likeliest(self, logits: Tensor) -> Tensor:
         """[M, W] -> the target's ids [M] of the likeliest tokens."""
         own = logits.argmax(-1)
         return own if self.vocabulary is None else self.vocabulary[own]

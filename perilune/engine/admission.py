@@ -8,7 +8,7 @@ from perilune.core.messages import Delta, EngineInfo, Submit
 from perilune.engine.client import check_pictures, room
 from perilune.engine.masks import Grammars
 
-COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar to compile when there is nothing to compute
+COMPILE_WAIT_SECONDS = 0.05  # seconds that a step waits for a grammar to compile when there is nothing to compute
 
 
 class Admission:
@@ -38,11 +38,11 @@ class Admission:
 
     def schedule_compiled(self, *, idle: bool) -> list[Delta]:
         """Schedules the requests with compiled grammars; a request with a grammar that failed gets its last Delta.
-        `idle`: there is nothing else to do, so it waits up to COMPILE_WAIT for a grammar."""
+        `idle`: there is nothing else to do, so it waits up to COMPILE_WAIT_SECONDS for a grammar."""
         deltas: list[Delta] = []
         if not self._grammars.compiling:
             return deltas
-        for compiled, request, seed in self._grammars.compiled(COMPILE_WAIT if idle else 0.0):
+        for compiled, request, seed in self._grammars.compiled(COMPILE_WAIT_SECONDS if idle else 0.0):
             try:
                 session = compiled.result()
                 self._schedule(request, seed)

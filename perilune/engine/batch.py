@@ -14,7 +14,9 @@ from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.speculation.drafter import Followed
 
-ALIGNED = 256  # bytes: alignment of each array in the common copy, as torch aligns tensors; kernels read 16 at once
+ALIGNED_BYTES = (
+    256  # bytes: alignment of each array in the common copy, as torch aligns tensors; kernels read 16 at once
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     """The arrays as tensors on `device`. On a GPU: one copy from pinned memory, which the host does not wait for."""
     if device.type != "cuda":
         return [torch.from_numpy(a) for a in arrays]
-    begins = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
+    begins = np.cumsum([0, *(-(-a.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for a in arrays)]).tolist()
     host = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
     filled = host.numpy()
     for begin, a in zip(begins, arrays):

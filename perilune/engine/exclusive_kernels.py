@@ -1,4 +1,4 @@
-"""Which engine of this process may run kernels whose CTAs wait for each other.
+"""Which engine of this process may run kernels with CTAs that wait for each other.
 
 Such a kernel needs all of its CTAs resident on the GPU at once. Launches of one stream follow each other; but kernels
 of two streams could each get a part of the SMs and wait for the rest without end: a deadlock. So on every GPU one

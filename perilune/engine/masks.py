@@ -117,7 +117,7 @@ class Grammars:
         self._compiling[request.rid] = self._compiler.submit(self._compile, request), request, seed
 
     def compiled(self, timeout: float) -> list[Compiled]:
-        """The requests whose constraints are compiled, once each. If none is, waits up to `timeout` seconds for one."""
+        """The requests with compiled constraints, once each. If there is none, waits up to `timeout` seconds."""
         wait([compiling for compiling, *_ in self._compiling.values()], timeout, FIRST_COMPLETED)
         done = {rid: found for rid, found in self._compiling.items() if found[0].done()}
         for rid in done:

@@ -32,7 +32,7 @@ from perilune.engine.vision.tower import Tower
 from perilune.kv.pages import Pages
 from perilune.model.kimi_k2 import KimiK2
 from perilune.ops.harness import registry, workspace
-from perilune.ops.harness.tensors import FEW_ON_CPU
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU
 from perilune.ops.harness.threads import torch_alone
 from perilune.speculation.acceptance import Accepted, accept, rows_kept
 from perilune.speculation.drafter import Drafter, Drafts, Start
@@ -178,7 +178,7 @@ class Runner:
         """Queues the step on the device, without waiting for it."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # set per thread, and more than one thread queues steps
-        few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ON_CPU
+        few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ROWS_ON_CPU
         with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
             if self.tower is not None and (plan.slices or plan.dropped):
                 self.tower.run(plan.slices, plan.dropped)

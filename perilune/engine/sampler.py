@@ -16,7 +16,7 @@ LOGIT_BYTES = 64 << 20  # prompt log-probabilities are computed in pieces of at 
 
 FAILED = -1  # the token sampled from logits that are not finite
 
-_MASK = (1 << 64) - 1
+_LOW_64_BITS = (1 << 64) - 1
 
 
 def uniform(seed: int, index: int) -> float:
@@ -25,17 +25,17 @@ def uniform(seed: int, index: int) -> float:
     A hash (splitmix64's finaliser over seed and counter), not a stream: a request gets the same numbers whatever else
     is in the batch, on any device, and again after preemption.
     """
-    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
+    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _LOW_64_BITS
     for _ in range(2):
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _LOW_64_BITS
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _LOW_64_BITS
         z ^= z >> 31
     return (z >> 11) / (1 << 53)
 
 
 def uniforms(seeds: Sequence[int], indices: NDArray[np.int64]) -> NDArray[np.float64]:
     """`uniform` of many at once: [S, m] for S seeds and indices [S, m]."""
-    z = np.array([s & _MASK for s in seeds], np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+    z = np.array([s & _LOW_64_BITS for s in seeds], np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
     z = z + (indices + 1).astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
     for _ in range(2):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -16,7 +16,7 @@ import msgspec
 from perilune.core import messages
 from perilune.core.errors import EngineError
 
-MAX_FRAME = 256 << 20
+MAX_FRAME_BYTES = 256 << 20
 HEADER = struct.Struct(">I")
 
 _KINDS: dict[str, type] = {
@@ -61,8 +61,8 @@ def encode(batch: list[Any]) -> bytearray:
 
 def body_length(header: bytes) -> int:
     (length,) = HEADER.unpack(header)
-    if length > MAX_FRAME:
-        raise EngineError(f"a message of {length} bytes exceeds the bound of {MAX_FRAME}")
+    if length > MAX_FRAME_BYTES:
+        raise EngineError(f"a message of {length} bytes exceeds the bound of {MAX_FRAME_BYTES}")
     return int(length)
 
 

@@ -63,7 +63,7 @@ class Tally:
     right: int = 0
     errors: int = 0
     cut: int = 0
-    counted: int = 0  # answers whose tokens the server counted
+    counted: int = 0  # answers with a token count from the server
     tokens: int = 0
 
 

@@ -116,7 +116,7 @@ def _range(url: str, first: int, end: int) -> bytes:
         try:
             response = get_session().get(url, headers=wanted, timeout=_TIMEOUT)
             break
-        except Exception:  # a lost connection, whose class depends on the library's version
+        except Exception:  # a lost connection: its class depends on the library's version
             if attempt == _ATTEMPTS:
                 raise
     hf_raise_for_status(response)

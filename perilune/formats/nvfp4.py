@@ -58,7 +58,7 @@ def quantize(w: torch.Tensor, factor: torch.Tensor | None = None) -> tuple[torch
 
     factor  weight_scale_2 of each matrix; default max|w| / (6 * 448), which makes the largest scale 448
     scale   max|w| / 6 / factor of each group, nearest, at most 448
-    Values are nearest for the scales as stored. A group whose scale comes out as 0 becomes zeros. ValueError if w is
+    Values are nearest for the scales as stored. A group with a scale of 0 becomes zeros. ValueError if w is
     not finite.
     """
     assert w.shape[-1] % NVFP4_GROUP == 0, w.shape

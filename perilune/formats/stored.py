@@ -16,7 +16,7 @@ def finite(values: torch.Tensor) -> str | None:
 
 
 def has_nan(values: torch.Tensor) -> bool:
-    """Whether a float8_e4m3fn tensor holds nan, whose bytes are 0x7f and 0xff. Two passes at memory speed."""
+    """Whether a float8_e4m3fn tensor holds nan (bytes 0x7f and 0xff). Two passes at memory speed."""
     if not values.numel():
         return False
     return values.view(torch.int8).amax().item() == 0x7F or values.view(torch.uint8).amax().item() == 0xFF

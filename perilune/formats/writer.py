@@ -30,7 +30,7 @@ Form = Literal["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack
 
 @dataclass(frozen=True, slots=True)
 class _Quantiser:
-    """`encode` gives the tensors that replace the weights whose names match `which`."""
+    """`encode` gives the tensors that replace a weight with a name that matches `which`."""
 
     which: re.Pattern[str]
     encode: Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
@@ -79,7 +79,7 @@ def write(
 
 
 def with_quantization(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of config.json's object whose text model (text_config if nested) declares `block`, or nothing.
+    """A copy of config.json's object in which the text model (text_config if nested) declares `block`, or nothing.
 
     ModelOpt's blocks go to the outermost level.
     """

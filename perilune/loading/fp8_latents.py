@@ -1,6 +1,6 @@
 """The latent cache in FP8, as an option at load: 640 bytes a token and layer where bfloat16 takes 1,152.
 
-kv_a_norm makes every latent a vector whose mean square is 1, times the norm's weights. Those weights move into the two
+kv_a_norm makes every latent a vector with a mean square of 1, times the norm's weights. Those weights move into the two
 halves of kv_b_proj, which are all that reads latents, and a constant takes their place, the largest power of two c with
 c sqrt(R) <= 448. So every latent fits e4m3 whatever the activations are, without a scale for a token or a tensor, and
 what is below 2^-10 of the mean is all that e4m3 holds as subnormal numbers. Rope keys have no norm that would bound

@@ -157,7 +157,7 @@ def row_step(inputs: int) -> int:
     return max(STAGE_BYTES // (4 * inputs) // FP8_BLOCK, 1) * FP8_BLOCK
 
 
-# By format: the record, whose fields are those of gate and up, then those of down, and the stored parts of each.
+# By format: the record (its fields: those of gate and up, then those of down), and the stored parts of each.
 EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
     scheme.DENSE: (DenseExperts, (".weight",)),
     scheme.INT4: (Int4Experts, (".weight_packed", ".weight_scale")),

@@ -29,8 +29,8 @@ def config_for(
     ids = list(aux_ids) if aux_ids is not None else [1, middle, max(layers - 4, middle + 1)]
     if ids != sorted(set(ids)) or not ids or ids[0] != 1 or ids[-1] >= layers:
         raise ConfigError(
-            f"aux layers {ids} must begin with 1, ascend, and be below {layers}: a first id of 1 is what tells engines "
-            "that outputs are meant"
+            f"aux layers {ids} must begin with 1, ascend, and be below {layers}: engines take a first id of 1 as the "
+            "sign that layers' outputs are meant"
         )
     vocab = target.vocab_size
     if draft_vocab is not None and not 0 < draft_vocab <= vocab:

@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1 drafts: one decoder layer that guesses the target's next tokens from its hidden states
+"""EAGLE-3 and 3.1 drafts: one decoder layer that predicts the target's next tokens from its hidden states
 (docs/formats.md section 6).
 
 A draft position t pairs the target's feature at t with the *next* token's embedding, and says what follows that token:
@@ -216,8 +216,8 @@ def _lower_right(rows: int, context: int, device: torch.device) -> Tensor:
 def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
     """q [T, H, d] of the span's requests over flat [slots, 2, K, d] -> [T, H, d].
 
-    Gathers every row's whole table, so that no count is read on the host: for the few rows of a drafting step. A row of
-    no request gets what nobody reads.
+    Gathers every row's whole table, so that no count is read on the host: for the few rows of a drafting step. The
+    result of a padding row is undefined.
     """
     T = q.shape[0]
     tables, start = span.tables.long(), span.query_start.to(q.device)

@@ -181,7 +181,7 @@ class Eagle3Config:
         return config
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The target's layers whose input is read, 0-based; `target_layers` is the number of all, itself allowed.
+        """The target's layers that the draft reads inputs of, 0-based; `target_layers` (their number) is allowed.
 
         Files disagree about what their ids mean. Those that begin with 1 name outputs, so the layer after is meant;
         others name inputs (the rule of SGLang; docs/formats.md section 6.3).

@@ -71,7 +71,7 @@ LONG_STEP_TOKENS = 1024  # Smaller: two launches a layer to report progress, in 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span(operands.Span):
-    """Requests whose rows of the step are adjacent; query_start is relative to rows.start. Of the plain span,
+    """Requests with adjacent rows in the step; query_start is relative to rows.start. Of the plain span,
     query_start and context are in host memory: its kernels are launched by request."""
 
     rows: slice
@@ -84,7 +84,7 @@ class Step:
 
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
-    With `pending` (rows [T] int64, last_tokens) a token that is -1 stands for last_tokens[rows[t]].
+    With `pending` (rows [T] int64, last_tokens) a token -1 means last_tokens[rows[t]].
     With `replaced` (rows [M] int64, values [M, D]) these rows have these embeddings instead of their tokens'.
     """
 
@@ -227,7 +227,7 @@ class KimiK2:
         return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
-        """As `_ffn`, of a layer whose attention has these queries and is added to h."""
+        """As `_ffn`, after attention with these queries, which is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
         sharded = self.sharded_kv
@@ -239,7 +239,7 @@ class KimiK2:
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
-        """[T, D], or [T, P, D] float32, P parts whose sum it is."""
+        """[T, D], or its P parts [T, P, D] float32, to be added."""
         return mlp(w, x) if isinstance(w, Mlp) else _mixture(w, x, self._chosen(w, x))
 
     def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:

@@ -46,7 +46,7 @@ from perilune.server.responses.api import (
 from perilune.server.responses.background import Jobs
 from perilune.server.responses.store import ResponseStore
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, ClientGone
+from perilune.server.sse import CLIENT_GONE_STATUS, ClientGone
 from perilune.server.turn import rendered, see
 
 _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
@@ -130,7 +130,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 async def gone(request: Request, error: Exception) -> Response:
     """Handles ClientGone: the client left while it sent its body, or while its pictures were decoded."""
-    return Response(status_code=CLIENT_GONE)
+    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 def _describe(service: Service) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from perilune.core.errors import RequestError
 
 log = logging.getLogger("perilune.server")
 
-MAX_WARNED = 256  # names, because they come from clients
-MAX_NAME = 64  # characters of a client's name in a message
-TYPO = 0.85  # likeness from which a name in an open object is a misspelt one, not one of another program
+MAX_WARNED_NAMES = 256  # names, because they come from clients
+MAX_NAME_CHARS = 64  # characters of a client's name in a message
+TYPO_RATIO = 0.85  # likeness from which a name in an open object is a misspelt one, not one of another program
 _warned: set[str] = set()
 
 
@@ -287,18 +287,18 @@ def check_open(messages: Sequence[Any], tools: Sequence[Any], *, lenient: bool) 
 def _check_typos(given: Any, known: Collection[str], where: str, lenient: bool) -> None:
     for name in given.keys() - known if isinstance(given, Mapping) else ():
         missing = [k for k in known if k not in given]
-        if given[name] is not None and difflib.get_close_matches(str(name)[:MAX_NAME], missing, 1, TYPO):
+        if given[name] is not None and difflib.get_close_matches(str(name)[:MAX_NAME_CHARS], missing, 1, TYPO_RATIO):
             _unknown(str(name), missing, f"{where}.", lenient)
 
 
 def _unknown(name: str, known: Collection[str], where: str, lenient: bool) -> None:
-    spelled = (where + name)[:MAX_NAME]
+    spelled = (where + name)[:MAX_NAME_CHARS]
     if lenient:
-        if spelled not in _warned and len(_warned) < MAX_WARNED:
+        if spelled not in _warned and len(_warned) < MAX_WARNED_NAMES:
             _warned.add(spelled)
             log.warning("request field %r is unknown and ignored (said once)", spelled)
         return
-    snake = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name[:MAX_NAME]).lower()  # as some clients write it
+    snake = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name[:MAX_NAME_CHARS]).lower()  # as some clients write it
     found = difflib.get_close_matches(snake, known, 1) or [k for k in known if len(snake) > 3 and snake in k]
     remedy = f"did you mean {where + found[0]!r}?" if found else "leave it out (serve --lenient-fields ignores such)"
     raise RequestError(f"unknown field {spelled!r}: {remedy}", param=spelled, code="unknown_parameter")

@@ -19,9 +19,9 @@ from perilune.server.keys import Keyring
 from perilune.server.processes import ProcessesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 60)
-BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
-WHOLE = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 60)
+INTERVAL_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 WAITED_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
 LENGTH_TOKENS = (1, 10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
@@ -56,21 +56,25 @@ class Metrics:
         self.audit_lost = self._counter("audit_lost", "Lines of the audit log that could not be written.")
         self.in_flight = Gauge("perilune_generations_in_flight", "Generations not ended yet.", registry=self.registry)
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From the admitted request to its first token.", FIRST
+            "time_to_first_token_seconds", "From the admitted request to its first token.", FIRST_TOKEN_SECONDS
         )
         self.inter_token = self._histogram(
             "inter_token_latency_seconds",
             "Between consecutive tokens of a request (deltas of several tokens count once, divided).",
-            BETWEEN,
+            INTERVAL_SECONDS,
         )
         self.whole = self._histogram(
-            "e2e_request_latency_seconds", "From the admitted request to its last token.", WHOLE
+            "e2e_request_latency_seconds", "From the admitted request to its last token.", REQUEST_SECONDS
         )
         self.queue = self._histogram(
             "request_queue_time_seconds", "From the scheduler's queue to the first step.", WAITED_SECONDS
         )
-        self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", FIRST)
-        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", REQUEST_SECONDS
+        )
         self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTH_TOKENS)
         self.answer_length = self._histogram("request_generation_tokens", "Tokens of an answer.", LENGTH_TOKENS)
         ProcessCollector(registry=self.registry)

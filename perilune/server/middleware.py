@@ -16,7 +16,7 @@ from perilune.server.call import Call, current, entered, request_id
 from perilune.server.keys import Account, Keyring
 from perilune.server.limits import BodyBudget, BodyShare, Limit, Limiter
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE
+from perilune.server.sse import CLIENT_GONE_STATUS
 
 HEALTH = ("/health", "/health/ready", "/health/live")
 OPEN = ("/", "/openapi.json", *HEALTH)
@@ -54,7 +54,7 @@ class Observe:
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
         call.client = scope["client"][0] if scope.get("client") else None
         call.keeps_text = self.service.config.audit_text
-        call.status = CLIENT_GONE  # stays when the client left before an answer
+        call.status = CLIENT_GONE_STATUS  # stays when the client left before an answer
         call.trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         answered = False
 

@@ -17,7 +17,7 @@ E = TypeVar("E")
 T = TypeVar("T")
 QUEUED_PIECES = 64
 PING_SECONDS = 10.0  # well below the idle limits of common proxies (30 s and more)
-CLIENT_GONE = 499  # status in logs for a client that left, as in nginx; it is never sent
+CLIENT_GONE_STATUS = 499  # status in logs for a client that left, as in nginx; it is never sent
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,7 +37,7 @@ def event(body: bytes) -> bytes:
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
-    """A frame whose name is its `type`, as the Responses and the Messages API stream them."""
+    """A frame with the event's `type` as its name, as the Responses and the Messages API stream them."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
 
 

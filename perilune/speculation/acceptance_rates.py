@@ -28,7 +28,7 @@ LEARN_PER_STEP = 4
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
 _SHARES = (0.5, 0.8, 1.0)  # columns by share of the matches that agree; one more for a single match
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, where chains are long
-_FIRST = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
+_PRIOR_RATES = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
 
 Cell = tuple[str, int, int]  # source, row and column: drafts of one cell share one acceptance rate
 Draft = tuple[int, Cell]  # (token, cell)
@@ -44,7 +44,7 @@ def of_model(token: int, position: int, confidence: float, agrees: bool | None) 
     """The draft model's token number `position` of a chain; `agrees`: whether a match has the same token in its place,
     None without a match."""
     agreement = 0 if agrees is None else 1 + agrees
-    return token, ("eagle3", position, agreement * len(_FIRST) + bisect_right(_CONFIDENCES, confidence))
+    return token, ("eagle3", position, agreement * len(_PRIOR_RATES) + bisect_right(_CONFIDENCES, confidence))
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class AcceptanceRates:
         self.turn = 0
         self._by_turns = by_turns
         self._suffix: dict[Cell, Rate] = {}
-        self._model = [Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _FIRST * 3]  # by column of the cell
+        self._model = [Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _PRIOR_RATES * 3]  # by column of the cell
         self._positions: list[Rate] = []  # of a draft model's chains
         self._requests: dict[int, dict[str, Rate]] = {}  # by rid and source: hits over expected hits
         self._tokens: dict[int, Rate] = {}  # of suffix drafts: hits over expected hits

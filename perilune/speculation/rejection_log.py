@@ -23,14 +23,14 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import Delta
 from perilune.core.step import MAX_DRAFTS, StepPlan
 
-CONTEXT = 2048  # tokens before a record's answer
-SPAN = 1024  # tokens of answer in a record
+CONTEXT_TOKENS = 2048  # tokens before a record's answer
+ANSWER_TOKENS = 1024  # tokens of answer in a record
 AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer goes on so long
 FILE_BYTES = 256 << 10  # a file is written when it has about so many bytes
 FILES = 16  # at least so many files fit the limit of bytes
 PREFIX, SUFFIX = "rejected-", ".jsonl"
-MAX_LINE = 16 << 20
-MAX_ID = 2**31 - 1
+MAX_LINE_BYTES = 16 << 20
+TOKEN_IDS = 2**31  # ids fit int32
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Record:
     @classmethod
     def of(cls, line: str) -> "Record":
         """Parses one line of a file. ValueError saying what is wrong."""
-        found = json.loads(line) if len(line) <= MAX_LINE else None
+        found = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
         ids, given, greedy = found.get("ids"), found.get("given"), found.get("greedy")
@@ -77,7 +77,7 @@ class Record:
 
 
 def _ids(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i <= MAX_ID for i in value)
+    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i < TOKEN_IDS for i in value)
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class RejectedLog:
 
     def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
         if self._lot.random() < self._share:
-            self._followed[rid] = _Follow(list(prompt[-CONTEXT:]), min(len(prompt), CONTEXT))
+            self._followed[rid] = _Follow(list(prompt[-CONTEXT_TOKENS:]), min(len(prompt), CONTEXT_TOKENS))
 
     def observe(self, plan: StepPlan, deltas: Sequence[Delta]) -> None:
         """Takes a step's results; the plan has the drafts."""
@@ -131,7 +131,7 @@ class RejectedLog:
             follow.ids += delta.tokens
             if delta.finish_reason is not None:
                 self.drop(delta.rid)
-            elif len(follow.ids) - follow.given >= SPAN + AFTER:
+            elif len(follow.ids) - follow.given >= ANSWER_TOKENS + AFTER:
                 self._record(follow)
 
     def drop(self, rid: int) -> None:
@@ -155,7 +155,7 @@ class RejectedLog:
             record = Record(tuple(follow.ids), follow.given, follow.greedy, tuple(follow.rejected))
             self._lines.append(record.line())
             self._size += len(self._lines[-1])
-        del follow.ids[:-CONTEXT]
+        del follow.ids[:-CONTEXT_TOKENS]
         follow.given = len(follow.ids)
         follow.rejected.clear()
 

@@ -151,7 +151,7 @@ def _cut(paragraph: str, limit: int, joint: str) -> list[str]:
 
 
 def _code_blocks(text: str) -> list[str]:
-    """Top-level definitions and what stands between them."""
+    """Top-level definitions and the text between them."""
     return [block.rstrip() for block in re.split(r"\n\n\n+", text.replace("\t", "    ")) if block.strip()]
 
 

@@ -193,7 +193,7 @@ class ChatTemplate:
         return _joined(out)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]) -> str:
-        """The prompt as one string, for display and tests: it cannot tell a control token from its name in a text."""
+        """The prompt as one string, for display and tests: a control token looks like its name in a text."""
         return "".join(p.name * p.count if isinstance(p, Special) else p for p in self.pieces(messages, **options))
 
     def render_ids(
@@ -217,8 +217,8 @@ class NoChatTemplate(ChatTemplate):
 def template_for(model_dir: Path, name: str | None = None) -> ChatTemplate:
     """The chat template of a model directory: the one named (see family.MEMBERS), else that of the member it holds.
 
-    ConfigError for an unknown name, CheckpointError if the files that tell cannot be read. For a checkpoint of another
-    family the template itself raises when used.
+    ConfigError for an unknown name, CheckpointError if the files that show it cannot be read. For a checkpoint
+    of another family the template itself raises when used.
     """
     if name is not None:
         return ChatTemplate(member_named(name))

@@ -90,7 +90,7 @@ def member_named(name: str) -> Member:
 
 
 def recognise(model_dir: Path) -> Member:
-    """The member whose checkpoint a directory holds, by its files.
+    """The member of the family that a directory's checkpoint belongs to, by its files.
 
     K2.5's and K2.6's differ only in their templates; without one the checkpoint is taken for K2.6, which writes the
     same prompts unless asked to preserve thinking. Raises NotOfTheFamily for another model_type, and CheckpointError

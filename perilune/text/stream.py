@@ -157,8 +157,8 @@ class ChatStream:
     A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
     on as they arrive and cannot be taken back: a call without its end marker when the next one begins is left as it
     is and its index is listed in `incomplete` (an answer sent whole leaves it out; `tool_calls` does not count it),
-    and a call cut off by the end of the output stays as far as it came. A call whose header names no tool gets the
-    declared one that its arguments fit; if none does, or its header cannot be read, it is dropped.
+    and a call cut off by the end of the output stays as far as it came. A call without a tool's name in its header gets
+    the declared one that its arguments fit; if none does, or its header cannot be read, it is dropped.
 
     `kept` and `stopped` are as in TextStream. `reasoning_tokens` counts the ids of the reasoning, with the marker that
     ended it.
@@ -188,7 +188,7 @@ class ChatStream:
         self._content_begun = begun
         self._header = ""
         self._counter: int | None = None  # what the header said
-        self._call: int | None = None  # index of the call whose arguments arrive; None: its tool is not known yet
+        self._call: int | None = None  # index of the call of the arguments that arrive; None: its tool is not known yet
         self._arguments_begun = False
         self._raw = False  # whether the arguments are text, passed on with all white space
         self._first = first_tool_index
@@ -446,7 +446,7 @@ def _split_header(header: str, declared: Collection[str]) -> tuple[str | None, i
 
 
 def _fitting_tool(arguments: str, declared: Mapping[str, Tool]) -> str | None:
-    """The declared tool whose properties share most names with the arguments, if any shares one."""
+    """The declared tool with most of the arguments' names among its properties, if any has one."""
     try:
         data = json.loads(arguments)
     except (ValueError, RecursionError):

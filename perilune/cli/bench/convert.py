@@ -27,7 +27,7 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
 def command(
     model: str, tokens: int, rounds: int, stream_gb: float | None, scratch: Path, directory: Path | None
 ) -> None:
-    """Error and time of the exact search for NVFP4 scales, and the KL it leaves in MODEL, whose experts are INT4."""
+    """Error and time of the exact search for NVFP4 scales, and the KL it leaves in MODEL, a model with INT4 experts."""
     if stream_gb is not None:
         finish([conversion_stream.measure(scratch, stream_gb, say)], directory)
         return

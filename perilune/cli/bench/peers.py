@@ -22,7 +22,7 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
     "--tokens",
     default="1,4,16,64,128,256,512,1000,2000,4000,10000",
     show_default=True,
-    help="Tokens whose experts are computed, for each a row. Without --cpu.",
+    help="Numbers of tokens to compute experts for, a row each. Without --cpu.",
 )
 @click.option("--width", type=click.IntRange(min=1), help="Of an expert: a slice of it.  [default: the whole]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everyone.  [default: torch's choice]")

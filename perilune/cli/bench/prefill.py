@@ -21,7 +21,7 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Tokens before the prompt whose KV is cached, in whole blocks of 64.",
+    help="Tokens with cached KV before the prompt, in whole blocks of 64.",
 )
 @click.option("--experts", type=click.Choice(bench.FORMATS), default="int4-g32", show_default=True)
 @click.option(

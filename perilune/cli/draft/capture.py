@@ -41,7 +41,9 @@ CAPTURED = 65536  # tokens in a step, and roughly in a file
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the states.")
 @click.option("--gb", type=click.FloatRange(min=0, min_open=True), default=50.0, show_default=True, help="At most.")
-@click.option("--aux-layers", help="Layers whose output is read, from 1 on, as for `draft train`.  [default: spread]")
+@click.option(
+    "--aux-layers", help="Layers that outputs are read of, from 1 on, as for `draft train`.  [default: spread]"
+)
 @click.option("--by-layer", is_flag=True, help="Hold one layer of MODEL at a time, for targets that no device holds.")
 @click.option(
     "--at-once",

@@ -127,7 +127,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 @click.option(
     "--own-head", is_flag=True, help="Learn a head, beginning as the target's; implied by a smaller --draft-vocab."
 )
-@click.option("--aux-layers", help="Layers whose output is read, from 1 on, e.g. 1,29,57.  [default: spread]")
+@click.option("--aux-layers", help="Layers that outputs are read of, from 1 on, e.g. 1,29,57.  [default: spread]")
 @click.option("--intermediate-size", type=click.IntRange(min=8), help="Of the draft's MLP.  [default: the target's]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
@@ -209,7 +209,7 @@ def _train(job: Job) -> None:
         start=start,
         own_head=job.own_head,
         states=None if job.states is None else States(job.states),
-        tell=lambda record: click.echo(json.dumps(record), err=True),
+        on_record=lambda record: click.echo(json.dumps(record), err=True),
     )
     tensors = trainee.checkpoint()
     if ranks.rank() == 0:

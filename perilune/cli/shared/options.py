@@ -1,4 +1,4 @@
-"""Command-line options whose names, types, defaults and help come from the fields of the configuration."""
+"""Command-line options: names, types, defaults and help come from the fields of the configuration."""
 
 import dataclasses
 import os

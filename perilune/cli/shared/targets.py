@@ -27,7 +27,7 @@ def target_options(function: F) -> F:
         click.option(
             "--api-key-file",
             type=click.Path(dir_okay=False, path_type=Path),
-            help="File whose only line is the endpoint's key.",
+            help="File with the endpoint's key as its only line.",
         ),
         click.option("--model-name", help="The model's name at the endpoint.  [default: the only one it lists]"),
     ):

@@ -46,12 +46,16 @@ MAX_GRAPHS = 128  # the least recently used is dropped first
 MAX_BYTES = 1 << 30  # half of the memory that engine/resolve.py leaves free besides weights and cache
 MAX_REQUESTS = 256
 MAX_ROWS = 512
-EACH = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
-CHAIN_COLUMN = max(EACH) + 2  # first column of a chain's ids in a step's results; MAX_DRAFTS further, its probabilities
+GRAPH_TOKENS = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
+CHAIN_COLUMN = (
+    max(GRAPH_TOKENS) + 2
+)  # first column of a chain's ids in a step's results; MAX_DRAFTS further, its probabilities
 COLUMNS = CHAIN_COLUMN + 2 * MAX_DRAFTS
 # Table width of the smallest graphs: 24 blocks of 64 positions, the most that mla_decode.attend_one has room for.
 MIN_TABLE_BLOCKS = 24
-WIDENING = 4  # ratio of one table width to the next. Larger: fewer graphs, but short contexts use wider tables.
+TABLE_WIDTH_RATIO = (
+    4  # ratio of one table width to the next. Larger: fewer graphs, but short contexts use wider tables.
+)
 
 
 def rounded_up(requests: int) -> int:
@@ -64,7 +68,7 @@ def table_width(blocks: int, max_blocks: int) -> int:
     """The width of the graph for tables of so many blocks, of requests that have `max_blocks` at most."""
     width = MIN_TABLE_BLOCKS
     while width < blocks:
-        width *= WIDENING
+        width *= TABLE_WIDTH_RATIO
     return max(min(width, max_blocks), 1)
 
 
@@ -74,7 +78,7 @@ def _not_captured() -> None:
 
 def _each(plan: StepPlan) -> int:
     longest = max([len(w.tokens) for w in plan.work])
-    return next((n for n in EACH if n >= longest), longest)
+    return next((n for n in GRAPH_TOKENS if n >= longest), longest)
 
 
 @dataclass(slots=True)
@@ -234,7 +238,7 @@ class DecodeGraphs:
         return Run(key, logits, rows)
 
     def finish(self, run: Run, plan: StepPlan, sampled: Tensor, cut: Mapping[int, int]) -> Arriving:
-        """The rest of a step whose tokens were sampled outside the graph. `sampled` [R] int64, negative where logits
+        """The rest of a step that sampled its tokens outside the graph. `sampled` [R] int64, negative where logits
         were not finite. cut[i] = n: only the first n drafts of work i may be accepted."""
         graph, each = self._graphs[run.key], run.key.each
         fields = graph.inputs.fields

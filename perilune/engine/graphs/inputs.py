@@ -5,8 +5,8 @@ are padding: they repeat the first request, so that no more experts are read for
 Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
 token at the positions before it and write no cache; these positions are computed already, so attention may read them.
 
-For works chained to a step whose tokens the host has not seen, the device completes the numbers
-(ops/drafts/advance_inputs).
+Where works are chained to a step and the host has not seen its tokens, the device completes the
+numbers (ops/drafts/advance_inputs).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from perilune.ops.rows.mapped_copy import mapped_copy
 
 A = TypeVar("A")
 
-_WORD = (1 << 64) - 1
+_LOW_64_BITS = (1 << 64) - 1
 
 
 class Key(NamedTuple):
@@ -168,7 +168,7 @@ class Inputs:
             values[count:] = values[:1]
         if chained:
             to.chained[:count] = flags
-            to.seeds[:count] = np.array([w.seed & _WORD for w in work], np.uint64).view(np.int64)
+            to.seeds[:count] = np.array([w.seed & _LOW_64_BITS for w in work], np.uint64).view(np.int64)
             to.output_index[:count] = [w.output_index for w in work]
             to.chained[count:], to.sources[:] = to.chained[0], to.rows[:, 0]
         to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._padding_row, 0.0

@@ -18,7 +18,7 @@ from perilune.core.request import Request
 from perilune.core.sampling import SamplingParams
 from perilune.engine.requests.blocks import RequestBlocks
 
-_MAX_TOKEN_ID = 2**31 - 1
+_TOKEN_IDS = 2**31  # the device holds ids as int32
 by_rank = attrgetter("rank")
 
 
@@ -39,8 +39,8 @@ class RequestQueue:
         room = self._blocks.capacity_tokens
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        if not (min(prompt) >= 0 and max(prompt) <= _MAX_TOKEN_ID):
-            raise RequestError(f"prompt token ids must be between 0 and {_MAX_TOKEN_ID}", param="prompt")
+        if not (min(prompt) >= 0 and max(prompt) < _TOKEN_IDS):
+            raise RequestError(f"prompt token ids must be between 0 and {_TOKEN_IDS - 1}", param="prompt")
         if len(prompt) >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; this model's context of {self._max_model_len} leaves room for"

@@ -9,7 +9,7 @@ Positions outside a request's context are never used: they may hold anything, na
 Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cuda" also rounds probabilities, and the
 outputs of the ranges it splits a long context into.
 
-"cuda" is two launches (see mla_decode.cu) whose grids depend on T, B and the GPU alone, as a CUDA graph needs it. How a
+"cuda" is two launches (see mla_decode.cu). Their grids depend on T, B and the GPU alone, as a CUDA graph needs. How a
 context is split, and whether four processors share a tile of heads because all contexts are short, depends on the
 contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
 It reads the span and the latents before a request's queries without waiting for the kernels just before it: their

@@ -209,8 +209,8 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
 
 @op.impl("torch")
 def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    """Heads in groups whose keys and values fit PIECE_BYTES, queries in blocks whose scores do; a block of queries
-    multiplies only the keys that its last one may see."""
+    """Heads in groups with keys and values of at most PIECE_BYTES, queries in blocks with scores of as many; a block
+    multiplies only the keys that its last query may see."""
     device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, device=device)
     flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()

@@ -1,7 +1,7 @@
 // Work shared between the thread that computes and helpers that join it when they can.
 //
 // Pieces are claimed one by one, and the caller claims them too: it waits for pieces that a helper has begun, never for
-// a helper to come. On a machine whose processors others use as well, a helper that is not running costs nothing, where
+// a helper to come. On a machine that other processes use as well, a helper that is not running costs nothing, where
 // a barrier among equals costs a time slice. Which thread computes a piece must not matter to the result.
 #pragma once
 #include <sched.h>
@@ -79,8 +79,8 @@ class Pool {
     return uint32_t(at) < pieces.load(std::memory_order_acquire) && worker < threads.load(std::memory_order_acquire);
   }
 
-  // Claims pieces until none is left; true if there were any. A claim that succeeds belongs to the run whose call was
-  // read: the ticket has not moved since, and a run writes its call only while the ticket is closed.
+  // Claims pieces until none is left; true if there were any. A claim that succeeds belongs to the run that wrote
+  // `call`: the ticket has not moved since, and a run writes its call only while the ticket is closed.
   bool work(int worker) {
     bool any = false;
     uint64_t at = ticket.load(std::memory_order_acquire);

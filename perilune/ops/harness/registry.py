@@ -66,7 +66,7 @@ class Impl:
 class Op(Generic[P, R]):
     """An operation with its contract: cases, tolerances, inputs, cost, and the reference that defines it.
 
-    `decides` names the arguments whose kinds choose the implementation: a tensor by shape and dtype, a record by its
+    `decides` names the arguments that choose the implementation: a tensor by shape and dtype, a record by its
     `kind`, a number by itself. The first one (default: the first parameter) is a tensor and gives device and size.
     `tol` has the outputs in order; an output with the name of an argument ("residual", or "latents.pages" for a field
     of a record) is written in place. `cost(case, dtype)`: least FLOPs and bytes of the op. Arguments are positional.

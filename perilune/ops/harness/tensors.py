@@ -6,7 +6,7 @@ from torch import Tensor
 
 Rows = Callable[[slice], Tensor]  # gives these rows of an output [T, D], which it computes at each call
 
-FEW_ON_CPU = 64  # up to so many rows this package's float32 kernels are as fast as torch's
+FEW_ROWS_ON_CPU = 64  # up to so many rows this package's float32 kernels are as fast as torch's
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ON_CPU, aligned
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, aligned
 from perilune.ops.linear import skinny_gemm
 
 FEW_ROWS = 16
@@ -92,7 +92,7 @@ def _kernel(dtype: torch.dtype) -> Any:
     when=lambda a, device: build.on_cpu(
         "linear",
         device,
-        (a.x.dtype != FLOAT32 or a.x.shape[0] <= FEW_ON_CPU, f"at most {FEW_ON_CPU} rows of float32"),
+        (a.x.dtype != FLOAT32 or a.x.shape[0] <= FEW_ROWS_ON_CPU, f"at most {FEW_ROWS_ON_CPU} rows of float32"),
         (a.x.shape[1] % 8 == 0, "an input width that is a multiple of 8"),
     ),
 )

@@ -16,7 +16,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, Sized, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ON_CPU
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU
 from perilune.ops.linear.linear import linear, run_streamed, streamable
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -73,7 +73,7 @@ def _kernel() -> Any:
     when=lambda a, device: build.on_cpu(
         "linear",
         device,
-        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ON_CPU, f"at most {FEW_ON_CPU} rows of float32"),
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS_ON_CPU, f"at most {FEW_ROWS_ON_CPU} rows of float32"),
         (a.x.shape[1] % 8 == 0, "an input width that is a multiple of 8"),
     ),
 )

@@ -76,7 +76,7 @@ def run(
     gated: bool = False,
     y: Tensor | None = None,
 ) -> Tensor:
-    """y [T, o] (gated: [T, o / 2]) bfloat16, or float32 if `wide`; or what `y` is, whose rows may be strided."""
+    """y [T, o] (gated: [T, o / 2]) bfloat16, or float32 if `wide`; or written to `y`, which may have strided rows."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     (T, i), o, stage = x.shape, w.shape[0], 128 // w.itemsize

@@ -2,7 +2,7 @@
 
 x [T, D]; chosen [T, k] as the router gives it; gate_up and down as in experts_int4.py, or with compact scales as in
 experts_int4_compact.py; shared: the shared expert, as x or in FP8 (linear_fp8.py), or None.
-y [T, P, D] float32: rows whose sum is the result, to be added in order by the norm that follows. If `partial`, P is the
+y [T, P, D] float32: P rows of a token, to be added in order by the norm that follows. If `partial`, P is the
 implementation's choice, else 1.
 
 "cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the experts that were hit,
@@ -36,7 +36,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ON_CPU, Rows
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, Rows
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_w8a8, skinny_gemm
@@ -53,7 +53,7 @@ MAX_TOKENS = 128  # of these two; above, dequantising an expert once for all its
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of one token
-MAX_SHARED = 16  # tokens whose shared expert rides in the routed experts' launches
+MAX_SHARED = 16  # tokens: up to these, the shared expert is computed in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
 
 
@@ -278,7 +278,7 @@ def _on_cpu() -> Any:
     when=lambda a, device: build.on_cpu(
         "experts",
         device,
-        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ON_CPU, f"at most {FEW_ON_CPU} tokens of float32"),
+        (a.x.dtype == FLOAT32 and a.x.shape[0] <= FEW_ROWS_ON_CPU, f"at most {FEW_ROWS_ON_CPU} tokens of float32"),
         (a.gate_up.scale.dtype == BFLOAT16, "bfloat16 scales"),
     ),
 )

@@ -7,7 +7,7 @@ x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds;
 `Routing` -> `Chosen`: ids [T, top_k] int32, weights [T, top_k] float32.
 
 "cuda" (router_mma.cu) is one launch for up to 16 rows. For one row it writes "x is ready" and the ids to a mailbox
-while it runs; the `Publication` in `Chosen` carries mailbox and launch number to moe_int4, whose kernel may then start
+while it runs; the `Publication` in `Chosen` carries mailbox and launch number to moe_int4. Its kernel may then start
 before this one ends. With more rows, the next kernel may start when x is ready (see moe_int4.py). `mla_decode_router`
 publishes in the same way. "cuda_many" (router_topk.cu) chooses from fp32 logits that a matrix product gives.
 """

@@ -1,8 +1,8 @@
 """residual += x, then y = rmsnorm(residual).
 
 residual [T, D] is updated in place and rounded to its type before the norm; x [T, D] of the same type, or float32
-[T, P, D], P parts whose sum (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32, y is
-rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of CTAs, "cuda_many" (rmsnorm.cu) one or
+[T, P, D]: the sum of its P parts (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32,
+y is rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of CTAs, "cuda_many" (rmsnorm.cu) one or
 several rows to a CTA.
 """
 

@@ -12,7 +12,17 @@ from starlette.responses import Response
 from perilune.core.step import TokenLogprob
 from perilune.server.openai.protocol import ChatBody, chat_logprob, json_response, prompt_logprob_table
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, DONE, ClientGone, EventStream, error_event, event, gathered, merged, race
+from perilune.server.sse import (
+    CLIENT_GONE_STATUS,
+    DONE,
+    ClientGone,
+    EventStream,
+    error_event,
+    event,
+    gathered,
+    merged,
+    race,
+)
 from perilune.server.turn import Turn, Turns, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tokenizer import Tokenizer
@@ -38,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
                 service.stopping,
             )
         except ClientGone:
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE_STATUS)
         answer = {**head, "object": "chat.completion", "choices": choices, "usage": turns.usage()}
         if body.return_token_ids:
             answer["prompt_token_ids"] = turns.turns[0].generation.prompt

@@ -27,7 +27,17 @@ from perilune.server.openai.protocol import (
     usage,
 )
 from perilune.server.service import ModelText, Service
-from perilune.server.sse import CLIENT_GONE, DONE, ClientGone, EventStream, error_event, event, gathered, merged, race
+from perilune.server.sse import (
+    CLIENT_GONE_STATUS,
+    DONE,
+    ClientGone,
+    EventStream,
+    error_event,
+    event,
+    gathered,
+    merged,
+    race,
+)
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 
@@ -192,7 +202,7 @@ async def completions(request: Request) -> Response:
                 gathered([_whole(c, text.tokenizer) for c in choices]), request.receive, service.stopping
             )
         except ClientGone:
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE_STATUS)
         if count > body.wanted:
             answers = _best(groups, answers, body.wanted)
         numbered = [{"index": i, **answer} for i, answer in enumerate(answers)]

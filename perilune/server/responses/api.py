@@ -27,7 +27,7 @@ from perilune.server.responses.custom import Unwrapped
 from perilune.server.responses.protocol import FIELDS, InputTokensBody, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE, ClientGone, EventStream, named_event, race
+from perilune.server.sse import CLIENT_GONE_STATUS, ClientGone, EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tools import Form
@@ -39,7 +39,7 @@ _PREFIXES = {_REASONING: "rs", _MESSAGE: "msg", "function_call": "fc", _CUSTOM: 
 
 
 class Output:
-    """The output items of a response as they grow, and the events that tell of it.
+    """The output items of a response as they grow, and the events that report it.
 
     Events lack their sequence number. An item is complete when the next one begins or the answer ends.
     """
@@ -334,7 +334,7 @@ async def create_response(request: Request) -> Response:
         try:
             return json_response(await race(answer.whole(), request.receive, service.stopping))
         except ClientGone:
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE_STATUS)
 
 
 async def input_tokens(request: Request) -> Response:

@@ -370,7 +370,7 @@ def test_a_trained_drafter_is_right_where_training_says(
     corpus = corpus_of(tmp_path / "corpus", rows)
     options = Options(steps=150, unroll=3, chains=200, rate=1e-2, decay=1.0)
     records: list[dict[str, Any]] = []
-    trainee = train(model, config, [corpus], tmp_path / "run", options, capture_tokens=256, tell=records.append)
+    trainee = train(model, config, [corpus], tmp_path / "run", options, capture_tokens=256, on_record=records.append)
     first = next(r for r in reversed(records) if r["kind"] == "step")["agreement"][0]
     export(tmp_path / "draft", raw, {n: p.detach() for n, p in trainee.checkpoint(torch.float32).items()})
     drafter = load_drafter(tmp_path / "draft", *target, dtype=torch.float32, device=torch.device("cpu"))

@@ -321,7 +321,7 @@ def test_training_lowers_the_loss_and_a_stopped_run_ends_alike(
     corpus = corpus_of(tmp_path / "corpus", some_rows(24))
     options = Options(steps=40, unroll=2, chains=60, rate=5e-3, keep_gb=0.0)
     records: list[dict[str, Any]] = []
-    whole = train(model, config, [corpus], tmp_path / "whole", options, capture_tokens=128, tell=records.append)
+    whole = train(model, config, [corpus], tmp_path / "whole", options, capture_tokens=128, on_record=records.append)
     wanted = dict(whole.named_parameters())
     losses = [r["loss"] for r in records if r["kind"] == "step"]
     assert losses[-1] < losses[0] - 0.1, losses

@@ -161,9 +161,9 @@ def test_lenient_servers_ignore_unknown_names_with_one_warning_each(caplog: pyte
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 2 and "frobnicate" in said[0] and "chat_template_kwargs.enable_thinking" in said[1]
     with caplog.at_level(logging.WARNING):
-        for i in range(2 * fields.MAX_WARNED):
+        for i in range(2 * fields.MAX_WARNED_NAMES):
             fields.check({f"n{i}": 1}, (), {}, "", lenient=True)
-    assert len(fields._warned) == fields.MAX_WARNED
+    assert len(fields._warned) == fields.MAX_WARNED_NAMES
 
 
 # ---- names of the SDKs

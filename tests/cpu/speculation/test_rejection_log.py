@@ -13,7 +13,16 @@ from perilune.core.messages import Delta, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
 from perilune.engine.engine import Engine
-from perilune.speculation.rejection_log import AFTER, CONTEXT, SPAN, Record, RejectedLog, Rejection, files, records
+from perilune.speculation.rejection_log import (
+    AFTER,
+    ANSWER_TOKENS,
+    CONTEXT_TOKENS,
+    Record,
+    RejectedLog,
+    Rejection,
+    files,
+    records,
+)
 from tests import oracle
 from tests.cpu.speculation.test_speculation import CONFIG, PROMPTS, Scripted
 
@@ -66,7 +75,7 @@ def test_an_engine_logs_what_happened(tmp_path: Path) -> None:
 
 def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Path) -> None:
     log, rng = log_of(tmp_path), random.Random(1)
-    prompt = [rng.randrange(100, 200) for _ in range(CONTEXT + 500)]
+    prompt = [rng.randrange(100, 200) for _ in range(CONTEXT_TOKENS + 500)]
     log.open(7, prompt)
     text, expected = list(prompt), []
     for i in range(2000):
@@ -80,7 +89,7 @@ def test_long_answers_are_parted_and_nothing_is_lost_or_told_twice(tmp_path: Pat
     log.close()
     found, seen, reached = list(records(tmp_path)), [], len(prompt)
     for record in found:
-        assert record.given <= CONTEXT and len(record.ids) - record.given <= SPAN + AFTER + 8
+        assert record.given <= CONTEXT_TOKENS and len(record.ids) - record.given <= ANSWER_TOKENS + AFTER + 8
         cut = next(
             i for i in range(reached - record.given, len(text)) if tuple(text[i : i + len(record.ids)]) == record.ids
         )

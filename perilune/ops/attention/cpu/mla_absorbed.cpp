@@ -1,6 +1,6 @@
 // mla_absorbed and mla_decode on CPU. A request's context is cut into at most SPLITS parts, a function of its own
 // length alone, so that one request keeps several threads busy and the result does not depend on the batch. Within a
-// part the softmax is carried online over STEP positions at a time, whose latents stay in the cache for all rows
+// part the softmax is carried online over STEP positions at a time: their latents stay in the cache for all rows
 // (token, head).
 #include "cpp/per_head.h"
 
@@ -17,7 +17,7 @@ struct Problem {
   float* out;
   int64_t B, M, H, R, r, block_size;
   float scale;
-  int64_t padding;  // the context of a request whose rows are left as they are; NONE if there is none such
+  int64_t padding;  // a request with this context has padding rows, which are not written; NONE: no request has
 };
 
 struct Piece {

@@ -7,7 +7,7 @@
 // all would not fit the registers), persistent CTAs of one producing thread and two warpgroups of 64 weight rows; every
 // warp keeps a ring of its own packed weights on their way. combine: the weighted sum of a token's rows.
 // The launches of one product do not wait for each other, so that one fills the processors that another leaves: each
-// waits at its end, so that whoever waits for the last waits for all.
+// waits at its end, so that a kernel that waits for the last one waits for all.
 //
 // Activations lie as slabs (wgmma.cuh), [K / 64][rows / 8][1024 bytes]: B of 64 k is one contiguous copy. Inside each
 // 128 k the order is permuted so that a lane's 16 bytes of packed weights, one whole group of 32, are what it
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(THREADS, Sizes<GATE_UP, COMPACT, N>::CTAS) pro
     }
     if (GATE_UP && tid == 0) bulk_stores_done();
   }
-  if (a.chained) wait_for_predecessor();  // so that whoever waits for this kernel waits for all before
+  if (a.chained) wait_for_predecessor();  // so that a kernel that waits for this one waits for all before
   if (CLUSTER > 1) cluster_sync();
 }
 

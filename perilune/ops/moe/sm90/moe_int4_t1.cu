@@ -1,7 +1,7 @@
 // The MoE block for one token. Contract in moe_int4.py.
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
-// of the tensor core's A, whose columns of B are all the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
+// of the tensor core's A; all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
 // make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
 // two. One warp does nothing but ask for slots; KS warps share the k of a tile, a chunk of the slot each, and their
 // sums meet in shared memory. (Asking row by row kept the copying warp busier than the memory.)
@@ -31,8 +31,8 @@ using namespace moe;
 namespace {
 
 template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY>
-struct Kernel : Lone<GATE_UP, COMPACT, KS, RT> {
-  using Base = Lone<GATE_UP, COMPACT, KS, RT>;
+struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
+  using Base = OneToken<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
   using typename Base::Scales;
   using typename Base::Window;

@@ -1,4 +1,4 @@
-// What a CTA of moe_int4_t1.cu has in shared memory, which work is whose, and what a multiplying warp does with its
+// What a CTA of moe_int4_t1.cu has in shared memory, which CTA has which work, and what a multiplying warp does with its
 // part of a slot: activations as they are staged, scales, tiles of the shared expert.
 #pragma once
 #include "cuda/router_mailbox.cuh"
@@ -39,7 +39,7 @@ struct Args {
   uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
   int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
   int slots;          // of the ring
-  int scale_buffers;  // units whose scales and factors are held
+  int scale_buffers;  // units with scales and factors in shared memory
   int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
   int xs_bytes;                  // of staged activations
   int sums, starts, xs, held;    // where they lie in shared memory, behind the ring
@@ -68,7 +68,7 @@ __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_floa
 __device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 
 template <bool GATE_UP, bool COMPACT, int KS, int RT>
-struct Lone {
+struct OneToken {
   static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
   static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
   static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;

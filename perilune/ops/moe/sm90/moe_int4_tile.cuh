@@ -60,7 +60,7 @@ struct Tile {
   static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
   static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
   static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
-  static constexpr int HELD = VISIT * 8;  // groups of 32 k whose activations a warp holds
+  static constexpr int HELD = VISIT * 8;  // groups of 32 k with activations in a warp's registers
 
   using Held = uint32_t[HELD][4];
 

@@ -28,7 +28,7 @@ struct Counts {
 };
 const Counts counts;
 
-// The same for a block whose weights count as often as `often` says.
+// The same for a block in which weight i counts `often[i]` times.
 INLINE uint64_t weighed(const uint8_t* from, const uint8_t* often) {
   uint64_t sum = 0;
   for (int b = 0; b < 8; b++)

@@ -1,7 +1,7 @@
 // sample on CPU, row by row. Contract in sample.py.
 //
 // Top-k and top-p need no sorted row: ids are counted into buckets by the leading bits of how far their logits lie
-// below the largest (a positive float, whose bits order like itself), and only the bucket in which the bound falls is
+// below the largest (the bits of positive floats order like their values), and only the bucket in which the bound falls is
 // sorted.
 #include <algorithm>
 
