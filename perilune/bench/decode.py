@@ -130,6 +130,7 @@ def measure(
                 "prefill_tokens_per_s": round(batch * context / timed.prefill, 1),
                 "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
                 **_orders(engine, report),
+                **_self_test(engine),
                 **ledger.circumstances(info.tp),
             }
             bound = ""
@@ -224,6 +225,14 @@ def _orders(engine: Engine, report: Callable[[str], None]) -> dict[str, float]:
         f"orders: {costs.send * 1e6:.1f} us a step to send its plan to other ranks, {costs.decode * 1e6:.1f} to read it"
     )
     return {"order_send_us": round(costs.send * 1e6, 1), "order_read_us": round(costs.decode * 1e6, 1)}
+
+
+def _self_test(engine: Engine) -> dict[str, float]:
+    """The longest self-test of a CUDA graph since the start, on this rank: the first replay and its comparison."""
+    graphs = engine.runner.graphs
+    if graphs is None or not graphs.recorder.longest_test_seconds:
+        return {}
+    return {"self_test_ms": round(graphs.recorder.longest_test_seconds * 1e3, 2)}
 
 
 def _device_seconds(engine: Engine, graph: Graph | None) -> float | None:

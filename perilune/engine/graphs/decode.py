@@ -364,8 +364,12 @@ class DecodeGraphs:
 
         graph.replay = self.recorder.record(work, f"{key}")
         if testing:
-            graph.replay()
-            check(probes[0], probes[-1], self._model.group, f"{key}")
+
+            def test() -> None:
+                graph.replay()
+                check(probes[0], probes[-1], self._model.group, f"{key}")
+
+            self.recorder.test(test)
             testing = False
             probes.clear()
         return graph

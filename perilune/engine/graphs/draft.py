@@ -92,10 +92,14 @@ class DraftGraphs:
             name = f"chains of {length} for {requests} requests, tables {width} wide"
             replay = self._recorder.record_or_run(draft, name)
             chains.start.features.copy_(kept)
-            if self._tested_by is not None:
+            if (group := self._tested_by) is not None:
                 eager = torch.cat([ids[:, :length], probabilities[:, :length]], 1)
-                replay()
-                check_chains(eager, torch.cat([ids[:, :length], probabilities[:, :length]], 1), self._tested_by, name)
+
+                def test() -> None:
+                    replay()
+                    check_chains(eager, torch.cat([ids[:, :length], probabilities[:, :length]], 1), group, name)
+
+                self._recorder.test(test)
                 chains.start.features.copy_(kept)
             chains.replays[length] = replay
         replay()

@@ -22,6 +22,7 @@ class Recorder:
     because they share memory.
 
     captured, capture_seconds  since the start
+    longest_test_seconds       of one graph's self-test (its first replay and the comparison) since the start
     nbytes                     device memory that the graphs hold, as the device's free memory shows it
     needed                     a failed capture is an error: with several ranks the others would replay their graphs
     """
@@ -32,10 +33,17 @@ class Recorder:
         self._failed: list[torch.cuda.CUDAGraph] = []  # see `record`
         self._stream: torch.cuda.Stream | None = None
         self.captured, self.capture_seconds, self.nbytes = 0, 0.0, 0
+        self.longest_test_seconds = 0.0
 
     def clear(self) -> None:
         """Call it when all graphs were dropped: the next ones get a new memory pool."""
         self._pool, self.nbytes = None, 0
+
+    def test(self, run: Callable[[], None]) -> None:
+        """Runs the self-test of a graph and counts its time."""
+        begin = time.perf_counter()
+        run()
+        self.longest_test_seconds = max(self.longest_test_seconds, time.perf_counter() - begin)
 
     def record(self, work: Callable[[], None], name: str) -> Replay:
         """Runs `work` once, captures a second run, and returns the function that replays the captured run. RuntimeError

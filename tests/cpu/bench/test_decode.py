@@ -30,6 +30,7 @@ def test_steps_of_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch, device: fl
     monkeypatch.setattr(decode, "_replay_seconds", lambda graph: device * (len(graph.step.tokens) == 2))
     row, line = measured(tiny)
     assert row["device_ms"] == round(device * 1e3, 4) and 0 < row["host_ms"] <= 2 * row["step_ms"]
+    assert row["self_test_ms"] > 0
     assert f"{bound}-bound (device {row['device_ms']} ms, host {row['host_ms']} ms)" in line
 
 
@@ -41,4 +42,4 @@ def test_steps_without_graphs(tiny: Path) -> None:
     row, line = measured(tiny)
     assert row.keys() >= ALWAYS | DECODE | {"kv_capacity_tokens", "weights_gb_per_gpu", "p99_over_median"}
     assert row["kv_capacity_tokens"] == 32 * 16 and row["p99_over_median"] >= 1 and "slice" not in row
-    assert not {"device_ms", "host_ms"} & row.keys() and "bound" not in line and row["step_ms"] > 0
+    assert not {"device_ms", "host_ms", "self_test_ms"} & row.keys() and "bound" not in line and row["step_ms"] > 0
