@@ -328,7 +328,7 @@ def test_training_lowers_the_loss_and_a_stopped_run_ends_alike(
     assert records[-1]["kind"] == "stop" and records[-1]["finished"]
 
     # Neither a stop nor keeping the hidden states changes anything.
-    stopped: Any = {"capture_tokens": 128, "stop_after": 17, "tell": records.append}
+    stopped: Any = {"capture_tokens": 128, "stop_after": 17, "on_record": records.append}
     train(model, config, [corpus], tmp_path / "halves", options, **stopped)
     assert records[-1]["step"] == 17 and not records[-1]["finished"]
     halves = train(model, config, [Corpus(tmp_path / "corpus")], tmp_path / "halves", options, capture_tokens=128)
@@ -406,7 +406,7 @@ def test_a_trained_draft_is_served_as_it_was_trained(
                 states, features = forward(begin + j, ids[begin + j + 1 : begin + j + 2], features[-1:].clone())
             logits = serving.logits(states[-1:])[0]
             assert torch.allclose(logits, step.logits[chain], atol=2e-5), (chain, j)
-            assert serving.target_ids(logits.argmax(-1)) == trainee.guess(step.logits)[chain]
+            assert serving.target_ids(logits.argmax(-1)) == trainee.likeliest(step.logits)[chain]
 
 
 def test_an_exported_draft_is_what_other_engines_read(tmp_path: Path, target: tuple[KimiConfig, Weights]) -> None:
