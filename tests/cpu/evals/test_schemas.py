@@ -12,13 +12,15 @@ import pytest
 
 from perilune.client.endpoint import Chunk, EndpointError, Reply, Usage
 from perilune.evals import schemas
+from perilune.evals.misfits import misfits
 from perilune.evals.schema_maker import ODD_ONE_IN, Drawn
 from perilune.evals.schema_maker import schemas as draw
-from perilune.evals.schemas import Case, judge, misfits
+from perilune.evals.schemas import Case, judge
 from perilune.formats.hub import resolve_model
-from perilune.grammar.json_schema import FORMATS, enforceable
+from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, json_grammar, vocabulary
 from perilune.grammar.references import SchemaError
+from perilune.grammar.string_formats import FORMATS
 from perilune.text.stream import ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
 
