@@ -102,8 +102,8 @@ def routing(c: KimiConfig) -> Routing:
 
 
 class KimiK2:
-    """`hidden(step, cache)` then `logits(rows of it)`. `cache[layer]` is [blocks, block_size, R + r], with the rank's
-    tokens of each block where KV is sharded along the sequence."""
+    """`hidden_with_aux(step, cache, ())`, then `logits` of rows of its result. `cache[layer]` is [blocks, block_size,
+    R + r], with the rank's tokens of each block where KV is sharded along the sequence."""
 
     def __init__(
         self,
