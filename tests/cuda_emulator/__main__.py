@@ -22,13 +22,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--sms", type=int, default=4)
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", help="default: bfloat16 if the op has it, else float32")
     a = parser.parse_args()
     ops, failed = registry.all_ops(), 0
     device = torch.device("cpu")
     for name in a.names:
         op_name, _, wanted = name.partition("/")
         op = ops[op_name]
+        dtype = getattr(torch, a.dtype) if a.dtype else op.dtypes[-1]
         names = [wanted] if wanted else [n for n in op.impls if n.startswith("cuda")]
         for case in op.cases:
             if (case.big and not a.big) or (a.cases and a.cases not in repr(case)):
@@ -37,7 +38,6 @@ def main() -> int:
                 for seed in range(1, a.seeds + 1):
                     assert mode in MODES, mode
                     begun = time.monotonic()
-                    dtype = getattr(torch, a.dtype)
                     with emulated(a.sms, mode, seed, a.overlap):
                         try:
                             outcomes = list(check.check(op, case, dtype, device, names))

@@ -6,6 +6,7 @@
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from perilune.ops.harness import build, registry
+from perilune.ops.harness import build, registry, workspace
 from tests.cuda_emulator import library
 from tests.cuda_emulator.translate import Untranslated
 
@@ -129,9 +130,20 @@ def emulated(sms: int = 4, mode: str = "early", seed: int = 1, overlap: bool = F
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        registry.forget()
+        _forget()
+        stack.enter_context(workspace.owned())
         try:
             yield
         finally:
             _held.clear()
-            registry.forget()
+            _forget()
+
+
+def _forget() -> None:
+    """Drops what ops have cached: implementations chosen, launchers, the number of SMs."""
+    registry.forget()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("perilune.ops.") and ".harness" not in name:
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()

@@ -70,7 +70,10 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-struct cudaDeviceProp { int multiProcessorCount, major, minor; };
+struct cudaDeviceProp {
+  int multiProcessorCount, major, minor;
+  struct { char bytes[16]; } uuid;
+};
 struct cudaIpcMemHandle_t { char reserved[64]; };
 constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
