@@ -21,7 +21,7 @@ from perilune.formats.served import require_served
 from perilune.loading.survey import read_linear, survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
-from perilune.model.kimi_k2 import Span, Step, mla, routing
+from perilune.model.kimi_k2 import Span, Step, apply, mla, routing
 from perilune.model.weights import Attention, Matrix
 from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.linear import linear
@@ -88,7 +88,7 @@ class Walk:
         for piece in self._pieces:
             rows = piece.rows
             rotary, latents = Rotary(self._cos[rows], self._sin[rows]), Latents(self._pages, piece.step.slots)
-            out[rows] = mla(w, self.x[rows], rotary, piece.step, latents, self._eps, self._scale)
+            out[rows] = mla(w, apply(w.qkv_a, self.x[rows]), rotary, piece.step, latents, self._eps, self._scale)
         self.x = add_rmsnorm(self._h, out, self._plain(*at["post_norm"]), self._eps)
 
     def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:

@@ -103,7 +103,8 @@ class Eagle3:
         x, cos, sin = self._inputs(step, features)
         h = x[:, features.shape[1] :].contiguous() if self.config.norm_before_residual else features
         if isinstance(w.attention, Attention):
-            attended = mla(w.attention, x, Rotary(cos, sin), step, Latents(pages, step.slots), self.eps, self.scale)
+            qkv = apply(w.attention.qkv_a, x)
+            attended = mla(w.attention, qkv, Rotary(cos, sin), step, Latents(pages, step.slots), self.eps, self.scale)
         else:
             attended = self._heads(w.attention, x, cos, sin, step, pages)
         x = self._add(h, attended, w.post_norm)

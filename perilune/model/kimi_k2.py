@@ -49,6 +49,7 @@ from perilune.ops.harness.tensors import Rows
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
+from perilune.ops.linear.add_rmsnorm_quantize import add_rmsnorm_quantize
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import fp8_in_pieces, linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
@@ -156,17 +157,17 @@ class KimiK2:
             if i > 0 and self._fused_over_sums and _absorbed(w, step):
                 assert isinstance(out, Tensor), "outputs are computed in pieces only if some rows are not absorbed"
                 q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
-            elif i > 0:
-                x = self._add(h, out, layer.input_norm)
+            else:
+                qkv = apply(w.qkv_a, x) if i == 0 else self._add_project(h, out, layer.input_norm, w.qkv_a)
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is not None:
                 out = self._after_queries(q_full, layer, h, step, pages)
             elif in_pieces:
-                heads = mla_heads(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
+                heads = mla_heads(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
                 out = self._ffn_rows(layer.ffn, self._add(h, _apply_rows(w.o, heads), layer.post_norm))
             else:
-                attended = self._attention(w, x, rotary, step, latents)
+                attended = self._attention(w, qkv, rotary, step, latents)
                 out = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
         x = self._add(h, out, self.weights.norm)
         kept[len(self.weights.layers)] = h
@@ -214,6 +215,13 @@ class KimiK2:
             return add_in_pieces(h, x, norm, self.eps, self.pieces)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
+    def _add_project(self, h: Tensor, x: Tensor | Rows, norm: Tensor, w: Matrix) -> Tensor:
+        """As `_add`, then the product with w."""
+        if self.peers is None and isinstance(x, Tensor) and linear_w8a8.applies(w, h):
+            rounded = add_rmsnorm_quantize(h, total(self.group, x), norm, self.eps)
+            return linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
+        return apply(w, self._add(h, x, norm))
+
     @property
     def _fused_over_sums(self) -> bool:
         """Whether kernels may reach from one side of a sum over ranks to the other. Not tried with sharded KV."""
@@ -223,8 +231,8 @@ class KimiK2:
         """That of the stream after a sum over `peers`."""
         return Norm(weight, self.eps, self.peers)
 
-    def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
-        return mla(w, x, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
+    def _attention(self, w: Attention, qkv: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
+        return mla(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
         """As `_ffn`, after attention with these queries, which is added to h."""
@@ -272,7 +280,7 @@ def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peer
 
 def mla(
     w: Attention,
-    x: Tensor,
+    qkv: Tensor,
     rotary: Rotary,
     step: Step,
     latents: Latents,
@@ -280,18 +288,18 @@ def mla(
     scale: float,
     sharded: ShardedKv | None = None,
 ) -> Tensor:
-    """x [T, inputs of w] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]. With
+    """qkv [T, outputs of w.qkv_a] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]. With
     `sharded`, step and latents are the rank's part, and the span that attends in the plain form is the whole one."""
     if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
-        q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
+        q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
         q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
         return _attend(w, q_full, span, latents.pages, scale, sharded)
-    return apply(w.o, mla_heads(w, x, rotary, step, latents, norm_eps, scale, sharded))
+    return apply(w.o, mla_heads(w, qkv, rotary, step, latents, norm_eps, scale, sharded))
 
 
 def mla_heads(
     w: Attention,
-    x: Tensor,
+    qkv: Tensor,
     rotary: Rotary,
     step: Step,
     latents: Latents,
@@ -301,9 +309,9 @@ def mla_heads(
 ) -> Tensor:
     """As `mla` before the product with `w.o`: the outputs of the heads [T, H v]."""
     (heads, _, _), pages = w.w_uk.shape, latents.pages
-    q_a, ckv = apply(w.qkv_a, x).tensor_split((len(w.q_a_norm),), -1)
+    q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
-    q = q.view(len(x), heads, q.shape[1] // heads)
+    q = q.view(len(qkv), heads, q.shape[1] // heads)
     out = []
     if (span := step.absorbed) is not None:
         q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)

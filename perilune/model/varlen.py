@@ -66,7 +66,8 @@ class WholeTexts(KimiK2):
         """One layer, held or not; h [T, D], the residual stream as it enters it, is as it leaves it then."""
         rotary, latents = Rotary(self.cos[step.positions], self.sin[step.positions]), Latents(pages, step.slots)
         x = rmsnorm(h, layer.input_norm, self.eps)
-        x = add_rmsnorm(h, self._attention(layer.attention, x, rotary, step, latents), layer.post_norm, self.eps)
+        attended = self._attention(layer.attention, apply(layer.attention.qkv_a, x), rotary, step, latents)
+        x = add_rmsnorm(h, attended, layer.post_norm, self.eps)
         # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
         add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
 
@@ -74,9 +75,9 @@ class WholeTexts(KimiK2):
         with self._workspaces.use():
             return super()._ffn(w, x)
 
-    def _attention(self, w: Attention, x: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
+    def _attention(self, w: Attention, qkv: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         (heads, n, latent), r, v = w.w_uk.shape, 2 * rotary.cos.shape[1], w.w_uv.shape[2]
-        q_a, ckv = apply(w.qkv_a, x).tensor_split((w.q_a_norm.shape[0],), -1)
+        q_a, ckv = qkv.tensor_split((w.q_a_norm.shape[0],), -1)
         q = apply(w.q_b, rmsnorm(q_a, w.q_a_norm, self.qk_norm_eps)).view(-1, heads, n + r)
         mla_rotate_query(q, ckv, w.kv_a_norm, rotary, latents, self.qk_norm_eps)
         c, k_pe = latents.pages.view(-1, latent + r)[step.slots].tensor_split((latent,), -1)

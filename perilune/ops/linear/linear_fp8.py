@@ -4,8 +4,8 @@ x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; s
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
 for decode steps of a few rows; its products are of fp16, and a row of x is multiplied by the power of two that
 brings its largest value near 2^15, which is exact down to 2^-28 of that value. "cuda_many" (skinny_gemm.cu) is for up
-to 128 rows, with products of bf16. "torch" converts the weights to x's type first: for prompts, where that takes little
-time compared with the product.
+to 128 rows, with products of bf16. "torch" converts the weights to x's type first (widen_fp8.py) and scales the product
+(scale_columns.py): for prompts, where that takes little time compared with the product.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,8 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import Rows
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.linear.linear import run_streamed, streamable
+from perilune.ops.linear.scale_columns import scale_columns
+from perilune.ops.linear.widen_fp8 import widen_fp8
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
@@ -118,14 +120,14 @@ def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: f
     if norm is not None:
         x = rmsnorm(x, norm, eps)
     # Multiply the sums by the scales, not the weights: e4m3 values are exact in bfloat16, scaled ones are not.
-    y = torch.nn.functional.linear(x, w.to(x.dtype))
-    return y.float().mul_(scale) if wide else y.mul_(scale)  # in fp32, in one pass
+    y = torch.nn.functional.linear(x, widen_fp8(w, x.dtype))
+    return scale_columns(y.float() if wide else y, scale)
 
 
 def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Rows:
     """y of many rows as "torch" gives it, in x's type, some rows at a time: the weights are converted only once."""
-    converted = w.to(x.dtype)
-    return lambda some: torch.nn.functional.linear(x[some], converted).mul_(scale)
+    converted = widen_fp8(w, x.dtype)
+    return lambda some: scale_columns(torch.nn.functional.linear(x[some], converted), scale)
 
 
 def linear_fp8(

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from perilune.core import cost as costs
 from perilune.core.config import EngineConfig
 from perilune.core.errors import CheckpointError
 from perilune.engine.engine import Engine
 from perilune.ops.exchange.peers import Peers, loopback
 from perilune.ops.harness import build, check, registry
-from perilune.ops.harness.case import FLOAT32, Make
+from perilune.ops.harness.case import FLOAT32, Make, Sized, exact
 from perilune.ops.layouts.operands import Gate, Matrix, Norm, Routing
 from tests import ran
 from tests.cpu.ops import test_ops
@@ -99,6 +101,37 @@ def test_what_a_call_would_run_can_be_asked_for(wanted: str | None) -> None:
         run, (usual, _) = op.choice(*args), op.explain(args)
     assert usual is not None
     assert [impl.name for impl in op.candidates if impl.run is run] == [wanted or usual.name]
+
+
+def test_an_unmeasured_implementation_runs_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ops", {})
+
+    def reference(x: Tensor) -> Tensor:
+        return x + 1
+
+    tol = {"y": exact()}
+    op = registry.Op(
+        "plus_one", [Sized()], tol, lambda c, g: {"x": g.randn(1)}, lambda c, t: costs.Cost(1, 8), reference
+    )
+
+    @op.impl("new", unmeasured=True)
+    def new(x: Tensor) -> Tensor:
+        return x + 2
+
+    @op.impl("old", alone=True)
+    def old(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = torch.zeros(1)
+    usual, refused = op.explain([x])
+    assert usual is not None and (usual.name, refused) == ("old", {"new": registry.UNMEASURED})
+    assert op(x).item() == 1 and op.refusal("new", [x]) is None
+    with registry.using({"plus_one": "new"}):
+        assert op(x).item() == 2
+    (outcome,) = check.check(op, op.cases[0], FLOAT32, CPU, ["new"])
+    assert outcome.refused is None and outcome.failed, "a check that names it runs it"
+    monkeypatch.setattr(registry, "all_ops", lambda: {"plus_one": op})
+    assert registry.alone() == {"plus_one": "reference"}
 
 
 def test_no_nvcc_on_a_hopper_gpu_is_one_warning_with_the_remedy(

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.llm import LLM
 from perilune.loading.fp8_dense import to_fp8
+from perilune.model.kimi_k2 import KimiK2, apply
 from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.layouts.operands import Matrix, Mlp
@@ -100,3 +102,22 @@ def test_kimi_nano_loses_no_more_than_fp8_weights_cost() -> None:
     exact, weights, both = found
     assert calls[0] == calls[1] < calls[2]
     assert 0 < (both - weights).abs().median() <= 1.5 * (weights - exact).abs().median()
+
+
+def test_norms_that_round_too_keep_the_models_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's products with qkv_a get the norm of the stream from one op, with the bits of norm, then rounding."""
+    ids = [int(t) for t in torch.randint(300, 4000, (200,), generator=torch.Generator().manual_seed(12))]
+    op = registry.all_ops()["add_rmsnorm_quantize"]
+    found, ran = [], []
+
+    def apart(model: KimiK2, h: Tensor, x: Tensor, norm: Tensor, w: Matrix) -> Tensor:
+        return linear_w8a8.linear(model._add(h, x, norm), w) if applies(w, h) else apply(w, model._add(h, x, norm))
+
+    for instead in (None, apart):
+        if instead is not None:
+            monkeypatch.setattr(KimiK2, "_add_project", instead)
+        op.forget()
+        with LLM("kimi-nano", device="cpu", draft="off", rest_dtype="fp8", fp8_activations=True) as llm:
+            found.append(llm.score(ids))
+        ran.append(len(op._decisions))
+    assert found[0] == found[1] and ran[0] > 0 == ran[1]

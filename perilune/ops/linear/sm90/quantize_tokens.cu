@@ -1,14 +1,13 @@
 // Rows of bf16 in e4m3 with a scale for 128 values, as they are, normalised, or gated. Contract in quantize_tokens.py.
 //
 // A CTA has a row, or a part of one; a thread has pieces of 8 values, and 16 lanes a group.
-#include "cuda/hopper.cuh"
+#include "cuda/token_scale.cuh"
 
 using namespace hopper;
 
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // of e4m3; of a group's largest magnitude
 enum Kind { PLAIN, NORMED, GATED };
 
 struct Args {
@@ -24,19 +23,6 @@ struct Args {
 __device__ __forceinline__ float2 gated(uint32_t gate, uint32_t up) {
   const float2 g = widen(gate), u = widen(up);
   return make_float2(g.x / (1.0f + __expf(-g.x)) * u.x, g.y / (1.0f + __expf(-g.y)) * u.y);
-}
-
-// The largest magnitude of two bf16; nan where one is.
-__device__ __forceinline__ __nv_bfloat162 magnitude(uint32_t pair) {
-  return __habs2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-}
-
-__device__ __forceinline__ uint32_t e4m3(uint32_t first, uint32_t second, float factor) {
-  const float2 a = widen(first), b = widen(second);
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(a.y * factor), "f"(a.x * factor));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(b.y * factor), "f"(b.x * factor));
-  return low | static_cast<uint32_t>(high) << 16;
 }
 
 template <Kind KIND, int EACH>
@@ -104,18 +90,11 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int p = first + i * THREADS;
-    const __nv_bfloat162 most = __hmax2_nan(__hmax2_nan(magnitude(value[i].x), magnitude(value[i].y)),
-                                            __hmax2_nan(magnitude(value[i].z), magnitude(value[i].w)));
-    __nv_bfloat16 largest = __hmax_nan(most.x, most.y);
-#pragma unroll
-    for (int lane = 8; lane; lane >>= 1) largest = __hmax_nan(largest, __shfl_xor_sync(~0u, largest, lane));
+    const __nv_bfloat16 largest = token_scale::largest(value[i]);
     if (p >= pieces) continue;
-    float top = __bfloat162float(largest);
-    top = top > 0.0f && top < LEAST ? LEAST : top;
-    const float factor = top == 0.0f ? 1.0f : 1.0f / top * LARGEST;  // as torch divides
-    *reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.width + 8 * p) =
-        make_uint2(e4m3(value[i].x, value[i].y, factor), e4m3(value[i].z, value[i].w, factor));
-    if (p % 16 == 0) a.scale[static_cast<int64_t>(p / 16) * a.scale_rows + row] = top == 0.0f ? 1.0f : top / LARGEST;
+    const float top = token_scale::top(largest);
+    *reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.width + 8 * p) = token_scale::rounded(value[i], top);
+    if (p % 16 == 0) a.scale[static_cast<int64_t>(p / 16) * a.scale_rows + row] = token_scale::scale(top);
   }
 }
 

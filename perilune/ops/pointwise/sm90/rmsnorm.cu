@@ -1,7 +1,7 @@
 // rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py,
-// add_rmsnorm.py and exchange/sum_add_rmsnorm.py. A row belongs to a warp, or to a whole CTA, which keeps it in
+// add_rmsnorm.py, exchange/sum_add_rmsnorm.py and linear/add_rmsnorm_quantize.py. A row belongs to a warp, or to a whole CTA, which keeps it in
 // registers from its sum of squares to its result.
-#include "cuda/hopper.cuh"
+#include "cuda/token_scale.cuh"
 
 using namespace hopper;
 
@@ -16,7 +16,7 @@ struct Args {
   int64_t stride;
   const void* added;  // [T, D] bf16, or [T, parts, D] float
   const bf16* w;
-  bf16* y;  // [T, D]
+  void* y;  // [T, D] bf16
   int parts, T, D;
   float eps;
   // RANKS: `added` is the part of rank `rank`; `others` has those of the other `parts` - 1 ranks, in order, `apart`
@@ -24,10 +24,13 @@ struct Args {
   const bf16* others;
   int64_t apart;
   int rank;
+  // QUANTIZED: y is [T, D] e4m3, and `scales` [ceil(D / 128), scale_rows] has the scales of its groups.
+  float* scales;
+  int scale_rows;
 };
 
-// SHARE: warps of a row; EACH: pieces of 8 values of a thread.
-template <Added ADDED, int SHARE, int EACH>
+// SHARE: warps of a row; EACH: pieces of 8 values of a thread. QUANTIZED: y is e4m3 with scales.
+template <Added ADDED, int SHARE, int EACH, bool QUANTIZED>
 __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
   __shared__ float sums[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -120,27 +123,40 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int p = place + i * 32 * SHARE;
-    if (p >= pieces) continue;
+    if (!QUANTIZED && p >= pieces) continue;
     auto scaled = [scale](uint32_t pair, uint32_t weight) {
       const float2 v = widen(pair), w = widen(weight);
       return narrow(v.x * scale * w.x, v.y * scale * w.y);
     };
-    *reinterpret_cast<uint4*>(a.y + static_cast<int64_t>(row) * a.D + 8 * p) =
-        make_uint4(scaled(value[i].x, weight[i].x), scaled(value[i].y, weight[i].y), scaled(value[i].z, weight[i].z),
-                   scaled(value[i].w, weight[i].w));
+    uint4 y = {};
+    if (p < pieces) {
+      y = make_uint4(scaled(value[i].x, weight[i].x), scaled(value[i].y, weight[i].y), scaled(value[i].z, weight[i].z),
+                     scaled(value[i].w, weight[i].w));
+    }
+    const int64_t at = static_cast<int64_t>(row) * a.D + 8 * p;
+    if constexpr (QUANTIZED) {
+      const float top = token_scale::top(token_scale::largest(y));
+      if (p < pieces) *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.y) + at) = token_scale::rounded(y, top);
+      if (p % 16 == 0 && p < a.D / 8) {  // rows past T fill the last tile of scales
+        a.scales[static_cast<int64_t>(p / 16) * a.scale_rows + row] = row < a.T ? token_scale::scale(top) : 0.0f;
+      }
+    } else {
+      *reinterpret_cast<uint4*>(static_cast<bf16*>(a.y) + at) = y;
+    }
   }
 }
 
-template <Added ADDED>
+template <Added ADDED, bool QUANTIZED = false>
 int start(const Args& a, void* stream) {
+  const int all = QUANTIZED ? a.scale_rows : a.T;
   auto go = [&](auto kernel, int rows) {
-    return launch(kernel, dim3((a.T + rows - 1) / rows), dim3(THREADS), 0, stream, 1, a);
+    return launch(kernel, dim3((all + rows - 1) / rows), dim3(THREADS), 0, stream, 1, a);
   };
   if (a.T == 0) return 0;
-  if (a.D <= 1024) return go(rmsnorm_kernel<ADDED, 1, 4>, WARPS);
-  if (a.D <= 2048) return go(rmsnorm_kernel<ADDED, 2, 4>, WARPS / 2);
-  if (a.D <= 4096) return go(rmsnorm_kernel<ADDED, WARPS, 2>, 1);
-  return go(rmsnorm_kernel<ADDED, WARPS, 4>, 1);
+  if (a.D <= 1024) return go(rmsnorm_kernel<ADDED, 1, 4, QUANTIZED>, WARPS);
+  if (a.D <= 2048) return go(rmsnorm_kernel<ADDED, 2, 4, QUANTIZED>, WARPS / 2);
+  if (a.D <= 4096) return go(rmsnorm_kernel<ADDED, WARPS, 2, QUANTIZED>, 1);
+  return go(rmsnorm_kernel<ADDED, WARPS, 4, QUANTIZED>, 1);
 }
 
 }  // namespace
@@ -148,14 +164,14 @@ int start(const Args& a, void* stream) {
 // D is a multiple of 8 and at most 8,192; rows of x start at 16 bytes.
 API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
   const Args a = {static_cast<bf16*>(const_cast<void*>(x)), stride, nullptr, static_cast<const bf16*>(w),
-                  static_cast<bf16*>(y), 0, static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
+                  y, 0, static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
   return start<NOTHING>(a, stream);
 }
 
 // residual [T, D] is updated. wide: x holds floats [T, parts, D], else bf16 [T, D].
 API int add_rmsnorm(void* residual, const void* x, int64_t parts, int64_t wide, const void* w, void* y, int64_t T,
                     int64_t D, float eps, void* stream) {
-  const Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), static_cast<bf16*>(y),
+  const Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), y,
                   static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
   return wide ? start<WIDE>(a, stream) : start<NARROW>(a, stream);
 }
@@ -163,8 +179,17 @@ API int add_rmsnorm(void* residual, const void* x, int64_t parts, int64_t wide, 
 // residual [T, D] is updated; own [T, D] of `rank`; others [ranks - 1, T, D], `apart` values apart.
 API int sum_add_rmsnorm(void* residual, const void* own, const void* others, int64_t apart, int64_t ranks, int64_t rank,
                         const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
-  const Args a = {static_cast<bf16*>(residual), D, own, static_cast<const bf16*>(w), static_cast<bf16*>(y),
+  const Args a = {static_cast<bf16*>(residual), D, own, static_cast<const bf16*>(w), y,
                   static_cast<int>(ranks), static_cast<int>(T), static_cast<int>(D), eps,
                   static_cast<const bf16*>(others), apart, static_cast<int>(rank)};
   return start<RANKS>(a, stream);
+}
+
+// As add_rmsnorm, with y [T, D] in e4m3 and scales [ceil(D / 128), scale_rows]; scale_rows is a multiple of 8.
+API int add_rmsnorm_quantize(void* residual, const void* x, int64_t parts, int64_t wide, const void* w, void* y,
+                             void* scales, int64_t scale_rows, int64_t T, int64_t D, float eps, void* stream) {
+  Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), y, static_cast<int>(parts),
+            static_cast<int>(T), static_cast<int>(D), eps};
+  a.scales = static_cast<float*>(scales), a.scale_rows = static_cast<int>(scale_rows);
+  return wide ? start<WIDE, true>(a, stream) : start<NARROW, true>(a, stream);
 }
