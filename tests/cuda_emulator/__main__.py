@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--sms", type=int, default=4)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--shuffle", action="store_true", help="lanes of a warp run in any order")
     parser.add_argument("--dtype", help="default: bfloat16 if the op has it, else float32")
     a = parser.parse_args()
     ops, failed = registry.all_ops(), 0
@@ -38,7 +39,7 @@ def main() -> int:
                 for seed in range(1, a.seeds + 1):
                     assert mode in MODES, mode
                     begun = time.monotonic()
-                    with emulated(a.sms, mode, seed, a.overlap):
+                    with emulated(a.sms, mode, seed, a.overlap, shuffle=a.shuffle):
                         try:
                             outcomes = list(check.check(op, case, dtype, device, names))
                             for o in outcomes:

@@ -63,7 +63,7 @@ def runtime() -> ctypes.CDLL:
             _install(Path(f"{folder}/out.so"), target)
     loaded = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
     loaded.emu_drain.restype = ctypes.c_char_p
-    loaded.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+    loaded.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     return loaded
 
 

@@ -94,14 +94,17 @@ def _on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> b
 
 
 @contextlib.contextmanager
-def emulated(sms: int = 4, mode: str = "early", seed: int = 1, overlap: bool = False, eager: int = 2) -> Iterator[None]:
+def emulated(
+    sms: int = 4, mode: str = "early", seed: int = 1, overlap: bool = False, eager: int = 2, shuffle: bool = False
+) -> Iterator[None]:
     """In this context implementations for Hopper take CPU tensors.
 
     sms: streaming multiprocessors. mode: when asynchronous copies and products happen: "early" (at once), "late" (as
     late as allowed), "random". overlap: a launch may begin when its predecessor has allowed it, else when that has
-    ended. eager: CTAs that are begun while others still run; more are begun when none can go on.
+    ended. eager: CTAs that are begun while others still run; more are begun when none can go on. shuffle: lanes of a warp
+    that go on together run in any order; else by number, as the hardware does with atomics of a warp.
     """
-    library.runtime().emu_configure(sms, MODES.index(mode), seed, overlap, eager)
+    library.runtime().emu_configure(sms, MODES.index(mode), seed, overlap, eager, shuffle)
     real_library, real_function, real_pointer = build.library, build.function, torch.Tensor.data_ptr
     properties = SimpleNamespace(multi_processor_count=sms, major=9, minor=0, name="emulated", total_memory=1 << 36)
 

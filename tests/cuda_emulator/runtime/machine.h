@@ -134,7 +134,7 @@ struct Async {
 struct Machine {
   int sms = 132, eager = 1;
   Mode mode = EARLY;
-  bool overlap = false;
+  bool overlap = false, shuffle = false;
   uint64_t random = 1, clock = 1, launches = 0;
   std::list<std::unique_ptr<Launch>> pending;
   std::vector<Warp*> queue;

@@ -228,7 +228,7 @@ void run_warp() {
   warp->queued = false;
   uint32_t lanes = warp->ready;
   warp->ready = 0;
-  const int shift = machine.mode == EARLY ? 0 : machine.next() % 32;
+  const int shift = machine.shuffle ? machine.next() % 32 : 0;
   for (int i = 0; i < 32 && lanes; i++) {
     const int lane = (i + shift) % 32;
     if (!(lanes >> lane & 1)) continue;
@@ -448,9 +448,9 @@ uint32_t sm() { return running->cta->sm; }
 }  // namespace emu
 
 extern "C" {
-void emu_configure(int sms, int mode, uint64_t seed, int overlap, int eager) {
+void emu_configure(int sms, int mode, uint64_t seed, int overlap, int eager, int shuffle) {
   auto& m = emu::machine;
-  m.sms = sms, m.mode = static_cast<emu::Mode>(mode), m.overlap = overlap, m.eager = eager;
+  m.sms = sms, m.mode = static_cast<emu::Mode>(mode), m.overlap = overlap, m.eager = eager, m.shuffle = shuffle;
   m.random = (seed + 1) * 0x9e3779b97f4a7c15ull | 1;
 }
 const char* emu_drain() {  // runs all launches; returns "" or what went wrong
