@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from perilune.ops.attention import mla_pre_attention
 from perilune.ops.harness import build, registry, workspace
 from tests.cuda_emulator import library
 from tests.cuda_emulator.translate import Untranslated
@@ -129,6 +130,7 @@ def emulated(
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(mla_pre_attention, "_processors", lambda device: sms),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
