@@ -43,9 +43,18 @@ def main() -> int:
                         try:
                             outcomes = list(check.check(op, case, dtype, device, names))
                             for o in outcomes:
-                                text = f"refused: {o.refused}" if o.refused else f"FAILED: {o.failed}" if o.failed else "ok"
+                                text = (
+                                    f"refused: {o.refused}"
+                                    if o.refused
+                                    else f"FAILED: {o.failed}"
+                                    if o.failed
+                                    else "ok"
+                                )
                                 failed += bool(o.failed)
-                                print(f"{op_name}/{o.impl} {case} {mode} {seed}: {text}, {time.monotonic() - begun:.1f} s", flush=True)
+                                print(
+                                    f"{op_name}/{o.impl} {case} {mode} {seed}: {text}, {time.monotonic() - begun:.1f} s",
+                                    flush=True,
+                                )
                         except Fault as e:
                             failed += 1
                             print(f"{name} {case} {mode} {seed}: FAULT: {e}", flush=True)

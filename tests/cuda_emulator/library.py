@@ -14,10 +14,10 @@ from perilune.ops.harness import build
 from tests.cuda_emulator.translate import translate
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing")
-FLAGS += ("-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-w")
-RUNTIME_FLAGS = ("-std=c++17", "-O3", "-g1", "-fPIC", "-march=native", "-fno-omit-frame-pointer", "-ffast-math")
-RUNTIME_FLAGS = tuple(f for f in RUNTIME_FLAGS if f != "-ffast-math")
+# Frame pointers, and calls that stay calls, so that a report can name the line at which a thread waits.
+COMMON = ("-std=c++17", "-g1", "-fPIC", "-march=native", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls")
+FLAGS = (*COMMON, "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+RUNTIME_FLAGS = (*COMMON, "-O3")
 
 
 class Unbuilt(Exception):
@@ -63,7 +63,14 @@ def runtime() -> ctypes.CDLL:
             _install(Path(f"{folder}/out.so"), target)
     loaded = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
     loaded.emu_drain.restype = ctypes.c_char_p
-    loaded.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    loaded.emu_configure.argtypes = [
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_uint64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
     return loaded
 
 
@@ -105,7 +112,11 @@ def resolved(message: str) -> str:
         if tool is None or "runtime-" in m[1]:
             return ""
         out = subprocess.run([tool, "-i", "-s", "-e", m[1], m[2]], capture_output=True, text=True, timeout=60).stdout
-        places = [p.split(" ")[0] for p in out.splitlines() if "?" not in p and not p.startswith(("tuple", "std_", "invoke", "cuda_"))]
+        places = [
+            p.split(" ")[0]
+            for p in out.splitlines()
+            if "?" not in p and not p.startswith(("tuple", "std_", "invoke", "cuda_"))
+        ]
         return "".join(f" {p}" for p in places)
 
     return re.sub(r" @([^@+]+)\+(0x[0-9a-f]+)@", line, message)

@@ -1,7 +1,7 @@
 """Runs this project's launchers for Hopper on CPU tensors, with the emulator in place of the GPU.
 
-    with emulated(sms=4, mode="late", seed=3):
-        op.impls["cuda"].run(*args)
+with emulated(sms=4, mode="late", seed=3):
+    op.impls["cuda"].run(*args)
 """
 
 import contextlib

@@ -179,7 +179,11 @@ def _asm(statement: str, place: Place) -> str:
             bound.append(f"auto& r{n}_ = {expression};")
         else:
             kind = {"r": "uint32_t", "l": "uint64_t", "f": "float", "h": "uint16_t", "d": "double", "n": ""}[constraint]
-            bound.append(f"const auto r{n}_ = emu::operand<{kind}>({expression});" if kind else f"constexpr auto r{n}_ = {expression};")
+            bound.append(
+                f"const auto r{n}_ = emu::operand<{kind}>({expression});"
+                if kind
+                else f"constexpr auto r{n}_ = {expression};"
+            )
     return "do { " + " ".join([*bound, f"{{ {body} }}"]) + " } while (0)"
 
 

@@ -135,6 +135,7 @@ struct Machine {
   int sms = 132, eager = 1;
   Mode mode = EARLY;
   bool overlap = false, shuffle = false;
+  bool changed = true;  // CTAs may have ended, or others may begin
   uint64_t random = 1, clock = 1, launches = 0;
   std::list<std::unique_ptr<Launch>> pending;
   std::vector<Warp*> queue;

@@ -68,7 +68,7 @@ void end_thread() {
   cta->cluster->ended++;
   check_cluster(*cta->cluster);
   if (cta->live == 0) {
-    cta->ended = true;
+    cta->ended = machine.changed = true;
     cta->launch->ended++;
     if (!cta->triggered) cta->triggered = true, cta->launch->triggered++;
   }
@@ -245,6 +245,7 @@ void complete_one() {
   all.erase(all.begin() + static_cast<long>(n));
   work();
   machine.stuck = machine.idle_polls = 0;
+  machine.changed = true;
 }
 
 // No thread can go on, but for those that poll. False: all has ended, or nothing helps.
@@ -285,17 +286,20 @@ void abandon() {
 
 void drain() {
   machine.stuck = machine.idle_polls = 0;
+  machine.changed = true;
   while (machine.error.empty()) {
-    retire();
-    if (!machine.error.empty() || machine.pending.empty()) break;
-    while (resident() < machine.eager && start_one()) {
+    if (machine.changed || machine.queue.empty()) {
+      machine.changed = false;
+      retire();
+      if (!machine.error.empty() || machine.pending.empty()) break;
+      while (resident() < machine.eager && start_one()) {
+      }
     }
     if (machine.queue.empty()) {
       if (!unblock()) break;
       continue;
     }
-    // Between two looks at ended CTAs so many warps run.
-    for (int i = 0; i < 64 && !machine.queue.empty() && machine.error.empty(); i++) {
+    while (!machine.changed && !machine.queue.empty() && machine.error.empty()) {
       if (machine.mode == RANDOM && !machine.asyncs.empty() && machine.next() % 8 == 0) complete_one();
       run_warp();
       if (machine.idle_polls > 4 * 32 * (machine.queue.size() + 4)) {
@@ -436,7 +440,7 @@ void wait_for_predecessor() {
 void launch_dependents() {
   Cta* cta = running->cta;
   if (cta->triggered) return;
-  cta->triggered = true;
+  cta->triggered = machine.changed = true;
   cta->launch->triggered++;
   happened();
 }
