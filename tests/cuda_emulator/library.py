@@ -45,10 +45,6 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _install(make: Path, target: Path) -> None:
-    os.replace(make, target)
-
-
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """The emulator itself, loaded so that kernels find its functions."""
@@ -60,7 +56,7 @@ def runtime() -> ctypes.CDLL:
                 objects.append(f"{folder}/{source.stem}.o")
                 _run(["g++", *RUNTIME_FLAGS, "-c", str(source), "-o", objects[-1]])
             _run(["g++", "-shared", *objects, "-o", f"{folder}/out.so", "-ldl"])
-            _install(Path(f"{folder}/out.so"), target)
+            os.replace(f"{folder}/out.so", target)
     loaded = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
     loaded.emu_drain.restype = ctypes.c_char_p
     loaded.emu_configure.argtypes = [
@@ -92,7 +88,7 @@ def load(source: Path) -> ctypes.CDLL:
             made, out = Path(folder) / "kernel.cpp", Path(folder) / "out.so"
             made.write_text(text)
             _run(["g++", *FLAGS, "-fpreprocessed", "-shared", str(made), "-o", str(out)])
-            _install(out, target)
+            os.replace(out, target)
             _prune(target.parent, source.stem)
     return ctypes.CDLL(str(target))
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, function
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}")
+pytestmark = pytest.mark.skipif(
+    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
+)
 
 SOURCE = Path(__file__).with_name("golden.cu")
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -75,7 +77,11 @@ def test_roundings() -> None:
     x = torch.cat([bits.view(torch.float32), middles, -middles, torch.randn(4097, generator=g) * 1e-5])
     x = x[~x.isnan()]
     x = x[: len(x) // 2 * 2].contiguous()
-    bf, half, e4m3 = torch.zeros(len(x), dtype=BF16), torch.zeros(len(x), dtype=F16), torch.zeros(len(x), dtype=torch.uint8)
+    bf, half, e4m3 = (
+        torch.zeros(len(x), dtype=BF16),
+        torch.zeros(len(x), dtype=F16),
+        torch.zeros(len(x), dtype=torch.uint8),
+    )
     with emulated():
         assert kernel("numbers", "ppppll")(*places(x, bf, half, e4m3), len(x), 0) == 0
     assert torch.equal(bf, x.to(BF16))
