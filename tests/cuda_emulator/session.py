@@ -49,7 +49,8 @@ def drain() -> None:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """The launches of all calls in this context are in the stream before the first one runs: kernels overlap where
-    programmatic dependent launch lets them (with overlap=True)."""
+    programmatic dependent launch lets them (with overlap=True). Operators of torch that an implementation calls between
+    launches still run at once, on what has not been written yet: such implementations cannot run in here."""
     _open.depth += 1
     try:
         yield
