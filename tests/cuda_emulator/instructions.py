@@ -64,7 +64,7 @@ def _load(m: re.Match[str], o: list[Operand]) -> str:
     waits = "emu::poll(); " if re.search(r"\.(relaxed|acquire|volatile)", m[0]) else ""
     lines = [f"auto* at = static_cast<uint8_t*>({_place(o[1], m['space'] or 'global', size * len(targets))});"]
     if len(targets) > 1:
-        lines.append(f"if (reinterpret_cast<uintptr_t>(at) % {size * len(targets)}) emu::fail(\"a misaligned load\");")
+        lines.append(f'if (reinterpret_cast<uintptr_t>(at) % {size * len(targets)}) emu::fail("a misaligned load");')
     lines += [f"emu::set({t}, emu::load<{kind}>(at + {i * size}));" for i, t in enumerate(targets)]
     return waits + "{ " + " ".join(lines) + " }"
 
@@ -75,7 +75,7 @@ def _store(m: re.Match[str], o: list[Operand]) -> str:
     values = o[1].parts if isinstance(o[1], Group) else (_text(o[1]),)
     lines = [f"auto* at = static_cast<uint8_t*>({_place(o[0], m['space'] or 'global', size * len(values))});"]
     if len(values) > 1:
-        lines.append(f"if (reinterpret_cast<uintptr_t>(at) % {size * len(values)}) emu::fail(\"a misaligned store\");")
+        lines.append(f'if (reinterpret_cast<uintptr_t>(at) % {size * len(values)}) emu::fail("a misaligned store");')
     lines += [f"emu::store<{kind}>(at + {i * size}, emu::as<{kind}>({v}));" for i, v in enumerate(values)]
     return "{ " + " ".join(lines) + " emu::happened(); }"
 
@@ -125,11 +125,13 @@ def _wgmma(m: re.Match[str], o: list[Operand]) -> str:
     b_transposed = bool(rest) and rest[-1] != "0"
     fields = [f"emu::{kind}", m["n"], m["k"], _flag(not in_registers), f"static_cast<bool>({add})"]
     fields += [_flag(negate_a), _flag(negate_b), _flag(a_transposed), _flag(b_transposed)]
-    a = f"const uint32_t a[] = {{{', '.join(o[1].parts)}}};" if isinstance(o[1], Group) else "const uint32_t* a = nullptr;"
-    descriptor = "0" if in_registers else _text(o[1])
-    return (
-        f"{{ {a} emu::wgmma({{{', '.join(fields)}}}, &{d[0]}, &{d[-1]}, a, {descriptor}, {_text(o[2])}); }}"
+    a = (
+        f"const uint32_t a[] = {{{', '.join(o[1].parts)}}};"
+        if isinstance(o[1], Group)
+        else "const uint32_t* a = nullptr;"
     )
+    descriptor = "0" if in_registers else _text(o[1])
+    return f"{{ {a} emu::wgmma({{{', '.join(fields)}}}, &{d[0]}, &{d[-1]}, a, {descriptor}, {_text(o[2])}); }}"
 
 
 def _tensor(m: re.Match[str], o: list[Operand]) -> str:
@@ -179,7 +181,9 @@ def _mov(m: re.Match[str], o: list[Operand]) -> str:
         return f"{{ const uint64_t v = {_text(o[1])}; {parts} }}"
     if isinstance(o[1], Group):
         size = 32 // len(o[1].parts) if m["type"].endswith("32") else 64 // len(o[1].parts)
-        packed = " | ".join(f"static_cast<uint64_t>(emu::as<uint{size}_t>({p})) << {i * size}" for i, p in enumerate(o[1].parts))
+        packed = " | ".join(
+            f"static_cast<uint64_t>(emu::as<uint{size}_t>({p})) << {i * size}" for i, p in enumerate(o[1].parts)
+        )
         return f"emu::set({o[0]}, {packed});"
     return f"emu::set({o[0]}, {SPECIAL.get(_text(o[1]), _text(o[1]))});"
 
@@ -262,10 +266,13 @@ TABLE: list[tuple[str, Emit]] = [
     (r"(bar|barrier)(\.cta)?\.(?P<what>sync|arrive)(\.aligned)?", _bar),
     (r"barrier\.cluster\.arrive(\.(release|relaxed))?(\.aligned)?", lambda m, o: "emu::cluster_arrive();"),
     (r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", lambda m, o: "emu::cluster_wait();"),
-    (rf"{BULK}(?P<multicast>\.multicast::cluster)?(\.L2::cache_hint)?", lambda m, o: (
-        f"emu::bulk_load({_base(o[0])}, reinterpret_cast<const void*>({_base(o[1])}), {_text(o[2])}, {_base(o[3])},"
-        f" {_text(o[4]) if m['multicast'] else '0'});"
-    )),
+    (
+        rf"{BULK}(?P<multicast>\.multicast::cluster)?(\.L2::cache_hint)?",
+        lambda m, o: (
+            f"emu::bulk_load({_base(o[0])}, reinterpret_cast<const void*>({_base(o[1])}), {_text(o[2])}, {_base(o[3])},"
+            f" {_text(o[4]) if m['multicast'] else '0'});"
+        ),
+    ),
     (
         r"cp\.async\.bulk\.shared::cluster\.shared::cta\.mbarrier::complete_tx::bytes",
         lambda m, o: f"emu::bulk_share({_base(o[0])}, {_base(o[1])}, {_text(o[2])}, {_base(o[3])});",
@@ -275,7 +282,10 @@ TABLE: list[tuple[str, Emit]] = [
         lambda m, o: f"emu::bulk_store(reinterpret_cast<void*>({_base(o[0])}), {_base(o[1])}, {_text(o[2])});",
     ),
     (r"cp\.async\.bulk\.commit_group", lambda m, o: "emu::bulk_commit();"),
-    (r"cp\.async\.bulk\.wait_group(?P<read>\.read)?", lambda m, o: f"emu::bulk_wait({_text(o[0])}, {_flag(m['read'])});"),
+    (
+        r"cp\.async\.bulk\.wait_group(?P<read>\.read)?",
+        lambda m, o: f"emu::bulk_wait({_text(o[0])}, {_flag(m['read'])});",
+    ),
     (
         r"cp\.async\.bulk\.tensor\.(?P<dims>[1-5])d\.shared::cluster\.global(\.tile)?\.mbarrier::complete_tx::bytes"
         r"(?P<multicast>\.multicast::cluster)?(\.L2::cache_hint)?",

@@ -133,7 +133,8 @@ def _declaration(m: re.Match[str]) -> str:
     newlines = "\n" * m[2].count("\n")
     if m[1]:
         name = declarators[0].split("[")[0]
-        return f"auto* {name} = static_cast<{kind[1]}*>(emu::dynamic(emu::largest({align}, alignof({kind[1]}))));{newlines}"
+        largest = f"emu::largest({align}, alignof({kind[1]}))"
+        return f"auto* {name} = static_cast<{kind[1]}*>(emu::dynamic({largest}));{newlines}"
     lines = []
     for d in declarators:
         found = re.match(r"(\w+)\s*(.*)", d)
@@ -179,7 +180,11 @@ def _asm(statement: str, place: Place) -> str:
             bound.append(f"auto& r{n}_ = {expression};")
         else:
             kind = {"r": "uint32_t", "l": "uint64_t", "f": "float", "h": "uint16_t", "d": "double", "n": ""}[constraint]
-            bound.append(f"const auto r{n}_ = emu::operand<{kind}>({expression});" if kind else f"constexpr auto r{n}_ = {expression};")
+            bound.append(
+                f"const auto r{n}_ = emu::operand<{kind}>({expression});"
+                if kind
+                else f"constexpr auto r{n}_ = {expression};"
+            )
     return "do { " + " ".join([*bound, f"{{ {body} }}"]) + " } while (0)"
 
 

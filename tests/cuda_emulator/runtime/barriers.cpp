@@ -13,9 +13,8 @@ void finish(Warp& warp, size_t index) {
   auto m = std::move(warp.meetings[index]);
   warp.meetings.erase(warp.meetings.begin() + static_cast<long>(index));
   m->act(m->arguments, m->arrived);
-  const int own = running && running->warp == &warp && !running->ended ? running->lane : -1;
   for (int i = 0; i < 32; i++) {
-    if ((m->arrived >> i & 1) && i != own) make_ready(warp.lanes[i]);
+    if (m->arrived >> i & 1) make_ready(warp.lanes[i]);
   }
   warp.spare.push_back(std::move(m));
 }
@@ -47,10 +46,9 @@ void meet(uint32_t mask, void* argument, Act act, const char* what) {
   m.arrived |= 1u << t->lane;
   m.arguments[t->lane] = argument;
   if (((m.arrived | warp.ended) & mask) == mask) {
-    finish(warp, n);
-  } else {
-    wait(what, nullptr, mask);
+    finish(warp, n);  // this lane goes on in its turn, so that lanes keep their order
   }
+  wait(what, nullptr, mask);
 }
 
 void leave_warp(Warp& warp) {

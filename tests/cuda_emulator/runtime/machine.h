@@ -134,13 +134,14 @@ struct Async {
 struct Machine {
   int sms = 132, eager = 1;
   Mode mode = EARLY;
-  bool overlap = false;
+  bool overlap = false, shuffle = false;
+  bool changed = true;  // CTAs may have ended, or others may begin
   uint64_t random = 1, clock = 1, launches = 0;
   std::list<std::unique_ptr<Launch>> pending;
   std::vector<Warp*> queue;
   std::vector<Async> asyncs;
   double occupied = 0;  // SMs
-  uint64_t idle_polls = 0, stuck = 0, pollers = 0;
+  uint64_t idle_polls = 0, stuck = 0;
   std::string error;
   void* scheduler = nullptr;
   std::vector<uint8_t*> free_shared, free_stacks;

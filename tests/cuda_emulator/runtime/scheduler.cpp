@@ -68,7 +68,7 @@ void end_thread() {
   cta->cluster->ended++;
   check_cluster(*cta->cluster);
   if (cta->live == 0) {
-    cta->ended = true;
+    cta->ended = machine.changed = true;
     cta->launch->ended++;
     if (!cta->triggered) cta->triggered = true, cta->launch->triggered++;
   }
@@ -228,7 +228,7 @@ void run_warp() {
   warp->queued = false;
   uint32_t lanes = warp->ready;
   warp->ready = 0;
-  const int shift = machine.mode == EARLY ? 0 : machine.next() % 32;
+  const int shift = machine.shuffle ? machine.next() % 32 : 0;
   for (int i = 0; i < 32 && lanes; i++) {
     const int lane = (i + shift) % 32;
     if (!(lanes >> lane & 1)) continue;
@@ -245,16 +245,35 @@ void complete_one() {
   all.erase(all.begin() + static_cast<long>(n));
   work();
   machine.stuck = machine.idle_polls = 0;
+  machine.changed = true;
 }
 
-// No thread can go on, but for those that poll. False: all has ended, or nothing helps.
+// Whether all ready lanes have polled twice and nothing has happened.
+bool only_polls() {
+  const auto& queue = machine.queue;
+  if (machine.idle_polls < queue.size()) return false;
+  uint64_t lanes = 32;
+  for (const Warp* w : queue) lanes += static_cast<uint64_t>(__builtin_popcount(w->ready));
+  return machine.idle_polls > 2 * lanes;
+}
+
+// No thread can go on, but for those that poll. False: all has ended, or nothing helps. Where threads poll it takes long
+// to notice, so that several CTAs are begun, and several copies completed, at once.
 bool unblock() {
   machine.idle_polls = 0;
-  const bool copies = !machine.asyncs.empty();
-  if (copies && machine.mode == RANDOM && machine.chance()) return complete_one(), true;
-  if (start_one()) return true;
-  if (copies) return complete_one(), true;
-  if (machine.queue.empty()) {
+  const bool polling = !machine.queue.empty();
+  const size_t copies = machine.asyncs.size();
+  const bool first = copies && machine.mode == RANDOM && machine.chance();
+  int begun = 0;
+  if (!first) {
+    for (int n = polling ? 1 + resident() / 2 : 1; n > 0 && start_one(); n--) begun++;
+  }
+  if (begun) return true;
+  if (copies) {
+    for (size_t n = polling ? 1 + copies / 8 : 1; n > 0; n--) complete_one();
+    return true;
+  }
+  if (!polling) {
     if (!machine.pending.empty()) machine.error = "deadlock: no thread can go on\n" + report();
     return false;
   }
@@ -285,22 +304,23 @@ void abandon() {
 
 void drain() {
   machine.stuck = machine.idle_polls = 0;
+  machine.changed = true;
   while (machine.error.empty()) {
-    retire();
-    if (!machine.error.empty() || machine.pending.empty()) break;
-    while (resident() < machine.eager && start_one()) {
+    if (machine.changed || machine.queue.empty()) {
+      machine.changed = false;
+      retire();
+      if (!machine.error.empty() || machine.pending.empty()) break;
+      while (resident() < machine.eager && start_one()) {
+      }
     }
     if (machine.queue.empty()) {
       if (!unblock()) break;
       continue;
     }
-    // Between two looks at ended CTAs so many warps run.
-    for (int i = 0; i < 64 && !machine.queue.empty() && machine.error.empty(); i++) {
+    while (!machine.changed && !machine.queue.empty() && machine.error.empty()) {
       if (machine.mode == RANDOM && !machine.asyncs.empty() && machine.next() % 8 == 0) complete_one();
       run_warp();
-      if (machine.idle_polls > 4 * 32 * (machine.queue.size() + 4)) {
-        if (!unblock()) break;
-      }
+      if (only_polls() && !unblock()) break;
     }
   }
   if (!machine.error.empty()) abandon();
@@ -436,7 +456,7 @@ void wait_for_predecessor() {
 void launch_dependents() {
   Cta* cta = running->cta;
   if (cta->triggered) return;
-  cta->triggered = true;
+  cta->triggered = machine.changed = true;
   cta->launch->triggered++;
   happened();
 }
@@ -448,9 +468,9 @@ uint32_t sm() { return running->cta->sm; }
 }  // namespace emu
 
 extern "C" {
-void emu_configure(int sms, int mode, uint64_t seed, int overlap, int eager) {
+void emu_configure(int sms, int mode, uint64_t seed, int overlap, int eager, int shuffle) {
   auto& m = emu::machine;
-  m.sms = sms, m.mode = static_cast<emu::Mode>(mode), m.overlap = overlap, m.eager = eager;
+  m.sms = sms, m.mode = static_cast<emu::Mode>(mode), m.overlap = overlap, m.eager = eager, m.shuffle = shuffle;
   m.random = (seed + 1) * 0x9e3779b97f4a7c15ull | 1;
 }
 const char* emu_drain() {  // runs all launches; returns "" or what went wrong
