@@ -390,7 +390,8 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     found["interactivity"] = 1 / slowest if slowest else 0.0
     found["tokens_per_s"] = sum(c.tokens for c in good) / wall
     found["input_tokens_per_s"] = sum(c.prompt_tokens for c in good) / wall
-    found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / len(good)
+    asked = sum(not call.warm_up for call in calls)  # an answer that failed is not a good one
+    found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / asked
     found["ttft_limit_s"], found["inter_token_limit_s"] = options.ttft_limit, options.inter_token_limit
     found["wall_s"] = wall
     return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
