@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from perilune.core.config import ServerConfig
 from perilune.core.constraint import Constraint
-from perilune.core.errors import EngineError
+from perilune.core.errors import EngineUnavailable
 from perilune.core.messages import FIRST_COME, Delta, EngineInfo, EngineStats, Order, Picture
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import TokenLogprob
@@ -134,7 +134,7 @@ class FakeEngine:
                     self.held += 1
                     await self.release.wait()
                 if not self.alive:
-                    raise EngineError("the engine process ended unexpectedly")
+                    raise EngineUnavailable("the engine process ended unexpectedly")
                 if at == self.late_at:
                     done = True
                     yield Delta(rid, finish_reason="deadline")

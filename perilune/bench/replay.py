@@ -385,12 +385,13 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     for share, name in ((0.5, "p50"), (0.9, "p90"), (0.99, "p99")):
         found[f"ttft_{name}_s"] = percentile([c.ttft for c in good], share)
         found[f"inter_token_{name}_s"] = percentile(between, share)
-    found["ttft_later_turns_p50_s"] = percentile(later, 0.5)
+    found["ttft_later_turns_p50_s"] = percentile(later, 0.5) if later else None
     slowest = percentile([c.seconds / c.tokens for c in good], 0.9)
     found["interactivity"] = 1 / slowest if slowest else 0.0
     found["tokens_per_s"] = sum(c.tokens for c in good) / wall
     found["input_tokens_per_s"] = sum(c.prompt_tokens for c in good) / wall
-    found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / len(good)
+    asked = sum(not call.warm_up for call in calls)  # an answer that failed is not a good one
+    found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / asked
     found["ttft_limit_s"], found["inter_token_limit_s"] = options.ttft_limit, options.inter_token_limit
     found["wall_s"] = wall
     return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
@@ -419,6 +420,10 @@ def describe(row: dict[str, Any]) -> str:
     if row["hit_share"] is not None:
         hits = f"{row['hit_share']:.1%} of prompt tokens"
 
+    later = ""
+    if row["ttft_later_turns_p50_s"] is not None:
+        later = f"; of later turns p50 {row['ttft_later_turns_p50_s'] * 1e3:.1f} ms"
+
     def times(name: str) -> str:
         return ", ".join(f"{p} {row[f'{name}_{p}_s'] * 1e3:.1f}" for p in ("p50", "p90", "p99")) + " ms"
 
@@ -426,7 +431,7 @@ def describe(row: dict[str, Any]) -> str:
         (
             f"  requests        {row['requests']} in {row['wall_s']:.1f} s{f', {failed}' if failed else ''}",
             f"  cache hits      {hits}, {row['ideal_share']:.1%} possible{f' ({tiers})' if tiers else ''}{restores}",
-            f"  first token     {times('ttft')}; of later turns p50 {row['ttft_later_turns_p50_s'] * 1e3:.1f} ms",
+            f"  first token     {times('ttft')}{later}",
             f"  between tokens  {times('inter_token')}",
             f"  tokens/s        {row['tokens_per_s']:.1f} of answers, {row['input_tokens_per_s']:.1f} of prompts",
             f"  interactivity   {row['interactivity']:.1f} tokens/s (1 / p90 of a request's seconds for each token)",

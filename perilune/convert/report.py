@@ -26,8 +26,8 @@ from perilune.core.jsonfile import write_object
 from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
-from perilune.loading.load import row_step
 from perilune.loading.survey import read_linear, survey
+from perilune.loading.weights_plan import row_step
 from perilune.model.config import KimiConfig
 from perilune.model.names import ffn
 from perilune.ops.linear.linear import linear

@@ -37,7 +37,7 @@ class EngineError(PeriluneError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine takes no requests now. The reason was logged once, when this began."""
+    """The engine takes no requests now, or has lost this one. The reason was logged once, when this began."""
 
 
 class RequestError(PeriluneError):

@@ -41,9 +41,10 @@ from perilune.formats import synthetic
 from perilune.grammar.matcher import Vocabulary, vocabulary
 from perilune.kv.pages import Pages
 from perilune.kv.transfer import Transfer
+from perilune.loading.cuts import own_cuts
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
-from perilune.loading.load import load, own_cuts
+from perilune.loading.load import load
 from perilune.loading.progress import Bar, Report
 from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig

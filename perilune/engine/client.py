@@ -274,7 +274,7 @@ class EngineClient:
         Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
-        allows, and EngineError if the engine is down or ends meanwhile.
+        allows, and EngineUnavailable if the engine is down or ends meanwhile.
         """
         check_prompt(prompt, self.info)
         check_pictures(prompt, pictures, self.info)
@@ -299,14 +299,14 @@ class EngineClient:
                     yield delta
                 if lost is not None and not finished:
                     finished = True
-                    raise EngineError(lost.error or "", retry_seconds=self.retry_seconds)
+                    raise EngineUnavailable(lost.error or "", retry_seconds=self.retry_seconds)
         finally:
             del self._requests[rid]
             if not finished and self.alive:
                 self._process.send(Cancel(rid))
 
     async def close(self) -> None:
-        """Ends the engine process, by force if it does not end in time; live requests get an EngineError."""
+        """Ends the engine process, by force if it does not end in time; live requests get an EngineUnavailable."""
         self._lose("the engine was shut down", every=True)
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -332,6 +332,7 @@ class EngineClient:
             await self._process.kill(CRASH_SECONDS)
             why = why or f"the engine process ended unexpectedly ({self._process.ending})"
             if not self._supervised:
+                log.error("%s", why)
                 self._lose(f"{why}: see its output above, then start it again", every=True)
                 return
             log.error("%s; it is started again", why)

@@ -136,6 +136,7 @@ def main() -> None:
             channel.send([Failed(str(e))])
             return
         channel.send([engine.info])
+        channel.send([engine.stats()])  # for /metrics: the loop waits for a first message
         try:
             serve(engine, channel)
         except (EngineError, RuntimeError, MemoryError) as e:

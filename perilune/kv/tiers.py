@@ -23,9 +23,11 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 32  # Files being written at a time. More: larger bursts, and more rows wait for the disk.
-WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out; at most WRITE_AHEAD_ROWS.
-WRITE_AHEAD_ROWS = 256
+WRITES_AT_ONCE = 128  # Files that the disk is given at a time: blocks of a step of 8,192 tokens. More: more rows wait.
+WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out, within the bounds below.
+MIN_WRITE_AHEAD_ROWS = 64  # Fewer than two steps evict: blocks are dropped without a file, however fast the disk is.
+MAX_WRITE_AHEAD_ROWS = 256  # More: each poll looks at more rows.
+SEARCHED_ROWS = 64  # of each queue that are looked at for one that has a file, besides those that are being written
 PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
@@ -264,7 +266,7 @@ class Tiers:
             return self._free.pop()
         now, best, best_score, written = self._clock(), None, -1.0, False
         for queue in (self._in_pages, *self._kinds):
-            for held in islice(queue.values(), 2 * WRITES_AT_ONCE):
+            for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):
                 if held.users or not held.complete:
                     continue
                 # What has its file, or will have none, costs nothing more to drop.
@@ -331,14 +333,16 @@ class Tiers:
 
     def _write_ahead(self) -> None:
         """Begins to write the rows that would be dropped next, if rows are about to run out."""
-        ahead = min(-(-self._rows // WRITE_AHEAD_SHARE), WRITE_AHEAD_ROWS)
+        ahead = max(-(-self._rows // WRITE_AHEAD_SHARE), MIN_WRITE_AHEAD_ROWS)
+        ahead = min(ahead, MAX_WRITE_AHEAD_ROWS, self._rows)
         if not self._disk.limit or len(self._free) >= ahead or self._clock() < self._pause_until:
             return
         if self._known_rows < self._rows:
             return
-        queues = (self._in_pages, *self._kinds)
+        queues = [queue for queue in (self._in_pages, *self._kinds) if queue]
+        at_once = min(WRITES_AT_ONCE, max(self._rows // 2, 1))  # a row that is being written cannot be dropped
         for held in (held for queue in queues for held in islice(queue.values(), -(-ahead // len(queues)))):
-            if len(self._writing) >= WRITES_AT_ONCE:
+            if len(self._writing) >= at_once:
                 return
             known = held.name.digest in self._disk or held.name.digest in self._writing
             wanted = held.complete and not known and self._retention.worth_writing(held.turn)

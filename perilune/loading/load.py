@@ -1,61 +1,33 @@
 """From a model directory to weights in memory.
 
-First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated,
-then threads fill them straight from the files. A rank of several reads and holds its slices alone (dist/slicing.py).
-Beyond the weights themselves each thread holds one staging buffer of STAGE_BYTES, and for a moment rows that have to be
-rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about STAGE_BYTES as float32 of another matrix.
-
-Routed experts stay in the format of the checkpoint, whatever it is: they are nearly all of the model. So do other
-linear layers in INT4. All others are dequantised to the load's dtype here, once: in Kimi K2 they are 1.1 % of the
-parameters, and ops then know one kind of them.
+First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated
+(weights_plan.py), then threads fill them straight from the files (jobs.py). A rank of several reads and holds its
+slices alone (dist/slicing.py). Beyond the weights themselves each thread holds one staging buffer, and for a moment
+rows that have to be rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about as many bytes as the staging
+buffer has as float32 of another matrix.
 """
 
-import contextlib
-import logging
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.errors import ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
-from perilune.formats import int4_compact, scheme, synthetic
+from perilune.formats import synthetic
 from perilune.formats.checkpoint import Checkpoint
-from perilune.formats.fp8_block import BLOCK as FP8_BLOCK
-from perilune.formats.safetensors_file import TensorInfo
-from perilune.formats.served import SERVED, require_served
-from perilune.formats.stored import Part
-from perilune.loading.progress import Advance, Report, counted
+from perilune.formats.served import require_served
+from perilune.loading import jobs
+from perilune.loading.progress import Report, counted
 from perilune.loading.rounding import Rounding
-from perilune.loading.survey import Stretch, Survey, read_linear, spell, survey
+from perilune.loading.survey import spell, survey
 from perilune.loading.synthetic import random_weights
-from perilune.model import names
+from perilune.loading.weights_plan import WeightsPlan
 from perilune.model.config import KimiConfig
-from perilune.model.weights import (
-    Attention,
-    DenseExperts,
-    Experts,
-    Fp8Experts,
-    Int4CompactExperts,
-    Int4Experts,
-    Layer,
-    Matrix,
-    Mlp,
-    Moe,
-    NvFp4Experts,
-    Weights,
-)
+from perilune.model.weights import Layer, Weights
 
-STAGE_BYTES = 1 << 25
-MAX_RANKS = 8  # that are proposed where a number does not fit
 MAX_THREADS = 8  # one H200 took 14.8 GB/s from the page cache with 8, 12.6 with 16
-
-log = logging.getLogger(__name__)
 
 
 def load(
@@ -89,7 +61,7 @@ def load(
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)
-        plan = _Plan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding)
+        plan = WeightsPlan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding)
         try:
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
@@ -98,9 +70,9 @@ def load(
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
         # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
-        jobs, plan.jobs = plan.jobs, []
-        with counted(path.name, sum(job.nbytes for job in jobs), progress) as advance:
-            _run(jobs, threads or default_threads(), torch.device(device), advance)
+        todo, plan.jobs = plan.jobs, []
+        with counted(path.name, sum(job.nbytes for job in todo), progress) as advance:
+            jobs.run(todo, threads or default_threads(), torch.device(device), advance)
     return config, weights
 
 
@@ -112,7 +84,7 @@ def layers(
     config = KimiConfig.from_directory(path)
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
-        plan = _Plan(config, checkpoint, survey(checkpoint, config), dtype, torch.device(device))
+        plan = WeightsPlan(config, checkpoint, survey(checkpoint, config), dtype, torch.device(device))
         for number in range(config.num_hidden_layers):
             try:
                 layer = plan.layer(number)
@@ -120,385 +92,14 @@ def layers(
                 raise ConfigError(
                     f"{path}: cannot allocate layer {number} as {spell(dtype)} on {device}: {str(e).splitlines()[0]}"
                 ) from e
-            _run(plan.jobs, threads or default_threads(), torch.device(device), _ignore)
+            jobs.run(plan.jobs, threads or default_threads(), torch.device(device), _ignore)
             plan.jobs.clear()
             yield layer
             del layer  # nor may a job refer to it: it would be there beside the next one
-
-
-# What is divided over ranks, by the first letter of the dimension in `names.Entry.shape`.
-_UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
-
-
-def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
-    """What a rank holds of every tensor that is split; a linear layer's name is without ".weight". ConfigError if one
-    cannot be shared out evenly."""
-    split = [t for t in names.tensors(config) if t.entry.axis is not None]
-    if s.whole_experts:
-        split = [t for t in split if names.ROUTED not in t.name]
-    if uneven := [t for t in split if t.units % s.ranks]:
-        least = min(uneven, key=lambda t: t.units)
-        what = _UNITS[least.entry.shape.split()[least.entry.axis or 0][0]]
-        fitting = [str(n) for n in range(1, MAX_RANKS + 1) if all(t.units % n == 0 for t in split)]
-        numbers = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
-        raise ConfigError(
-            f"{'ep' if s.whole_experts else 'tp'}={s.ranks}: {path.name}'s {least.units} {what} cannot be shared out "
-            f"evenly over {s.ranks} ranks: give {numbers}"
-        )
-    return {t.name.removesuffix(".weight") if t.entry.linear else t.name: t.part(s.rank, s.ranks) for t in split}
 
 
 def default_threads() -> int:
     return min(MAX_THREADS, os.cpu_count() or 1)
 
 
-def row_step(inputs: int) -> int:
-    """How many rows of a matrix with so many inputs to dequantise at once: STAGE_BYTES of float32, whole FP8 blocks."""
-    return max(STAGE_BYTES // (4 * inputs) // FP8_BLOCK, 1) * FP8_BLOCK
-
-
-# By format: the record (its fields: those of gate and up, then those of down), and the stored parts of each.
-EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
-    scheme.DENSE: (DenseExperts, (".weight",)),
-    scheme.INT4: (Int4Experts, (".weight_packed", ".weight_scale")),
-    scheme.INT4_COMPACT: (Int4CompactExperts, (".weight_packed", ".weight_scale", ".weight_scale_row")),
-    scheme.FP8_BLOCK: (Fp8Experts, (".weight", ".weight_scale_inv")),
-    scheme.NVFP4: (NvFp4Experts, (".weight", ".weight_scale", ".weight_scale_2")),
-    scheme.NVFP4_PACKED: (NvFp4Experts, (".weight_packed", ".weight_scale", ".weight_global_scale")),
-}
-
-
 def _ignore(_: int) -> None: ...
-
-
-@dataclass(slots=True)
-class _Stage:
-    """A thread's memory between file and device, allocated when first needed; pinned if the device is a GPU."""
-
-    device: torch.device
-    advance: Advance
-    _bytes: torch.Tensor | None = field(default=None)
-
-    def view(self, dtype: torch.dtype, shape: Sequence[int], count: int) -> torch.Tensor:
-        if self._bytes is None:
-            pin = self.device.type == "cuda"
-            self._bytes = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pin)
-        return self._bytes[: count * dtype.itemsize].view(dtype).view(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Fills one destination; `at` orders jobs as their bytes lie in the files."""
-
-    at: tuple[str, int]
-    nbytes: int  # that it reads
-    run: Callable[[_Stage], None]
-
-
-class _Plan:
-    """Allocates the weights and collects the jobs that fill them."""
-
-    def __init__(
-        self,
-        config: KimiConfig,
-        checkpoint: Checkpoint,
-        found: Survey,
-        dtype: torch.dtype,
-        device: torch.device,
-        slicing: Slicing = WHOLE,
-        rounding: Rounding | None = None,
-    ) -> None:
-        self.jobs: list[_Job] = []
-        self._config, self._checkpoint, self._found = config, checkpoint, found
-        self._dtype, self._device = dtype, device
-        self._slicing, self._rounding = slicing, rounding
-        self._cuts = own_cuts(config, slicing, checkpoint.path) if slicing.ranks > 1 else {}
-
-    def weights(self) -> Weights:
-        at = names.model()
-        return Weights(
-            embed=self._plain(*at["embed"]),
-            layers=[self.layer(i) for i in range(self._config.num_hidden_layers)],
-            norm=self._plain(*at["norm"]),
-            lm_head=self._linear(*at["lm_head"]),
-        )
-
-    def layer(self, i: int) -> Layer:
-        at = names.layer(i)
-        return Layer(
-            input_norm=self._plain(*at["input_norm"]),
-            attention=self._attention(at),
-            post_norm=self._plain(*at["post_norm"]),
-            ffn=self._mlp(names.dense(i)) if i < self._config.first_k_dense_replace else self._moe(i, at),
-        )
-
-    def _attention(self, at: names.Names) -> Attention:
-        w_uk, w_uv = self._split_kv_b(*at["kv_b"])
-        return Attention(
-            qkv_a=self._linear(*at["qkv_a"]),
-            q_a_norm=self._plain(*at["q_a_norm"]),
-            q_b=self._linear(*at["q_b"]),
-            kv_a_norm=self._plain(*at["kv_a_norm"]),
-            w_uk=w_uk,
-            w_uv=w_uv,
-            o=self._linear(*at["o"]),
-        )
-
-    def _mlp(self, at: names.Names) -> Mlp:
-        return Mlp(gate_up=self._linear(*at["gate_up"]), down=self._linear(*at["down"]))
-
-    def _moe(self, i: int, at: names.Names) -> Moe:
-        return Moe(
-            gate=self._plain(*at["gate"], dtype=self._gate_dtype(*at["gate"])),
-            bias=self._plain(*at["bias"], dtype=torch.float32),
-            experts=self._experts(i),
-            shared=self._mlp(names.shared(i)) if self._config.n_shared_experts else None,
-        )
-
-    def _gate_dtype(self, name: str) -> torch.dtype:
-        """float32, which all scores are computed in; a GPU reads a gate stored as bfloat16 as it is."""
-        narrow = self._device.type == "cuda" and self._info(name).dtype == torch.bfloat16
-        return torch.bfloat16 if narrow else torch.float32
-
-    def _experts(self, layer: int) -> Experts:
-        every = [names.expert(layer, e) for e in range(self._config.n_routed_experts)]
-        triples = [(*at["gate_up"], *at["down"]) for at in every]
-        if self._slicing.whole_experts:
-            triples = triples[self._slicing.experts(len(every))]
-        count = len(triples)
-        kinds = {self._found.formats[name] for triple in triples for name in triple}
-        where = f"{self._checkpoint.path}: {self._found.prefix}{names.experts(layer)}"
-        if len(kinds) > 1:
-            raise CheckpointError(
-                f"{where}: the routed experts of a layer must share one format, found {' and '.join(sorted(kinds))}"
-            )
-        (kind,) = kinds
-        if kind not in EXPERTS:
-            raise CheckpointError(f"{where}: routed experts in {kind} are not served; served: {', '.join(EXPERTS)}")
-        compact = kind == scheme.INT4 and self._rounding is not None
-        kind = scheme.INT4_COMPACT if compact else kind
-        record, suffixes = EXPERTS[kind]
-        gate_ups, downs, halves = [], [], []  # of each suffix; halves [count, 2, ...] are views of the former
-        for suffix in suffixes:
-            gate, down = (self._held(kind, suffix, name) for name in triples[0][1:])
-            if kind == scheme.DENSE:
-                dtype = self._dtype
-            elif len(gate.dtypes) > 1:
-                dtype = self._scale_dtype([name for triple in triples for name in triple])
-            else:
-                (dtype,) = gate.dtypes
-            both = (2 * gate.shape[0], *gate.shape[1:]) if gate.covers == 1 else (2, *gate.shape)
-            gate_ups.append(self._empty(count, *both, dtype=dtype))
-            downs.append(self._empty(count, *down.shape, dtype=dtype))
-            halves.append(gate_ups[-1].view(count, 2, *gate.shape))
-        for k, triple in enumerate(triples):
-            outs = [x[k, 0] for x in halves], [x[k, 1] for x in halves], [x[k] for x in downs]
-            for name, parts in zip(triple, outs):
-                if compact:
-                    stretches = self._stretches(name)
-                    self._job([*stretches.values()], partial(self._compact, name, stretches, parts))
-                else:
-                    self._fill(name, dict(zip(suffixes, parts)))
-        return record(*gate_ups, *downs)
-
-    def _held(self, kind: str, suffix: str, name: str) -> Part:
-        """What of a linear layer, this rank's part of it taken for a whole one, lies in memory in the format `kind`."""
-        self._stretches(name)  # refuses parts that would cut groups
-        return SERVED[kind].parts(self._shape(name))[suffix]
-
-    def _linear(self, *linears: str) -> Matrix:
-        """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
-        shapes = [self._shape(name) for name in linears]
-        rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
-        ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(linears))]
-        slices = [slice(end - o, end) for end, (o, _) in zip(ends, shapes)]
-        if all(self._found.formats[name] == scheme.INT4 for name in linears):
-            for name in linears:
-                self._stretches(name)  # refuses parts that would cut groups
-            weight = self._empty(rows, inputs // 8, dtype=torch.int32)
-            scale = self._empty(rows, inputs // scheme.INT4_GROUP, dtype=self._scale_dtype(linears))
-            for name, part in zip(linears, slices):
-                self._fill(name, {".weight_packed": weight[part], ".weight_scale": scale[part]})
-            return Matrix(weight, scale)
-        dense = Matrix(self._empty(rows, inputs))
-        for name, part in zip(linears, slices):
-            self._fill_dense(name, dense.weight[part])
-        return dense
-
-    def _split_kv_b(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        c = self._config
-        n, v, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
-        heads = self._shape(name)[0] // (n + v)
-        w_uk, w_uv = self._empty(heads, n, latent), self._empty(heads, latent, v)
-
-        def split(stage: _Stage) -> None:
-            self._count_shared(name, stage)
-            heads_first = self._read(name, self._cut(name)[0], stage).view(heads, n + v, latent)
-            w_uk.copy_(heads_first[:, :n])
-            w_uv.copy_(heads_first[:, n:].transpose(1, 2))
-
-        self._job([*self._stretches(name).values()], split)
-        return w_uk, w_uv
-
-    def _plain(self, name: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        stretch = Stretch.whole(self._info(name))
-        if name in self._cuts:
-            stretch = Stretch(stretch.info, self._cuts[name])
-        out = self._empty(*stretch.shape, dtype=dtype)
-        self._job([stretch], partial(self._copy, stretch, out))
-        return out
-
-    def _fill_dense(self, name: str, out: torch.Tensor) -> None:
-        if self._found.formats[name] == scheme.DENSE:
-            self._fill(name, {".weight": out})
-        else:
-            self._job([*self._stretches(name).values()], partial(self._dequantize, name, out))
-
-    def _dequantize(self, name: str, out: torch.Tensor, stage: _Stage) -> None:
-        self._count_shared(name, stage)
-        step, first = row_step(out.shape[1]), self._cut(name)[0].start
-        for start in range(0, out.shape[0], step):
-            stop = min(start + step, out.shape[0])
-            out[start:stop] = self._read(name, slice(first + start, first + stop), stage)
-
-    def _count_shared(self, name: str, stage: _Stage) -> None:
-        """Counts, once, what `_read` reads with each piece: numbers that belong to all rows."""
-        stage.advance(sum(s.nbytes for s in self._stretches(name).values() if s.part is not None and not s.part.covers))
-
-    def _read(self, name: str, rows: slice, stage: _Stage) -> torch.Tensor:
-        """Rows of the linear layer, this rank's columns of them."""
-        return read_linear(
-            self._checkpoint,
-            self._found,
-            name,
-            self._dtype,
-            rows=rows,
-            columns=self._cut(name)[1],
-            device=self._device,
-            advance=stage.advance,
-        )
-
-    def _compact(
-        self, name: str, stretches: Mapping[str, Stretch], outs: Sequence[torch.Tensor], stage: _Stage
-    ) -> None:
-        """INT4 as stored to packed, scale and row scale, on the device."""
-        stored = {}
-        for suffix, stretch in stretches.items():
-            piece = stretch.empty()
-            stretch.read(self._checkpoint, piece)
-            stored[suffix] = piece.to(self._device)
-            stage.advance(piece.nbytes)
-        try:
-            *made, lost = int4_compact.compacted(stored[".weight_packed"], stored[".weight_scale"])
-        except ValueError as e:
-            raise CheckpointError(f"{self._checkpoint.path}: tensor {stretches['.weight_scale'].info.name}: {e}") from e
-        for out, values in zip(outs, made):
-            out.copy_(values)
-        assert self._rounding is not None
-        self._rounding.add(name, lost)
-
-    def _fill(self, name: str, outs: Mapping[str, torch.Tensor]) -> None:
-        """Copies a linear layer's stored parts to `outs`, by suffix; a part that is not there is only checked."""
-        for suffix, stretch in self._stretches(name).items():
-            if stretch.part is not None and stretch.part.covers:
-                self._job([stretch], partial(self._copy, stretch, outs[suffix]))
-            else:
-                self._job([stretch], partial(self._copy_whole, stretch, outs.get(suffix)))
-
-    def _copy_whole(self, stretch: Stretch, out: torch.Tensor | None, stage: _Stage) -> None:
-        stored = stretch.empty()
-        stretch.read(self._checkpoint, stored)
-        if out is not None:
-            reciprocal = stretch.part is not None and stretch.part.reciprocal
-            out.copy_((stored.reciprocal() if reciprocal else stored).reshape(out.shape))
-        stage.advance(stretch.nbytes)
-
-    def _copy(self, stretch: Stretch, out: torch.Tensor, stage: _Stage) -> None:
-        """Fills `out`, of the stretch's shape, in pieces of rows: in place where bytes need no change, else staged."""
-        info = stretch.info
-        assert out.shape == stretch.shape, (out.shape, stretch)
-        direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
-        row = info.nbytes // max(info.shape[0], 1)  # as it lies in the file: cut rows are read by the same pieces
-        step = max(STAGE_BYTES // max(row, 1), 1)
-        for start in range(0, out.shape[0], step):
-            piece = out[start : start + step]
-            source = piece if direct else stage.view(info.dtype, piece.shape, piece.numel())
-            stretch.rows(start, step).read(self._checkpoint, source)
-            if not direct:
-                piece.copy_(source)
-            stage.advance(source.nbytes)
-
-    def _scale_dtype(self, linears: Sequence[str]) -> torch.dtype:
-        """The type of all these layers' scales; float32, which holds the others exactly, if they differ."""
-        dtypes = {self._info(f"{name}.weight_scale").dtype for name in linears}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-    def _cut(self, linear: str) -> tuple[slice, ...]:
-        """This rank's rows and columns."""
-        return self._cuts.get(linear) or tuple(slice(0, n) for n in self._found.shapes[linear])
-
-    def _shape(self, linear: str) -> tuple[int, ...]:
-        return tuple(own.stop - own.start for own in self._cut(linear))
-
-    def _stretches(self, linear: str) -> dict[str, Stretch]:
-        return self._found.stretches(linear, *self._cut(linear))
-
-    def _info(self, name: str) -> TensorInfo:
-        return self._found.tensors[name]
-
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-
-    def _job(self, stretches: Sequence[Stretch], run: Callable[[_Stage], None]) -> None:
-        first, nbytes = stretches[0].info, sum(stretch.nbytes for stretch in stretches)
-        self.jobs.append(_Job((first.file.name, first.offset), nbytes, run))
-
-
-class _Stopped(Exception):
-    """The load is over for this thread: another one failed, or the user interrupted."""
-
-
-def _run(jobs: list[_Job], threads: int, device: torch.device, advance: Advance) -> None:
-    """Runs every job; the first error stops the rest and is raised here."""
-    queue = deque(sorted(jobs, key=lambda job: job.at))
-    stopping = threading.Event()
-    errors: list[BaseException] = []
-
-    def advance_or_stop(nbytes: int) -> None:
-        if stopping.is_set():
-            raise _Stopped
-        advance(nbytes)
-
-    def work(ended: threading.Event) -> None:
-        stage = _Stage(device, advance_or_stop)
-        try:
-            with torch.no_grad(), contextlib.suppress(_Stopped):  # no_grad is a thread's own setting
-                while not stopping.is_set():
-                    try:
-                        job = queue.popleft()
-                    except IndexError:  # another thread took the last one
-                        return
-                    job.run(stage)
-        except BaseException as e:
-            errors.append(e)
-            stopping.set()
-        finally:
-            ended.set()
-
-    # Not a pool, nor joined before they end: interrupted in those, Python 3.11 may leave a thread running.
-    ends = [threading.Event() for _ in range(threads)]
-    readers = [threading.Thread(target=work, args=(ended,), name=f"load-{k}") for k, ended in enumerate(ends)]
-    try:
-        for reader in readers:
-            reader.start()
-        for ended in ends:
-            ended.wait()
-    finally:
-        # After the user's interrupt nothing more is started, and what is under way ends with its piece.
-        stopping.set()
-        for reader, ended in zip(readers, ends):
-            if reader.ident is not None:  # else it was not started, or will find that there is nothing to do
-                ended.wait()
-                reader.join()
-    if errors:
-        raise errors[0]

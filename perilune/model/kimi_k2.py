@@ -332,7 +332,9 @@ def mla_heads(
 
 def _apply_rows(w: Matrix, x: Tensor) -> Rows:
     """As `apply`, some rows at a time."""
-    if w.format == "fp8" and w.scale is not None and not linear_w8a8.applies(w, x):
+    if linear_w8a8.applies(w, x):  # decided by all rows: a short piece must not be rounded otherwise than the whole
+        return lambda some: linear_w8a8.linear(x[some], w)
+    if w.format == "fp8" and w.scale is not None:
         return fp8_in_pieces(x, w.weight, w.scale)
     return lambda some: apply(w, x[some])
 

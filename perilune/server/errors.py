@@ -97,7 +97,7 @@ async def handle(request: Request, error: Exception) -> Response:
 
 def log_failure(what: str, error: Exception) -> None:
     """Logs one line for an expected failure, a traceback for a bug, nothing for a client's mistake or a request that an
-    engine without a process refuses: the access log has these."""
+    engine without a process refuses or has lost: the access log has these."""
     if isinstance(error, RequestError | EngineUnavailable):
         return
     if isinstance(error, PeriluneError):

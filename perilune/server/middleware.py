@@ -102,9 +102,11 @@ def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
 def _report(service: Service, call: Call, level: int) -> None:
     metrics = service.metrics
     metrics.requests.labels(call.route, str(call.status)).inc()
+    code = ""
     if call.error is not None:
         error = errors.describe(call.error)[1]["error"]
         metrics.errors.labels(error["type"], error["code"] or "").inc()
+        code = error["code"] or error["type"]
     seconds, key = call.ended - call.started, call.account.name or "-"
     fields = {
         "method": call.method,
@@ -115,7 +117,11 @@ def _report(service: Service, call: Call, level: int) -> None:
         "output_tokens": call.total("output_tokens"),
     }
     line = "%s %s %d %.3f s id=%s key=%s"
-    access.log(level, line, call.method, call.route, call.status, seconds, call.id, key, extra={"fields": fields})
+    given: list[Any] = [call.method, call.route, call.status, seconds, call.id, key]
+    if code and call.status < 400:  # a stream: its status was sent before it failed
+        fields["error"], line = code, f"{line} error=%s"
+        given.append(code)
+    access.log(level, line, *given, extra={"fields": fields})
     for observer in service.observers:
         observer(call)
 

@@ -122,13 +122,12 @@ def command(
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
         row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
-        if not row["requests"]:
-            why = next((call.error for call in calls if call.error), "no turn began")
-            raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
+        _require_answers(row, calls)
         say(replay.describe(row))
     else:
         weights = None if shape is None else microscope.Bench(shape, layers)
         row, calls = _local(partial(_engine, model, weights, values), made, limits)
+        _require_answers(row, calls)
         say(replay.describe(row))
         if compare:
             say("once more without KV tiers")
@@ -190,6 +189,12 @@ def _local(
         return described(engine) | row, calls
     finally:
         engine.close()
+
+
+def _require_answers(row: dict[str, Any], calls: Sequence[replay.Call]) -> None:
+    if not row["requests"]:
+        why = next((call.error for call in calls if call.error), "no turn began")
+        raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
 
 
 async def _remote(

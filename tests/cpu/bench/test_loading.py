@@ -15,8 +15,7 @@ from perilune.core.errors import ConfigError
 from perilune.dist.slicing import Slicing
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
-from perilune.loading import load as loading
-from perilune.loading import progress
+from perilune.loading import jobs, progress
 from perilune.loading.load import load
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
@@ -52,7 +51,7 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_readers_together_read_each_byte_of_the_experts_once(path, reads, ranks, monkeypatch):
-    monkeypatch.setattr(loading, "STAGE_BYTES", 2048)  # several pieces of each tensor
+    monkeypatch.setattr(jobs, "STAGE_BYTES", 2048)  # several pieces of each tensor
     whole = load(path, dtype=torch.float32, device="cpu")[1]
     reads.clear()
     parts = [load(path, dtype=torch.float32, device="cpu", slicing=Slicing(r, ranks, True))[1] for r in range(ranks)]
@@ -97,7 +96,7 @@ def test_an_interrupt_stops_every_thread_at_its_next_piece(path, monkeypatch, wh
 
     It may come while threads are still being started.
     """
-    monkeypatch.setattr(loading, "STAGE_BYTES", 256)
+    monkeypatch.setattr(jobs, "STAGE_BYTES", 256)
     real, pieces, begun = Checkpoint.read_into, Counter(), threading.Event()
     made = []  # the loader's events; the first says that it stops
 
@@ -115,7 +114,7 @@ def test_an_interrupt_stops_every_thread_at_its_next_piece(path, monkeypatch, wh
             time.sleep(0.01)
         real(self, info, out, start)
 
-    monkeypatch.setattr(loading, "threading", SimpleNamespace(Event=event, Thread=threading.Thread))
+    monkeypatch.setattr(jobs, "threading", SimpleNamespace(Event=event, Thread=threading.Thread))
     monkeypatch.setattr(Checkpoint, "read_into", slow)
     stopper = threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGINT)))
     stopper.start()

@@ -17,7 +17,7 @@ from perilune.bench.replay import Call, Options, judge, percentile, summary
 from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import Agents, Piece, generate, read
 from perilune.cli.main import cli
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, EngineError
 from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
 
 
@@ -125,7 +125,10 @@ def test_a_row_from_times_by_hand() -> None:
     assert (row["requests"], row["failed"], row["hit_share"], row["ideal_share"]) == (2, 1, 0.4, 0.0)
     assert (row["ttft_p50_s"], row["ttft_p99_s"]) == (6.0, 6.0) and row["inter_token_p90_s"] == 1.0
     assert row["tokens_per_s"] == pytest.approx(15 / 8) and row["interactivity"] == pytest.approx(1 / 2.0)
-    assert row["good_share"] == 0.5 and row["goodput_requests_per_s"] == pytest.approx(1 / 8)
+    assert row["good_share"] == pytest.approx(1 / 3, abs=1e-5) and row["goodput_requests_per_s"] == pytest.approx(1 / 8)
+    early = call(3, [(7, 9)], 9.0, error="no", warm_up=True)  # before the clock started: not asked in the measured time
+    assert summary([early, quick, slow], Options(ttft_limit=1.0, inter_token_limit=0.2))["good_share"] == 0.5
+    assert row["ttft_later_turns_p50_s"] is None and "later turns" not in replay.describe(row)  # there is none
     assert summary([failed], Options())["requests"] == 0
     assert replay.describe(summary([failed], Options())) == "no request was answered, 1 failed"
     said = replay.describe(row | {"hit_share_by_tier": {"pages": 0.1, "host": 0.3}, "restore_s": 1.0, "saved_s": 2.0})
@@ -133,7 +136,7 @@ def test_a_row_from_times_by_hand() -> None:
         "2 in 8.0 s, 1 failed", "40.0% of prompt tokens, 0.0% possible (pages 10.0%, host 30.0%)",
         "restores took 1.00 s, computing 3.00", "first token     p50 6000.0, p90 6000.0, p99 6000.0 ms",
         "between tokens  p50 1000.0, p90 1000.0, p99 1000.0 ms", "1.9 of answers, 25.0 of prompts",
-        "interactivity   0.5 tokens/s", "0.12 requests/s: 50% had the first token within 1 s and others within 0.2 s",
+        "interactivity   0.5 tokens/s", "0.12 requests/s: 33% had the first token within 1 s and others within 0.2 s",
     ):  # fmt: skip
         assert part in said, (part, said)
 
@@ -355,3 +358,13 @@ def test_lines_that_say_nothing_to_send() -> None:
     for wrong in ({"chat_id": [1]}, {"chat_id": 1, "parent_chat_id": {}}):
         with pytest.raises(ConfigError, match="line 2 of the trace: chat_id and parent_chat_id must be numbers"):
             sessions_of([{"chat_id": 1, "input_length": 16}, wrong])
+
+
+def test_a_trace_of_which_nothing_was_answered_is_an_error(tiny: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9000, "output_length": 2, "hash_ids": []}\n')
+    found = CliRunner().invoke(
+        cli, ["bench", "replay", str(trace), str(tiny), "--max-model-len", "200", "--draft", "off"]
+    )
+    assert isinstance(found.exception, EngineError)
+    assert str(found.exception).startswith("no request was answered, 1 failed; the first: the context of 200 tokens")

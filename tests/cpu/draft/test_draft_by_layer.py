@@ -128,6 +128,6 @@ def test_what_does_not_fit_is_said_with_its_layer(nano: Path, monkeypatch: pytes
     def full(*given: Any, **more: Any) -> torch.Tensor:
         raise RuntimeError("no room\nand more")
 
-    monkeypatch.setattr("perilune.loading.load._Plan._empty", full)
+    monkeypatch.setattr("perilune.loading.weights_plan.WeightsPlan._empty", full)
     with pytest.raises(ConfigError, match=r"cannot allocate layer 0 as float32 on cpu: no room$"):
         next(layers(nano, **CPU))

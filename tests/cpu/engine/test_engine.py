@@ -232,6 +232,8 @@ class TestClient:
         async def work() -> None:
             client = await start_waiting(tiny)
             assert client.alive and client.info.max_model_len == 256
+            while not client.stats.blocks_total:  # /metrics has all figures before the first request
+                await asyncio.sleep(0.01)
             params = SamplingParams(temperature=0, max_tokens=12)
             expected = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
             assert await asyncio.gather(*(collect(client, p, params) for p in PROMPTS)) == expected

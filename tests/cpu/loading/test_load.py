@@ -13,9 +13,10 @@ from perilune.core.errors import CheckpointError
 from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
-from perilune.loading import load as loading
+from perilune.loading import jobs
 from perilune.loading.load import load, survey
 from perilune.loading.survey import read_linear
+from perilune.loading.weights_plan import WeightsPlan
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
 from perilune.model.weights import (
@@ -209,7 +210,7 @@ def test_transformers_checkpoint_nested(oracle, tmp_path):
 @pytest.mark.parametrize("stage", [1 << 25, 2048])
 def test_sharded_in_pieces(given, tmp_path, monkeypatch, threads, stage):
     """A staging buffer smaller than the tensors, conversions and several threads change nothing."""
-    monkeypatch.setattr(loading, "STAGE_BYTES", stage)
+    monkeypatch.setattr(jobs, "STAGE_BYTES", stage)
     write(tmp_path, given.items(), config=CONFIG, shard_bytes=20_000)
     stored = {}
     for file in tmp_path.glob("*.safetensors"):
@@ -222,7 +223,7 @@ def test_sharded_in_pieces(given, tmp_path, monkeypatch, threads, stage):
 @pytest.mark.parametrize("form", ["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack-quantized"])
 def test_cuda_equals_cpu(given, tmp_path, monkeypatch, form):
     """The pinned staging buffers, filled again and again, deliver the same bytes."""
-    monkeypatch.setattr(loading, "STAGE_BYTES", 2048)
+    monkeypatch.setattr(jobs, "STAGE_BYTES", 2048)
     write(tmp_path, given.items(), config=CONFIG, form=form, shard_bytes=20_000)
     _, there = load(tmp_path, dtype=torch.bfloat16, device="cuda", threads=4)
     here = flat(read(tmp_path, torch.bfloat16))
@@ -354,7 +355,7 @@ def of_expert(x, e):
 @pytest.mark.parametrize("form", FORMATS)
 def test_experts_stay_packed(given, tmp_path, monkeypatch, form, stage):
     """Every routed expert's numbers are the checkpoint's, each in its place; gate and up keep scales of their own."""
-    monkeypatch.setattr(loading, "STAGE_BYTES", stage)
+    monkeypatch.setattr(jobs, "STAGE_BYTES", stage)
     module, experts = FORMATS[form], names_of(given, ".mlp.experts.")
     tensors = quantised(given, *experts, module=module)
     weights = read(put(tmp_path, tensors), torch.bfloat16, threads=3)
@@ -378,7 +379,7 @@ def test_experts_stay_packed(given, tmp_path, monkeypatch, form, stage):
 @pytest.mark.parametrize("form", FORMATS)
 def test_other_linears_are_dequantised(tmp_path, monkeypatch, form, stage):
     """In pieces, ragged blocks included; fused neighbours may be in different formats."""
-    monkeypatch.setattr(loading, "STAGE_BYTES", stage)
+    monkeypatch.setattr(jobs, "STAGE_BYTES", stage)
     module = FORMATS[form]
     config = CONFIG | {"intermediate_size": 320, "num_hidden_layers": 1}
     g = torch.Generator().manual_seed(1)
@@ -512,7 +513,7 @@ def test_progress_on_stderr(given, tmp_path, capsys, form):
     with Checkpoint.open(tmp_path) as checkpoint:
         total = checkpoint.nbytes
         config = KimiConfig.from_directory(tmp_path)
-        plan = loading._Plan(config, checkpoint, survey(checkpoint, config), torch.bfloat16, torch.device("cpu"))
+        plan = WeightsPlan(config, checkpoint, survey(checkpoint, config), torch.bfloat16, torch.device("cpu"))
         plan.weights()
-        loading._run(plan.jobs, 2, torch.device("cpu"), seen.append)
+        jobs.run(plan.jobs, 2, torch.device("cpu"), seen.append)
     assert sum(seen) == total

@@ -10,7 +10,7 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.formats import fp8_block, fp8_scaled, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
-from perilune.loading import load as loading
+from perilune.loading.weights_plan import WeightsPlan
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
 from tests.cpu.loading import test_load
@@ -173,7 +173,7 @@ def test_device_that_cannot_hold_them(given, tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory\nlong story")
 
-    monkeypatch.setattr(loading._Plan, "_empty", full)
+    monkeypatch.setattr(WeightsPlan, "_empty", full)
     refused(put(tmp_path, given), "cannot allocate the weights", "float32 on cpu: out of memory", error=ConfigError)
 
 

@@ -17,7 +17,7 @@ from perilune.formats import int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.safetensors_file import SafetensorsFile
 from perilune.formats.writer import write
-from perilune.loading import load as loading
+from perilune.loading import jobs
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.fp8_latents import to_fp8_latents
 from perilune.loading.load import load
@@ -83,7 +83,7 @@ def test_ranks_hold_their_slices_of_the_whole(
         return
     config = KimiConfig.from_dict(SIZES)
     whole = read(checkpoints[form])
-    monkeypatch.setattr(loading, "STAGE_BYTES", 1 << 14)  # several pieces of each tensor
+    monkeypatch.setattr(jobs, "STAGE_BYTES", 1 << 14)  # several pieces of each tensor
     for slicing in slicings(ranks, whole_experts=whole_experts):
         same(narrow(whole, config, slicing), read(checkpoints[form], slicing))
 

@@ -248,6 +248,20 @@ def test_a_refused_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixtu
     assert all(name == "perilune.access" and "/v1/chat/completions 503 " in line for name, line in said), said
 
 
+def test_a_stream_that_the_engine_lost_is_one_line_of_the_log_with_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(s: Served) -> None:
+        call = asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": True}))
+        await s.hangs()
+        s.engine.alive = False
+        s.engine.release.set()
+        assert (await call).chunks[-1]["error"]["code"] == "engine_unavailable"
+
+    with caplog.at_level(logging.INFO):
+        serve(test, hold=2)
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("perilune")]
+    assert len(said) == 1 and f"POST {CHAT} 200 " in said[0] and said[0].endswith(" error=engine_unavailable"), said
+
+
 def test_an_internal_error_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(s: Served) -> None:
         def broken(*_: Any, **__: Any) -> None:
