@@ -265,7 +265,7 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
     opened = None
     if config.kv_host_gb is not None or config.kv_disk is not None:
         try:
-            opened = worker.submit(open_tiers, config, choices, model, pages, drafter, task.ranks).result()
+            opened = worker.submit(open_tiers, config, choices, model, pages, drafter, task.ranks, tower).result()
         except BaseException:
             worker.shutdown(cancel_futures=True)
             raise

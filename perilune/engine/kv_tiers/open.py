@@ -21,6 +21,7 @@ from perilune.dist.group import Group, everyone, largest, least
 from perilune.engine.kv_tiers.ranked import RankedTransfer
 from perilune.engine.ranks import Ranks
 from perilune.engine.resolve import GB, Choices
+from perilune.engine.vision.tower import Tower
 from perilune.kv.disk import FINGERPRINT_BYTES, Directory, require_usable
 from perilune.kv.mover import Name
 from perilune.kv.pages import Pages
@@ -76,6 +77,7 @@ def open_tiers(
     pages: Pages,
     drafter: Drafter | None,
     ranks: Ranks | None,
+    tower: Tower | None = None,
 ) -> Opened:
     """Opens the tiers; called by all ranks. Raises ConfigError, on all of them. The draft model's KV is stored with the
     target's: computing it again would need the target's hidden states, and a hit without it would leave KV of another
@@ -89,7 +91,8 @@ def open_tiers(
     directory: Directory | None = None
     files, file_limit = None, 0
     if config.kv_disk is not None:
-        directory = _open_directory(config, model, caches, size)
+        fingerprint = _fingerprint(config, model, caches, tower)
+        directory = _open_directory(_root(config), group, fingerprint, size)
         names = _common(group, directory)
         file_limit = _file_limit(config, directory, len(names), group, choices)
         files = list(names.items())
@@ -133,10 +136,9 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
             raise ConfigError(f"rank {rank}: {text.decode(errors='replace')}")
 
 
-def _open_directory(config: EngineConfig, model: KimiK2, caches: list[Tensor], size: int) -> Directory:
+def _open_directory(root: Path, group: Group, fingerprint: bytes, size: int) -> Directory:
     """This rank's folder in `kv_disk`; rank 0 holds the lock for all ranks."""
-    group, fingerprint = model.group, _fingerprint(config, model, caches)
-    root, found = _root(config), list[Directory]()
+    found = list[Directory]()
     for first in (True, False):
         with _on_all_ranks(group):
             if first == (group.slicing.rank == 0):
@@ -193,15 +195,18 @@ def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Gro
     return largest(group, decided)
 
 
-def _fingerprint(config: EngineConfig, model: KimiK2, caches: list[Tensor]) -> bytes:
-    """A digest of what KV depends on besides tokens and cache keys: loaded weights, number formats, layout. Without the
-    draft model's weights: no answer depends on its KV."""
+def _fingerprint(config: EngineConfig, model: KimiK2, caches: list[Tensor], tower: Tower | None) -> bytes:
+    """A digest of what KV depends on besides tokens, pixels and cache keys: loaded weights, constants of the checkpoint
+    (an edited rope scale changes every key), number formats, layout. Without the draft model's weights: no answer
+    depends on its KV."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"kv files")
     made = (FORMAT, sys.byteorder, caches[0].device.type, config.dtype, config.kv_dtype, config.qk_norm_eps)
+    constants = (model.config, config.fp8_activations, *(() if tower is None else (tower.model.config, tower.limits)))
     layout = [(c.dim(), c.shape[0] if c.dim() == 4 else 1, *c.shape[-2:], str(c.dtype)) for c in caches]
     ranks = (model.group.slicing.rank, model.group.ranks, config.ep, config.kv_shards)
-    digest.update(repr((made, layout, ranks)).encode())
-    for name, tensor in _tensors("", model.weights):
+    digest.update(repr((made, constants, layout, ranks)).encode())
+    seeing = () if tower is None else _tensors("tower", tower.model.weights)
+    for name, tensor in (*_tensors("", model.weights), *seeing):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(struct.pack("<q", _sum(tensor)))
     return digest.digest()
