@@ -1,0 +1,132 @@
+// Instructions whose results test_golden.py computes with torch.
+#include "cuda/e4m3.cuh"
+#include "cuda/tensor_map.cuh"
+
+using namespace hopper;
+
+namespace {
+
+// y [16, 8] = a [16, 16] b [8, 16]^T of 16-bit numbers, by lanes as PTX numbers them.
+template <typename T>
+__global__ void mma_kernel(const uint32_t* a, const uint32_t* b, float* y) {
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  const uint32_t of_a[4] = {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]};
+  float d[4] = {};
+  mma(d, of_a, b[g * 8 + t], b[g * 8 + t + 4], T());
+  y[g * 8 + 2 * t] = d[0], y[g * 8 + 2 * t + 1] = d[1];
+  y[(g + 8) * 8 + 2 * t] = d[2], y[(g + 8) * 8 + 2 * t + 1] = d[3];
+}
+
+// Four 8 x 8 matrices of 16 bits: read by ldmatrix, written by stmatrix; y: what the lanes' registers held.
+template <bool TRANSPOSED>
+__global__ void matrices_kernel(const uint4* x, uint32_t* y, uint4* back) {
+  __shared__ uint4 rows[32], written[32];
+  const int lane = threadIdx.x;
+  rows[lane] = x[lane];
+  __syncwarp();
+  uint32_t v[4];
+  if (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(&rows[lane])));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(shared_address(&written[lane])), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(&rows[lane])));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(shared_address(&written[lane])), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  }
+  __syncwarp();
+  for (int i = 0; i < 4; i++) y[i * 32 + lane] = v[i];
+  back[lane] = written[lane];
+}
+
+// y [64, 128] = a [64, 64] b: b [128, 64], or [64, 128] if TRANSPOSED; a and b by tensor maps. raw: a as it lies in
+// shared memory.
+template <bool TRANSPOSED>
+__global__ void wgmma_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float* y,
+                             uint4* raw, int wait) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ uint64_t full;
+  uint8_t* of_b = memory + 64 * 128;
+  if (threadIdx.x == 0) {
+    barrier_init(&full, 1);
+    barriers_visible();
+    barrier_expect(&full, (64 + 128) * 128);
+    tensor_load(memory, &a, 0, 0, 0, &full);
+    tensor_load(of_b, &b, 0, 0, 0, &full);
+    if (TRANSPOSED) tensor_load(of_b + 64 * 128, &b, 64, 0, 0, &full);
+  }
+  __syncthreads();
+  barrier_wait(&full, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float d[64] = {};
+  wgmma_fence();
+  for (int k = 0; k < 4; k++) {
+    if (TRANSPOSED) {
+      uint32_t of_a[4];
+      for (int i = 0; i < 4; i++) {
+        const int row = 16 * warp + g + i % 2 * 8, at = row * 128 + k * 32 + i / 2 * 16 + t * 4;
+        of_a[i] = *reinterpret_cast<uint32_t*>(memory + (at ^ (row % 8 * 16)));
+      }
+      wgmma_transposed(d, of_a, transposed_descriptor(of_b, 64 * 128) + 128 * k);
+    } else {
+      wgmma_shared<1>(d, slab_descriptor(memory) + 2 * k, slab_descriptor(of_b) + 2 * k);
+    }
+  }
+  wgmma_commit();
+  if (wait) wgmma_wait<0>();
+  for (int i = 0; i < 64; i++) {
+    y[(16 * warp + g + i / 2 % 2 * 8) * 128 + i / 4 * 8 + 2 * t + i % 2] = d[i];
+  }
+  for (int i = threadIdx.x; i < 64 * 8; i += 128) raw[i] = reinterpret_cast<uint4*>(memory)[i];
+  wgmma_wait<0>();
+}
+
+__global__ void numbers_kernel(const float* x, uint16_t* bf, uint16_t* half, uint16_t* e4m3, int n) {
+  const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= n) return;
+  *reinterpret_cast<uint32_t*>(bf + i) = narrow(x[i], x[i + 1]);
+  const __half2 h = __floats2half2_rn(x[i], x[i + 1]);
+  *reinterpret_cast<__half2*>(half + i) = h;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(e4m3[i / 2]) : "f"(x[i + 1]), "f"(x[i]));
+}
+
+// Two fp16 of each pair of bytes; and bf16 products and sums of pairs, rounded once.
+__global__ void pairs_kernel(const uint32_t* bytes, uint2* halves, const uint32_t* a, uint32_t* product, uint32_t* sum) {
+  const int i = threadIdx.x;
+  halves[i] = e4m3::halves(bytes[i]);
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product[i]) : "r"(a[i]), "r"(a[i + 64]));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum[i]) : "r"(a[i]), "r"(a[i + 64]), "r"(a[i + 128]));
+}
+
+}  // namespace
+
+API int golden_mma(const void* a, const void* b, void* y, int64_t half, void* stream) {
+  return launch(half ? mma_kernel<__half> : mma_kernel<bf16>, dim3(1), dim3(32), 0, stream, 1,
+                static_cast<const uint32_t*>(a), static_cast<const uint32_t*>(b), static_cast<float*>(y));
+}
+API int golden_matrices(const void* x, void* y, void* back, int64_t transposed, void* stream) {
+  return launch(transposed ? matrices_kernel<true> : matrices_kernel<false>, dim3(1), dim3(32), 0, stream, 1,
+                static_cast<const uint4*>(x), static_cast<uint32_t*>(y), static_cast<uint4*>(back));
+}
+API int golden_wgmma(const void* a, const void* b, void* y, void* raw, int64_t transposed, int64_t wait, void* stream) {
+  CUtensorMap of_a, of_b;
+  if (!maps::describe(&of_a, a, maps::SWIZZLED, {64, 64, 1}, {128, 8192}, {64, 64, 1})) return -1;
+  if (transposed ? !maps::describe(&of_b, b, maps::SWIZZLED, {128, 64, 1}, {256, 16384}, {64, 64, 1})
+                 : !maps::describe(&of_b, b, maps::SWIZZLED, {64, 128, 1}, {128, 16384}, {64, 128, 1})) {
+    return -1;
+  }
+  return launch(transposed ? wgmma_kernel<true> : wgmma_kernel<false>, dim3(1), dim3(128), (64 + 128) * 128, stream, 1,
+                of_a, of_b, static_cast<float*>(y), static_cast<uint4*>(raw), static_cast<int>(wait));
+}
+API int golden_numbers(const void* x, void* bf, void* half, void* e4m3, int64_t n, void* stream) {
+  return launch(numbers_kernel, dim3((n / 2 + 127) / 128), dim3(128), 0, stream, 1, static_cast<const float*>(x),
+                static_cast<uint16_t*>(bf), static_cast<uint16_t*>(half), static_cast<uint16_t*>(e4m3),
+                static_cast<int>(n));
+}
+API int golden_pairs(const void* bytes, void* halves, const void* a, void* product, void* sum, void* stream) {
+  return launch(pairs_kernel, dim3(1), dim3(64), 0, stream, 1, static_cast<const uint32_t*>(bytes),
+                static_cast<uint2*>(halves), static_cast<const uint32_t*>(a), static_cast<uint32_t*>(product),
+                static_cast<uint32_t*>(sum));
+}

@@ -1,0 +1,95 @@
+"""Instructions on the emulator give what torch computes: tensor cores, swizzles, conversions."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda_emulator import library
+from tests.cuda_emulator.session import MODES, emulated, function
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}")
+
+SOURCE = Path(__file__).with_name("golden.cu")
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def kernel(name: str, signature: str) -> Callable[..., int]:
+    return function(SOURCE, f"golden_{name}", signature)
+
+
+def places(*tensors: Tensor) -> list[int]:
+    return [t.data_ptr() for t in tensors]
+
+
+def whole(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Small whole numbers: sums of products are exact."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_mma(dtype: torch.dtype) -> None:
+    a, b, y = whole(16, 16, dtype=dtype), whole(8, 16, dtype=dtype), torch.zeros(16, 8)
+    with emulated():
+        assert kernel("mma", "pppll")(*places(a, b, y), dtype is F16, 0) == 0
+    assert torch.equal(y, a.float() @ b.float().T)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix_and_stmatrix(transposed: bool) -> None:
+    x = torch.arange(4 * 64, dtype=torch.int16).view(4, 8, 8)
+    y, back = torch.zeros(4, 8, 8, dtype=torch.int16), torch.zeros_like(x)
+    with emulated():
+        assert kernel("matrices", "pppll")(*places(x, y, back), transposed, 0) == 0
+    # Lane 4 r + c holds values 2 c and 2 c + 1 of row r: the registers of 32 lanes are the matrix.
+    assert torch.equal(y, x.mT if transposed else x)
+    assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_wgmma_of_what_tensor_maps_load(transposed: bool, mode: str) -> None:
+    a, b = whole(64, 64), whole(64, 128) if transposed else whole(128, 64)
+    y, raw = torch.zeros(64, 128), torch.zeros(64, 8, 8, dtype=BF16)
+    with emulated(mode=mode):
+        assert kernel("wgmma", "pppplll")(*places(a, b, y, raw), transposed, 1, 0) == 0
+    assert torch.equal(y, a.float() @ (b.float() if transposed else b.float().T))
+    rows = torch.arange(64)[:, None]
+    assert torch.equal(raw[rows, torch.arange(8) ^ rows % 8], a.view(64, 8, 8)), "chunk c of row r lies at c ^ r"
+
+
+def test_sums_that_are_read_before_the_wait_are_not_there() -> None:
+    a, b, y, raw = whole(64, 64), whole(128, 64), torch.zeros(64, 128), torch.zeros(64 * 64, dtype=BF16)
+    with emulated(mode="late"):
+        assert kernel("wgmma", "pppplll")(*places(a, b, y, raw), 0, 0, 0) == 0
+    assert not torch.equal(y, a.float() @ b.float().T)
+
+
+def test_roundings() -> None:
+    g = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=g).int()
+    near = torch.arange(0, 256, dtype=torch.uint8).view(E4M3).float()
+    middles = torch.cat([near, (near[:-1] + near[1:]) / 2, torch.randn(4096, generator=g) * 100])
+    x = torch.cat([bits.view(torch.float32), middles, -middles, torch.randn(4097, generator=g) * 1e-5])
+    x = x[~x.isnan()]
+    x = x[: len(x) // 2 * 2].contiguous()
+    bf, half, e4m3 = torch.zeros(len(x), dtype=BF16), torch.zeros(len(x), dtype=F16), torch.zeros(len(x), dtype=torch.uint8)
+    with emulated():
+        assert kernel("numbers", "ppppll")(*places(x, bf, half, e4m3), len(x), 0) == 0
+    assert torch.equal(bf, x.to(BF16))
+    assert torch.equal(half, x.to(F16))
+    assert torch.equal(e4m3, x.clamp(-448, 448).to(E4M3).view(torch.uint8))
+
+
+def test_pairs() -> None:
+    every, g = torch.arange(256, dtype=torch.uint8), torch.Generator().manual_seed(2)
+    a = (torch.randn(3, 128, generator=g) * 3).to(BF16)
+    halves, product, total = torch.zeros(256, dtype=F16), torch.zeros(128, dtype=BF16), torch.zeros(128, dtype=BF16)
+    with emulated():
+        assert kernel("pairs", "pppppl")(*places(every, halves, a, product, total), 0) == 0
+    torch.testing.assert_close(halves, every.view(E4M3).to(F16), rtol=0, atol=0, equal_nan=True)
+    exact = a[0].double() * a[1].double()
+    assert torch.equal(product, exact.float().to(BF16))  # a product has 16 bits: exact as float
+    assert torch.equal(total, (exact + a[2].double()).to(BF16)), "rounded once"

@@ -1,0 +1,154 @@
+"""Runs this project's launchers for Hopper on CPU tensors, with the emulator in place of the GPU.
+
+with emulated(sms=4, mode="late", seed=3):
+    op.impls["cuda"].run(*args)
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from perilune.ops.attention import mla_pre_attention
+from perilune.ops.harness import build, registry, workspace
+from tests.cuda_emulator import library
+from tests.cuda_emulator.translate import Untranslated
+
+MODES = ("early", "late", "random")
+
+
+class Fault(Exception):
+    """What the emulator found wrong in a kernel."""
+
+
+@dataclass
+class _Open:
+    depth: int = 0  # contexts of `together`
+
+
+_open = _Open()
+_held: list[torch.Tensor] = []  # tensors whose addresses launches have got: they live until the launches have ended
+_extra: dict[str, Path] = {}  # sources outside of the package, for tests and new kernels
+
+
+def drain() -> None:
+    """Runs all launches to their end. Fault if something is wrong."""
+    said = library.runtime().emu_drain().decode()
+    _held.clear()
+    if said:
+        raise Fault(library.resolved(said))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """The launches of all calls in this context are in the stream before the first one runs: kernels overlap where
+    programmatic dependent launch lets them (with overlap=True)."""
+    _open.depth += 1
+    try:
+        yield
+    finally:
+        _open.depth -= 1
+        if not _open.depth:
+            drain()
+
+
+def _source(name: str) -> Path:
+    return _extra.get(name) or build._paths()[name]
+
+
+def _library(name: str) -> "ctypes.CDLL | str":
+    try:
+        return library.load(_source(name))
+    except (library.Unbuilt, Untranslated) as e:
+        return f"{name} does not compile for the emulator: {e}"
+
+
+def function(source: "str | Path", name: str, signature: str) -> Callable[..., int]:
+    """As build.function, for a name of a source of the package or a path. The call runs the launches to their end."""
+    path = source if isinstance(source, Path) else _source(source)
+    launcher = library.load(path)[name]
+    launcher.argtypes = [build._KINDS[c] for c in signature]
+    launcher.restype = ctypes.c_int
+
+    def call(*args: Any) -> int:
+        failed = launcher(*args)
+        if not _open.depth:
+            drain()
+        return int(failed)
+
+    return call
+
+
+def _on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    for met, text in needs:
+        if not met:
+            return f"needs {text}"
+    found = build.library(source)
+    return found if isinstance(found, str) else True
+
+
+@contextlib.contextmanager
+def emulated(
+    sms: int = 4, mode: str = "early", seed: int = 1, overlap: bool = False, eager: int = 2, shuffle: bool = False
+) -> Iterator[None]:
+    """In this context implementations for Hopper take CPU tensors.
+
+    sms: streaming multiprocessors. mode: when asynchronous copies and products happen: "early" (at once), "late" (as
+    late as allowed), "random". overlap: a launch may begin when its predecessor has allowed it, else when that has
+    ended. eager: CTAs that are begun while others still run; more are begun when none can go on. shuffle: lanes of a warp
+    that go on together run in any order; else by number, as the hardware does with atomics of a warp.
+    """
+    library.runtime().emu_configure(sms, MODES.index(mode), seed, overlap, eager, shuffle)
+    real_library, real_function, real_pointer = build.library, build.function, torch.Tensor.data_ptr
+    properties = SimpleNamespace(multi_processor_count=sms, major=9, minor=0, name="emulated", total_memory=1 << 36)
+
+    def pointer(tensor: torch.Tensor) -> int:
+        _held.append(tensor)
+        return real_pointer(tensor)
+
+    def library_of(name: str) -> "ctypes.CDLL | str":
+        return _library(name) if name.endswith(".cu") else real_library(name)
+
+    def function_of(stem: str, name: str, signature: str) -> Callable[..., int]:
+        return function(stem, name, signature) if stem.endswith(".cu") else real_function(stem, name, signature)
+
+    patches = [
+        mock.patch.object(build, "library", library_of),
+        mock.patch.object(build, "function", function_of),
+        mock.patch.object(build, "on_hopper", _on_hopper),
+        mock.patch.object(build, "is_hopper", lambda device: True),
+        mock.patch.object(torch.Tensor, "data_ptr", pointer),
+        mock.patch.object(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(mla_pre_attention, "_processors", lambda device: sms),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        _forget()
+        stack.enter_context(workspace.owned())
+        try:
+            yield
+        finally:
+            _held.clear()
+            _forget()
+
+
+def _forget() -> None:
+    """Drops what ops have cached: implementations chosen, launchers, the number of SMs."""
+    registry.forget()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("perilune.ops.") and ".harness" not in name:
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
