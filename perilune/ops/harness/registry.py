@@ -29,6 +29,7 @@ from perilune.ops.harness.case import Tol
 log = logging.getLogger("perilune.ops")
 
 REFERENCE = "reference"
+UNMEASURED = "no measured row yet: choose it by `ops`"
 MAX_DECISIONS = 4096  # cached choices per op. Fewer: a choice is made again, which is cheap.
 
 P = ParamSpec("P")
@@ -48,7 +49,8 @@ class Impl:
     `args` has all of the call's arguments as attributes. The result of `when` is cached under the kinds of the op's
     deciding arguments, so it may depend only on these and on this machine. `alone`: only one engine per GPU may use the
     kernel, see `alone` below. `waits`: CUDA sources of its kernels in which CTAs wait for other CTAs, of the same
-    launch or of the one before.
+    launch or of the one before. `unmeasured`: it has not been timed on the hardware that it is for, and runs only where
+    `ops` names it.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Impl:
     run: Callable[..., Any]
     alone: bool = False
     waits: tuple[str, ...] = ()
+    unmeasured: bool = False
 
     def refusal(self, args: Any, device: torch.device) -> str | None:
         answer = self.when(args, device)
@@ -108,12 +111,13 @@ class Op(Generic[P, R]):
         when: When = lambda args, device: True,
         alone: bool = False,
         waits: tuple[str, ...] = (),
+        unmeasured: bool = False,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         assert name != REFERENCE and name not in self.impls, name
 
         def register(run: Callable[P, R]) -> Callable[P, R]:
             assert tuple(inspect.signature(run).parameters) == self.parameters, f"{self.name}/{name}: other parameters"
-            self.impls[name] = Impl(name, when, run, alone, waits)
+            self.impls[name] = Impl(name, when, run, alone, waits, unmeasured)
             return run
 
         return register
@@ -155,6 +159,8 @@ class Op(Generic[P, R]):
         refused: dict[str, str] = {}
         for candidate in self.candidates:
             reason = candidate.refusal(named, device)
+            if reason is None and candidate.unmeasured:
+                reason = UNMEASURED
             if reason is None:
                 return candidate, refused
             refused[candidate.name] = reason
@@ -251,7 +257,7 @@ def alone() -> dict[str, str]:
     """{op: implementation}: replacements for implementations in which CTAs wait for each other, so that all must be
     resident at once: two such kernels on two streams could each occupy a part of the SMs and deadlock."""
     return {
-        name: next(impl.name for impl in op.candidates if not impl.alone)
+        name: next(impl.name for impl in op.candidates if not impl.alone and not impl.unmeasured)
         for name, op in all_ops().items()
         if any(impl.alone for impl in op.impls.values())
     }
