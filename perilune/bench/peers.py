@@ -3,7 +3,8 @@
 Both sides get the same random weights, activations and routing, and are timed as CUDA graphs by turns in one process.
 Weights (9.5 GB at full width) do not fit the second-level cache, so that every replay reads them from memory. Ours is
 the whole op: sorting, gate_up, SwiGLU, down, weighted sum. The peer's is gate_up, SwiGLU (this project's) and down:
-its pairs are sorted beforehand, and its results are not summed. No part of the product imports a peer.
+its pairs are sorted beforehand, and its results are not summed. No part of the product imports a peer. Implementations
+of ours that are named are timed in the same turns as what `moe_int4` chooses; compact scales have no peer.
 """
 
 import functools
@@ -22,6 +23,7 @@ from torch import Tensor
 from perilune.bench import ledger
 from perilune.bench.shapes import shape
 from perilune.core.errors import ConfigError
+from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix
@@ -44,8 +46,8 @@ class Problem:
     chosen: Chosen
 
 
-def require() -> None:
-    if importlib.util.find_spec("humming") is None:
+def require(beside: bool = True) -> None:
+    if beside and importlib.util.find_spec("humming") is None:
         raise ConfigError(f"no peer's kernels are installed: pip install {PACKAGE}")
     if not torch.cuda.is_available():
         raise ConfigError("peers' kernels need a GPU; --cpu compares decoding on a CPU")
@@ -116,29 +118,57 @@ def blocks(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.cat(order).int(), torch.tensor(owners, dtype=torch.int32)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of the experts that are timed: the width of each, how many, and whether their scales are compact."""
+
+    width: int
+    experts: int
+    compact: bool = False
+
+
 def measure(
-    tokens: Sequence[int], *, width: int, experts: int, rounds: int, report: Callable[[str], None]
+    tokens: Sequence[int],
+    sizes: Sizes,
+    *,
+    rounds: int,
+    impls: Sequence[str] = (),
+    beside: bool = True,
+    report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """One row for each number of tokens: microseconds of both sides, medians over `rounds`."""
-    require()
-    config = shape(SHAPE, 1)
+    """One row for each number of tokens: microseconds of both sides, medians over `rounds`. `impls`: implementations of
+    moe_int4 that are timed too; one that cannot take a number of tokens is not in its row. `beside`: with the peer,
+    which has no compact scales."""
+    beside = beside and not sizes.compact
+    require(beside)
+    config, width = shape(SHAPE, 1), sizes.width
     generator = torch.Generator(DEVICE).manual_seed(1)
-    gate_up = _weights(experts, 2 * width, config.hidden_size, generator)
-    down = _weights(experts, config.hidden_size, width, generator)
-    peer = Humming(gate_up, down)
+    make = _compact_weights if sizes.compact else _weights
+    gate_up = make(sizes.experts, 2 * width, config.hidden_size, generator)
+    down = make(sizes.experts, config.hidden_size, width, generator)
+    peer = Humming(gate_up, down) if beside else None
+    version = importlib.metadata.version(PACKAGE) if beside else None
     rows = []
     for count in tokens:
-        scores = torch.rand(count, experts, device=DEVICE, generator=generator)
+        scores = torch.rand(count, sizes.experts, device=DEVICE, generator=generator)
         ids = scores.topk(config.num_experts_per_tok)[1].int().contiguous()
         weights = torch.rand(ids.shape, device=DEVICE, generator=generator) + 0.1
         x = torch.randn(count, config.hidden_size, device=DEVICE, generator=generator).to(BFLOAT16)
         problem = Problem(x, Chosen(ids, weights))
-        theirs = peer.prepare(problem)
-        ours = functools.partial(moe_int4, x, problem.chosen, gate_up, down, None, True)
-        error = _apart(theirs(), ours(), weights)
-        if error > MAX_ERROR:
-            raise ConfigError(f"{PACKAGE} computes something else at {count} tokens: {error:.3f} apart")
-        times = _by_turns([_graph(ours), _graph(theirs)], rounds)
+        args = (x, problem.chosen, gate_up, down, None, True)
+        named = [name for name in impls if moe_int4.refusal(name, args) is None]
+        calls: list[Callable[[], Tensor]] = [functools.partial(moe_int4, *args)]
+        calls += [functools.partial(_as, name, args) for name in named]
+        y = calls[0]()
+        errors = {name: _distance(call().sum(1), y.sum(1)) for name, call in zip(named, calls[1:], strict=True)}
+        if peer is not None:
+            calls.append(peer.prepare(problem))
+            errors[PACKAGE] = _distance(_summed(calls[-1](), weights), y.sum(1))
+        for name, error in errors.items():
+            if not error <= MAX_ERROR:
+                raise ConfigError(f"{name} computes something else at {count} tokens: {error:.3f} apart")
+        us = [round(t, 1) for t in _by_turns([_graph(call) for call in calls], rounds)]
+        usual, _ = moe_int4.explain(args)
         row = {
             "bench": "experts",
             "shape": SHAPE,
@@ -148,21 +178,30 @@ def measure(
             **({} if width == config.moe_intermediate_size else {"slice": config.moe_intermediate_size // width}),
             "tokens": count,
             "width": width,
-            "expert_format": "int4-g32",
+            "expert_format": "int4-compact" if sizes.compact else "int4-g32",
             "exchange": "none",
-            "us": round(times[0], 1),
-            "peer": PACKAGE,
-            "peer_version": importlib.metadata.version(PACKAGE),
-            "peer_us": round(times[1], 1),
-            "ratio": round(times[1] / times[0], 3),
+            "impl": usual.name if usual else None,
+            "us": us[0],
+            "impls_us": dict(zip(named, us[1:])),
+            "peer": PACKAGE if peer else None,
+            "peer_version": version,
+            "peer_us": us[-1] if peer else None,
+            "ratio": round(us[-1] / us[0], 3) if peer else None,
             "sm_mhz": _clock(),
             "method": f"medians of {rounds} rounds of {REPLAYS} graph replays by turns, the peer with its own settings",
             **ledger.circumstances(),
             "gpus": 1,
         }
-        report(f"{count:>6} tokens  {row['us']:>9,.1f} us  {PACKAGE} {row['peer_us']:>9,.1f} us  ({row['ratio']:.2f})")
+        line = f"{count:>6} tokens  {row['impl']} {us[0]:>9,.1f} us"
+        line += "".join(f"  {name} {t:>9,.1f}" for name, t in zip(named, us[1:]))
+        report(line + (f"  {PACKAGE} {us[-1]:>9,.1f} ({row['ratio']:.2f})" if peer else ""))
         rows.append(row)
     return rows
+
+
+def _as(impl: str, args: tuple[Any, ...]) -> Tensor:
+    with registry.using({moe_int4.name: impl}):
+        return moe_int4(*args)
 
 
 def _weights(experts: int, rows: int, width: int, generator: torch.Generator) -> Matrix:
@@ -173,10 +212,19 @@ def _weights(experts: int, rows: int, width: int, generator: torch.Generator) ->
     return Matrix(words, (scale * (width**-0.5 / 4.6)).to(BFLOAT16))
 
 
-def _apart(pairs: Tensor, y: Tensor, weights: Tensor) -> float:
-    ours = y.sum(1)
-    summed = (pairs.view(*weights.shape, -1).float() * weights.unsqueeze(-1)).sum(1)
-    return float((summed - ours).norm() / ours.norm())
+def _compact_weights(experts: int, rows: int, width: int, generator: torch.Generator) -> Matrix:
+    w = _weights(experts, rows, width, generator)
+    assert w.scale is not None
+    largest = w.scale.amax(-1)
+    return Matrix(w.weight, (w.scale * (255 / largest.float()).unsqueeze(-1)).round().to(torch.uint8), largest)
+
+
+def _summed(pairs: Tensor, weights: Tensor) -> Tensor:
+    return (pairs.view(*weights.shape, -1).float() * weights.unsqueeze(-1)).sum(1)
+
+
+def _distance(y: Tensor, ours: Tensor) -> float:
+    return float((y - ours).norm() / ours.norm())
 
 
 def _graph(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:

@@ -11,6 +11,7 @@ from perilune.bench.shapes import shape
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
 from perilune.formats.hub import resolve_model
+from perilune.ops.harness import registry
 
 MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
 
@@ -25,6 +26,9 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
     help="Numbers of tokens to compute experts for, a row each. Without --cpu.",
 )
 @click.option("--width", type=click.IntRange(min=1), help="Of an expert: a slice of it.  [default: the whole]")
+@click.option("--compact", is_flag=True, help="Experts with compact scales, which have no peer. Without --cpu.")
+@click.option("--no-peer", is_flag=True, help="Time only this project's implementations. Without --cpu.")
+@click.option("--impl", "impls", multiple=True, help="Time this implementation of moe_int4 too; may be repeated.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everyone.  [default: torch's choice]")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Prompt length.")
 @click.option("--output-tokens", type=click.IntRange(min=8), default=256, show_default=True, help="Tokens to decode.")
@@ -41,7 +45,7 @@ MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
 )
 @ledger_option("experts")
 def command(
-    model: str, cpu: bool, tokens: str, width: int | None, threads: int | None, directory: Path | None, **sizes: Any
+    model: str, cpu: bool, tokens: str, width: int | None, threads: int | None, directory: Path | None, **other: Any
 ) -> None:
     """Routed experts of one Kimi K2 layer on a GPU, beside an installed peer's kernels (humming-kernels). With --cpu:
     decode speed of MODEL, the engine alone and with several users, and transformers' best of two types."""
@@ -50,8 +54,12 @@ def command(
         width = width or config.moe_intermediate_size
         if config.moe_intermediate_size % width:
             raise ConfigError(f"--width {width} is no even slice of an expert: {config.moe_intermediate_size} wide")
+        for impl in other["impls"]:
+            registry.check_overrides({"moe_int4": impl})
+        sizes = peers.Sizes(width, config.n_routed_experts, other["compact"])
         counts = numbers(tokens, "--tokens")
-        rows = peers.measure(counts, width=width, experts=config.n_routed_experts, rounds=sizes["rounds"], report=say)
+        settings = {"rounds": other["rounds"], "impls": other["impls"], "beside": not other["no_peer"]}
+        rows = peers.measure(counts, sizes, **settings, report=say)
         finish(rows, directory)
         return
     rivals.require_transformers()
@@ -59,7 +67,7 @@ def command(
         resolve_model(model),
         threads=threads or torch.get_num_threads(),
         report=say,
-        **sizes,
+        **{name: value for name, value in other.items() if name not in ("impls", "compact", "no_peer")},
     )
     for line in table(row):
         click.echo(line, err=True)

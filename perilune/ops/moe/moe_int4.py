@@ -20,7 +20,8 @@ if not; where x is the norm of a residual that is still being written (mla_decod
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
 "cuda_tall" (moe_int4_tall.py) is for 128 to 512 tokens and "cuda_prefill" (moe_int4_grouped.py) for more: grouped
-products on wgmma, P = 1, with the same bits for the routed experts.
+products on wgmma, P = 1, with the same bits for the routed experts. "cuda_cluster" (moe_int4_cluster.py) gives these
+bits too and waits for its first measurement.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
@@ -42,7 +43,7 @@ from perilune.ops.layouts.operands import Matrix, Mlp
 from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_grouped, moe_int4_tall
+from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_cluster, moe_int4_grouped, moe_int4_tall
 from perilune.ops.moe.chosen import Chosen, mailbox
 from perilune.ops.moe.experts import Case as Routed
 from perilune.ops.moe.experts import chosen
@@ -266,6 +267,19 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
 def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     rest = None if shared is None else functools.partial(_shared, w=shared)
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
+
+
+@op.impl(
+    "cuda_cluster",
+    when=lambda a, device: build.on_hopper(
+        moe_int4_cluster.source_for(a.gate_up),
+        device,
+        *moe_int4_cluster.needs(a.x, a.gate_up),
+    ),
+    unmeasured=True,
+)
+def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
 @functools.cache

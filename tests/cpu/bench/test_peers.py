@@ -16,6 +16,7 @@ from torch import Tensor
 from perilune.bench import peers
 from perilune.cli.bench.peers import command
 from perilune.core.errors import ConfigError
+from perilune.ops.harness import registry
 from perilune.ops.layouts import int4
 
 BLOCK = 16  # pairs
@@ -77,12 +78,12 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> type[Layer]:
         return SimpleNamespace(replay=run)
 
     small = SimpleNamespace(hidden_size=128, moe_intermediate_size=64, num_experts_per_tok=2, n_routed_experts=5)
-    monkeypatch.setattr(peers, "require", lambda: None)
+    monkeypatch.setattr(peers, "require", lambda beside=True: None)
     monkeypatch.setattr(peers, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(peers, "shape", lambda name, layers: small)
     monkeypatch.setattr("perilune.cli.bench.peers.shape", lambda name, layers: small)
     monkeypatch.setattr(peers, "_graph", graph)
-    monkeypatch.setattr(peers, "_by_turns", lambda graphs, rounds: [100.0, 125.0])
+    monkeypatch.setattr(peers, "_by_turns", lambda graphs, rounds: [100.0, 125.0, 150.0][: len(graphs)])
     monkeypatch.setattr(peers, "_clock", lambda: 1800)
     monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "0.1.19")
     return Own
@@ -97,14 +98,32 @@ def test_a_row_says_who_was_timed_on_what(peer: type[Layer], tmp_path: Path) -> 
     row = rows[0]
     assert row["bench"] == "experts" and row["width"] == 32 and row["slice"] == 2 and row["gpus"] == 1
     assert (row["us"], row["peer_us"], row["ratio"], row["sm_mhz"]) == (100.0, 125.0, 1.25, 1800)
+    assert row["impl"] == "composed" and row["impls_us"] == {}
     assert (row["peer"], row["peer_version"], row["expert_format"]) == ("humming-kernels", "0.1.19", "int4-g32")
     assert "1.25" in result.stderr
 
 
-def test_times_of_another_function_are_refused(peer: type[Layer]) -> None:
+def test_named_implementations_are_timed_by_the_same_turns(peer: type[Layer]) -> None:
+    """Those that cannot run on a CPU are left out; compact scales are timed without a peer."""
+    args = ["--tokens", "7", "--width", "32", "--impl", "reference", "--impl", "cuda_cluster"]
+    for other, ratio in (([], 1.5), (["--compact"], None), (["--no-peer"], None)):
+        result = CliRunner().invoke(command, args + other, catch_exceptions=False)
+        row = json.loads(result.stdout)
+        assert row["impls_us"] == {"reference": 125.0} and row["ratio"] == ratio
+        assert row["expert_format"] == ("int4-compact" if "--compact" in other else "int4-g32")
+        assert bool(row["peer"]) == bool(row["peer_version"]) == bool(row["peer_us"]) == (not other)
+    result = CliRunner().invoke(command, [*args, "--impl", "cuda_clusters"])
+    assert isinstance(result.exception, ConfigError) and "no implementation 'cuda_clusters'" in str(result.exception)
+
+
+def test_times_of_another_function_are_refused(peer: type[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     peer.wrong = True
-    with pytest.raises(ConfigError, match="computes something else at 7 tokens"):
-        peers.measure([7], width=64, experts=5, rounds=1, report=lambda line: None)
+    with pytest.raises(ConfigError, match="humming-kernels computes something else at 7 tokens"):
+        peers.measure([7], peers.Sizes(64, 5), rounds=1, report=lambda line: None)
+    wrong = registry.Impl("wrong", lambda a, device: True, lambda *a: torch.zeros(7, 1, 128))
+    monkeypatch.setitem(peers.moe_int4.impls, "wrong", wrong)
+    with pytest.raises(ConfigError, match="wrong computes something else at 7 tokens"):
+        peers.measure([7], peers.Sizes(64, 5, compact=True), rounds=1, impls=["wrong"], report=lambda line: None)
 
 
 def test_blocks_hold_every_pair_once_with_its_expert() -> None:

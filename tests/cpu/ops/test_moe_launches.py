@@ -76,6 +76,10 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
         for n, c in {"T=300": _experts(300), "compact": _experts(300, compact=True)}.items()
     },
     "moe_int4 tall T=129": lambda r: _run(r, moe_int4, _experts(129), "cuda_tall"),
+    **{
+        f"moe_int4 cluster {n}": lambda r, c=c: _run(r, moe_int4, c, "cuda_cluster")
+        for n, c in {"T=129": _experts(129, S=64), "compact": _experts(300, compact=True)}.items()
+    },
     "accept_drafts": lambda r: _run(r, accept_drafts, accept_drafts.Case(3, 4, 2), dtype=FLOAT32),
     "advance_inputs": lambda r: _run(r, advance_inputs, advance_inputs.Case(3, 4), dtype=FLOAT32),
     "draft_tables": lambda r: _run(r, draft_tables, draft_tables.Case(3, 5, 4, 3, 2, 8)),

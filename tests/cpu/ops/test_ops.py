@@ -216,6 +216,23 @@ def test_override_holds_inside_its_context_and_thread(doubling: registry.Op[...,
     assert registry._overriding == 0
 
 
+def test_what_is_not_measured_runs_only_where_it_is_named(doubling: registry.Op[..., Any]) -> None:
+    @doubling.impl("new", when=lambda a, device: len(a.x) < 3 or "needs few", unmeasured=True)
+    def new(x: Tensor) -> Tensor:
+        return 2 * x + 100
+
+    for size, reason in ((1, "no measured row yet: choose it by `ops`"), (4, "needs few")):
+        chosen, refused = doubling.explain([torch.ones(size)])
+        assert chosen is not None and chosen.name == "reference" and refused == {"new": reason}
+        assert doubling(torch.ones(size))[0] == 2
+    with registry.using({"doubling": "new"}):
+        assert doubling(torch.ones(1))[0] == 102
+        with pytest.raises(ConfigError, match="cannot run as 'new' here: needs few"):
+            doubling(torch.ones(4))
+    assert outcomes(doubling)["new"].refused == "needs few"
+    assert doubling.refusal("new", [torch.ones(1)]) is None
+
+
 def test_overrides_are_checked() -> None:
     registry.check_overrides({"rmsnorm": "reference", "sample": "torch"})
     with pytest.raises(ConfigError, match=r"unknown op 'rmsnrm'; known: accept_drafts, .*rmsnorm"):

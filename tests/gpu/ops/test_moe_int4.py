@@ -73,6 +73,17 @@ def test_tall_tiles_give_the_bits_of_the_others_each_time(tokens: int, experts: 
         assert torch.equal(moe_int4.op.impls["cuda_tall"].run(*args.values()), wanted)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 384), (128, 384), (300, 48), (2000, 384), (512, 3)])
+def test_clusters_give_the_bits_of_the_others_each_time(tokens: int, experts: int, compact: bool) -> None:
+    """Rings that two CTAs fill for each other: a wait too few shows as other bits, one too many as a hang."""
+    case = moe_int4.Case(tokens, min(8, experts), experts, K2.hidden, K2.width // 4, compact=compact)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 6))
+    wanted = moe_int4.op.impls["cuda_prefill"].run(*args.values())
+    for _ in range(20):
+        assert torch.equal(moe_int4.op.impls["cuda_cluster"].run(*args.values()), wanted)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_choice_that_is_published(fp8: bool) -> None:
     """In a graph, where the experts start before x is there: the same bits as those of a call that waits."""

@@ -11,13 +11,7 @@
 // CTAs take work from a counter, so that a launch that starts on some SMs while the one before still runs on others
 // ends everywhere at the same time. The launches of one product do not wait for each other: the last CTA of each waits
 // at its end, so that what waits for the last launch waits for all.
-//
-// A thread's rows: row g of the tensor core's A is row g / 2 + 4 (g mod 2) of 8, so that the 8 lanes that read 16 bytes
-// at a time find rows 4 apart: their swizzled chunks share no bank. Rows of down come out in that order: `combine` puts
-// them back.
-#include "cuda/tensor_map.cuh"
-#include "moe/sm90/int4_wgmma.cuh"
-#include "moe/sm90/token_permute.cuh"
+#include "moe/sm90/moe_int4_tall.cuh"
 
 namespace {
 
@@ -27,71 +21,40 @@ constexpr int CLASSES = 12;  // of tiles: 8, 16, .. 96 columns
 constexpr int width_of(int c) { return 8 + 8 * c; }
 using Planned = Planner<1, CLASSES>;
 
-constexpr int GROUPS = 4;  // multiplying warpgroups
-constexpr int WARPS = 4 * GROUPS;
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
 constexpr int SHARED = 226 * 1024;
-constexpr int BOX = 128;            // rows of a box
-constexpr int ROWS = 2 * BOX;       // of a stage of weights
-constexpr int DEEP = 256;           // k of a stage of weights; of activations half
 constexpr int ITEMS = 16;           // places for pieces of work on their way: at most one for each stage, and 2
 
 struct Args {
   const uint8_t* in;    // gate_up: x [T, K], in order; down: slabs of h
   const int* source;    // gate_up: the token of a row
-  void* out;            // gate_up: slabs of h; down: [8 groups, rows] bf16
+  Output to;
   const int* count;     // tiles of this width
   int* taken;           // of their work, beyond the first piece of every CTA
   const Tile* tiles;
-  int64_t groups;  // rows / 8 of the slabs
-  int K, rows, units;  // units: tiles of weight rows
+  int K, units;  // units: tiles of weight rows
   int chained;         // the kernel before is one of the same product
-};
-
-struct Maps {
-  CUtensorMap weights, scales;
 };
 
 template <bool GATE_UP, int N>
 struct Sizes {
-  static constexpr int RESULTS = GATE_UP ? BOX : ROWS;  // of a tile
-  static constexpr int WEIGHTS = ROWS * 128, STAGE = WEIGHTS + ROWS * 16;
   static constexpr int STAGES = N <= 40 ? 4 : 3;
-  static constexpr int SLAB = N * 128, INPUT = 2 * SLAB;
-  static constexpr int STAGED = 32 * (GATE_UP ? 64 : 128);  // results of 32 columns of a warpgroup
-  static constexpr int REST = 1024 + 512;  // to align; barriers
-  static constexpr int FIT = (SHARED - REST - STAGES * STAGE - GROUPS * STAGED) / INPUT / 2 * 2;
-  static constexpr int INPUTS = FIT < 8 ? FIT : 8;
-  static constexpr int BYTES = REST + STAGES * STAGE + GROUPS * STAGED + INPUTS * INPUT;
-  static_assert(INPUTS >= 4, "activations of one stage of weights, and the next");
-};
-
-struct Ring {
-  int at, phase;
-  __device__ __forceinline__ void advance(int size) {
-    if (++at == size) at = 0, phase ^= 1;
-  }
+  static constexpr int SLAB = N * 128;
+  static constexpr int FIT = (SHARED - Rings<GATE_UP, STAGES, 0, SLAB, 1>::BYTES) / (2 * SLAB) / 2 * 2;
+  using Shared = Rings<GATE_UP, STAGES, FIT < 8 ? FIT : 8, SLAB, 1>;
+  static_assert(Shared::INPUTS >= 4, "activations of one stage of weights, and the next");
 };
 
 template <bool GATE_UP, int N>
 __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_constant__ Args a,
                                                              const __grid_constant__ Maps maps) {
-  using S = Sizes<GATE_UP, N>;
+  using S = typename Sizes<GATE_UP, N>::Shared;
   extern __shared__ uint8_t memory[];
   __shared__ int items[ITEMS];
-  uint8_t* weights = memory + (-shared_address(memory) & 1023);
-  uint8_t* inputs = weights + S::STAGES * S::STAGE;
-  uint8_t* staged = inputs + S::INPUTS * S::INPUT;
-  uint64_t* full = reinterpret_cast<uint64_t*>(staged + GROUPS * S::STAGED);  // of weights
-  uint64_t* empty = full + S::STAGES;
-  uint64_t* in_full = empty + S::STAGES;
-  uint64_t* in_empty = in_full + S::INPUTS;
-  uint64_t* known = in_empty + S::INPUTS;  // items
+  const S rings(memory);
+  uint64_t* known = rings.end();  // items
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   if (tid == 0) {
-    for (int i = 0; i < S::STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
-    for (int i = 0; i < S::INPUTS; i++) barrier_init(in_full + i, 1), barrier_init(in_empty + i, WARPS);
+    rings.init();
     for (int i = 0; i < ITEMS; i++) barrier_init(known + i, 1);
     barriers_visible();
   }
@@ -113,19 +76,14 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
         };
         publish(0);
         for (int n = 1; work < all; n++) {
-          const int first = a.tiles[work / a.units].expert * a.rows + work % a.units * S::RESULTS;
+          const int first = a.tiles[work / a.units].expert * a.to.rows + work % a.units * RESULTS<GATE_UP>;
           work = gridDim.x + atomicAdd(a.taken, 1);
           for (int block = 0; block < blocks; block++) {
-            uint8_t* stage = weights + to.at * S::STAGE;
-            uint64_t* barrier = full + to.at;
-            barrier_wait_to_refill(empty + to.at, to.phase);
-            barrier_expect(barrier, S::STAGE);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int row = first + half * (GATE_UP ? a.rows / 2 : BOX);
-              tensor_load_once(stage + half * BOX * 128, &maps.weights, 0, row, block, barrier);
-              tensor_load_once(stage + S::WEIGHTS + half * BOX * 16, &maps.scales, block * 16, row, 0, barrier);
-            }
+            uint8_t* stage = rings.weights + to.at * STAGE;
+            uint64_t* barrier = rings.full + to.at;
+            barrier_wait_to_refill(rings.empty + to.at, to.phase);
+            barrier_expect(barrier, STAGE);
+            load_weights<false>(stage, maps, first, GATE_UP ? a.to.rows / 2 : BOX, block, barrier);
             to.advance(S::STAGES);
             if (block == 0) publish(n);  // the number has come meanwhile; activations are brought ahead of weights
           }
@@ -144,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
         auto hand_over = [&] {
           shared_writes_visible();
           __syncwarp();
-          if (lane == 0) barrier_arrive(in_full + oldest);
+          if (lane == 0) barrier_arrive(rings.in_full + oldest);
           oldest = oldest + 1 == S::INPUTS ? 0 : oldest + 1;
           pending--;
         };
@@ -166,11 +124,11 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
           }
           const uint8_t* from = a.in + chunk * 16;
           for (int block = 0; block < 2 * blocks; block++, from += 256) {
-            if (!__all_sync(~0u, barrier_passed(in_empty + to.at, to.phase))) {  // all lanes decide alike
+            if (!__all_sync(~0u, barrier_passed(rings.in_empty + to.at, to.phase))) {  // all lanes decide alike
               hand_all_over();
-              barrier_wait(in_empty + to.at, to.phase);
+              barrier_wait(rings.in_empty + to.at, to.phase);
             }
-            const uint32_t into = shared_address(inputs + to.at * S::INPUT + chunk / 8 * S::SLAB + half * 128) +
+            const uint32_t into = shared_address(rings.inputs + to.at * S::INPUT + chunk / 8 * S::SLAB + half * 128) +
                                   (chunk % 8 ^ half) * 16;
 #pragma unroll
             for (int i = 0; i < (N + 31) / 32; i++) {
@@ -200,13 +158,13 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
           if (work < 0) break;
           const uint8_t* from = a.in + static_cast<int64_t>(a.tiles[work / a.units].row / 8) * 1024;
           for (int block = 0; block < 2 * blocks; block++) {
-            uint8_t* into = inputs + to.at * S::INPUT;
-            barrier_wait(in_empty + to.at, to.phase);
-            barrier_expect(in_full + to.at, S::INPUT);
+            uint8_t* into = rings.inputs + to.at * S::INPUT;
+            barrier_wait(rings.in_empty + to.at, to.phase);
+            barrier_expect(rings.in_full + to.at, S::INPUT);
 #pragma unroll
             for (int slab = 0; slab < 2; slab++) {
-              bulk_load(into + slab * S::SLAB, from, S::SLAB, in_full + to.at);
-              from += a.groups * 1024;
+              bulk_load(into + slab * S::SLAB, from, S::SLAB, rings.in_full + to.at);
+              from += a.to.groups * 1024;
             }
             to.advance(S::INPUTS);
           }
@@ -217,17 +175,8 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
     registers_take<REGISTERS>();
     if (!a.chained) wait_for_predecessor();
     let_successor_start();
-    const int group = warp / 4, w = warp % 4, g = lane / 4, t = lane % 4;
-    const int p = g / 2 + g % 2 * 4;  // of 8 rows
-    const int low_row = (GATE_UP ? 32 * w + 8 * group : 64 * group + 16 * w) + p;  // of a stage
-    const int high_row = low_row + (GATE_UP ? BOX : 8);
+    Consumer<GATE_UP> me;
     float d[N / 2];
-    uint32_t even[16], odd[16];
-    Ring from{0, 0}, in{0, 0};
-    auto release = [&](uint64_t* barrier) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(barrier);
-    };
     for (int n = 0;; n++) {
       barrier_wait(known + n % ITEMS, n / ITEMS & 1);
       const int work = *const_cast<volatile int*>(items + n % ITEMS);
@@ -236,98 +185,10 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
       const int unit = work % a.units;
 #pragma unroll
       for (int i = 0; i < N / 2; i++) d[i] = 0.0f;
-      int before = 0;  // the stage of activations of the products that were asked for last
-#pragma unroll 1
-      for (int block = 0; block < blocks; block++) {
-        barrier_wait(full + from.at, from.phase);
-        const uint8_t* stage = weights + from.at * S::STAGE;
+      multiply_tile<false, N>(d, rings, me, blocks, 0.0f, 0.0f);
+      uint8_t* mine = rings.staged + me.group * STAGED<GATE_UP>;
 #pragma unroll
-        for (int part = 0; part < 2; part++) {  // of 128 k
-          const int chunk = ((4 * part + t) ^ p) * 16;
-          const uint4 low = *reinterpret_cast<const uint4*>(stage + low_row * 128 + chunk);
-          const uint4 high = *reinterpret_cast<const uint4*>(stage + high_row * 128 + chunk);
-          auto scale_of = [&](int row) {
-            const uint8_t* at = stage + S::WEIGHTS + row * 16 + 8 * part + 2 * t;
-            return Scale(*reinterpret_cast<const uint16_t*>(at) * 0x10001u);
-          };
-          const Scale ls = scale_of(low_row), hs = scale_of(high_row);
-          const uint32_t low_words[4] = {low.x, low.y, low.z, low.w};
-          const uint32_t high_words[4] = {high.x, high.y, high.z, high.w};
-          auto multiply = [&](uint32_t(&x)[16], int half) {
-            unpack(x, low_words + 2 * half, high_words + 2 * half, ls, hs);
-            if (half == 0) barrier_wait(in_full + in.at + part, in.phase);
-            const uint64_t b = slab_descriptor(inputs + (in.at + part) * S::INPUT + half * S::SLAB);
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < 4; s++) wgmma<N>(d, x + 4 * s, b + 2 * s);
-            wgmma_commit();
-            wgmma_wait<1>();  // the other half's
-            if (half) return;
-            if (part == 1) release(in_empty + in.at);
-            if (part == 0 && block > 0) release(in_empty + before);
-          };
-          multiply(even, 0);
-          if (part == 1) release(empty + from.at);
-          multiply(odd, 1);
-        }
-        from.advance(S::STAGES);
-        before = in.at + 1;
-        in.advance(S::INPUTS), in.advance(S::INPUTS);
-      }
-      wgmma_wait<0>();
-      release(in_empty + before);
-
-      uint8_t* mine = staged + group * S::STAGED;
-#pragma unroll
-      for (int first = 0; first < N; first += 32) {
-        constexpr int MOST = 32;
-        const int width = N - first < MOST ? N - first : MOST;
-        named_sync(1 + group, 128);
-        if (GATE_UP) {
-#pragma unroll
-          for (int i = first / 2; i < (first + width) / 2; i += 4) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-              const float gate = d[i + e] * SMALL, up = d[i + e + 2] * SMALL;
-              const int column = i * 2 - first + 2 * t + e;
-              *reinterpret_cast<bf16*>(mine + column * 64 + (g / 2 ^ t) * 16 + 4 * w + g % 2 * 2) =
-                  __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up);
-            }
-          }
-          named_sync(1 + group, 128);
-          const int column = tid % 128 / 4, chunk = tid % 4;
-          if (first + column < tile.count) {
-            const int slab = unit * 2 + group / 2;
-            uint8_t* h = static_cast<uint8_t*>(a.out) + (slab * a.groups + (tile.row + first + column) / 8) * 1024;
-            *reinterpret_cast<uint4*>(h + column % 8 * 128 + ((group % 2 * 4 + chunk) ^ column % 8) * 16) =
-                *reinterpret_cast<const uint4*>(mine + column * 64 + (chunk ^ column / 2 % 4) * 16);
-          }
-        } else {
-#pragma unroll
-          for (int c = first; c < first + width; c += 16) {
-            const int i = c / 2, column = c - first + lane / 16 * 8 + lane % 8, chunk = 2 * w + lane / 8 % 2;
-            const float* v = d + i;
-            uint8_t* to = mine + column * 128 + (chunk ^ (lane % 8)) * 16;
-            const uint32_t a0 = narrow(v[0] * SMALL, v[1] * SMALL), a1 = narrow(v[2] * SMALL, v[3] * SMALL);
-            if (c + 16 <= N) {
-              store_transposed(to, a0, a1, narrow(v[4] * SMALL, v[5] * SMALL), narrow(v[6] * SMALL, v[7] * SMALL));
-            } else {
-              store_transposed(to, a0, a1);
-            }
-          }
-          named_sync(1 + group, 128);
-          const int row = unit * S::RESULTS + 64 * group;
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const int column = 16 * i + tid % 128 / 8, chunk = tid % 8;
-            if (first + column < tile.count && row < a.rows) {
-              bf16* to = static_cast<bf16*>(a.out) + static_cast<int64_t>(tile.row + first + column) * a.rows + row;
-              *reinterpret_cast<uint4*>(to + 8 * chunk) =
-                  *reinterpret_cast<const uint4*>(mine + column * 128 + (chunk ^ (column % 8)) * 16);
-            }
-          }
-        }
-      }
+      for (int first = 0; first < N; first += 32) store_results<N>(d, first, a.to, mine, me, tile, unit);
     }
   }
   if (a.chained && blockIdx.x == gridDim.x - 1) wait_for_predecessor();
@@ -353,12 +214,12 @@ template <bool GATE_UP, int CLASS = CLASSES - 1>
 int products(Args a, const Maps& maps, uint32_t classes, Planned::Plan* plan, const Tile* tiles, int capacity,
              int processors, void* stream) {
   constexpr int N = width_of(CLASS);
-  using S = Sizes<GATE_UP, N>;
+  using S = typename Sizes<GATE_UP, N>::Shared;
   if (classes >> CLASS & 1) {
     a.count = plan->tiles + CLASS;
     a.taken = plan->taken[GATE_UP] + CLASS;
     a.tiles = tiles + static_cast<int64_t>(CLASS) * capacity;
-    a.units = divide_up(GATE_UP ? a.rows / 2 : a.rows, S::RESULTS);
+    a.units = divide_up(GATE_UP ? a.to.rows / 2 : a.to.rows, RESULTS<GATE_UP>);
     const int failed = launch(product_kernel<GATE_UP, N>, dim3(processors), dim3(THREADS), S::BYTES, stream, 1,
                               a, maps);
     if (failed) return failed;
@@ -369,16 +230,6 @@ int products(Args a, const Maps& maps, uint32_t classes, Planned::Plan* plan, co
   }
   return 0;
 }
-
-// Of weights [rows, K] and their scales.
-bool describe(Maps* m, const void* packed, const void* scale, int64_t rows, int64_t K) {
-  const int64_t scales = K / 16;
-  const int64_t deep = K / DEEP;
-  return maps::describe(&m->weights, packed, maps::SWIZZLED_BYTES, {128, rows, deep}, {K / 2, 128}, {128, BOX, 1}) &&
-         maps::describe(&m->scales, scale, maps::BYTES, {scales, rows, 1}, {scales, scales * rows}, {16, BOX, 1});
-}
-
-// Of weights [rows, K] and their scales.
 
 }  // namespace
 
@@ -398,19 +249,20 @@ API int moe_int4_tall(const void* x, int64_t stride, const void* ids, const void
   const int room = static_cast<int>(capacity), sms = static_cast<int>(processors);
   const uint32_t used = static_cast<uint32_t>(classes) | 1u << (CLASSES - 1);
   Maps up, back;
-  if (!describe(&up, gate_up, gate_up_scale, E * 2 * I, D) || !describe(&back, down, down_scale, E * D, I)) return -1;
+  if (!describe(&up, gate_up, gate_up_scale, E * 2 * I, D, false) ||
+      !describe(&back, down, down_scale, E * D, I, false)) return -1;
   int failed = launch(prepare_kernel, dim3(1 + (tokens + 3) / 4), dim3(1024), 0, stream, 1, static_cast<const bf16*>(x),
                       stride, static_cast<const int*>(ids), tokens, choices, static_cast<int>(E), width, used, plan,
                       tiles, room, position, static_cast<int*>(source), static_cast<uint4*>(ordered));
   if (failed) return failed;
   Args a = {};
-  a.in = static_cast<const uint8_t*>(ordered), a.source = static_cast<const int*>(source), a.out = h;
-  a.groups = groups, a.K = width, a.rows = static_cast<int>(2 * I);
+  a.in = static_cast<const uint8_t*>(ordered), a.source = static_cast<const int*>(source), a.K = width;
+  a.to = {h, groups, static_cast<int>(2 * I)};
   failed = products<true>(a, up, used, plan, tiles, room, sms, stream);
   if (failed) return failed;
   a = {};
-  a.in = static_cast<const uint8_t*>(h), a.out = part;
-  a.groups = groups, a.K = static_cast<int>(I), a.rows = width;
+  a.in = static_cast<const uint8_t*>(h), a.K = static_cast<int>(I);
+  a.to = {part, groups, width};
   failed = products<false>(a, back, used, plan, tiles, room, sms, stream);
   if (failed) return failed;
   return launch(combine_kernel<true, float>, dim3(tokens, (width / 8 + 255) / 256), dim3(256), 0, stream, 1,

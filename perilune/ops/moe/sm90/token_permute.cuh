@@ -15,6 +15,47 @@ struct Tile {
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
+// By 1024 threads, in shared memory [MAX_EXPERTS] each, totals [32]: counts, the pairs of every expert; next, its first
+// row, a multiple of 8. Returns the pairs of the thread's expert.
+__device__ __forceinline__ int count_pairs(const int* ids, int pairs, int E, int* counts, int* next, int* totals) {
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  counts[tid] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int n = tid; n < pairs; n += 1024) {
+    const int e = ids[n];
+    if (static_cast<unsigned>(e) < static_cast<unsigned>(E)) atomicAdd(&counts[e], 1);
+  }
+  __syncthreads();
+  const int own = counts[tid], padded = divide_up(own, 8) * 8;
+  int before = padded;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int v = __shfl_up_sync(~0u, before, d);
+    if (lane >= d) before += v;
+  }
+  if (lane == 31) totals[warp] = before;
+  __syncthreads();
+  before -= padded;
+  for (int w = 0; w < warp; w++) before += totals[w];
+  next[tid] = before;
+  return own;
+}
+
+// By 1024 threads: gives every pair the next row of its expert. position [pairs]: a pair's row, or -1; source: the token
+// of a row, if not null.
+__device__ __forceinline__ void place_pairs(const int* ids, int pairs, int k, int E, int* next, int* position,
+                                            int* source) {
+#pragma unroll 4
+  for (int n = threadIdx.x; n < pairs; n += 1024) {
+    const int e = ids[n];
+    const bool known = static_cast<unsigned>(e) < static_cast<unsigned>(E);
+    const int row = known ? atomicAdd(&next[e], 1) : -1;
+    position[n] = row;
+    if (source && known) source[row] = n / k;
+  }
+}
+
 // Sizes of tiles: class c has 8 (FIRST + c) columns, for up to so many pairs of an expert.
 template <int FIRST, int CLASSES>
 struct Planner {
@@ -26,33 +67,14 @@ struct Planner {
     int taken[2][CLASSES];  // of the work of gate_up and down, beyond the first piece of every CTA
   };
 
-  // By 1024 threads. Bit c of `classes`: tiles may be of class c; the last one always may. position [pairs]: a pair's
-  // row, or -1; source: the token of a row, if not null.
+  // By 1024 threads. Bit c of `classes`: tiles may be of class c; the last one always may. position and source: see
+  // place_pairs.
   static __device__ void plan(const int* ids, int pairs, int k, int E, uint32_t classes, Plan* plan, Tile* tiles,
                               int capacity, int* position, int* source) {
     __shared__ int counts[MAX_EXPERTS], next[MAX_EXPERTS], totals[32], of_class[CLASSES];
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    counts[tid] = 0;
+    const int tid = threadIdx.x;
     if (tid < CLASSES) of_class[tid] = 0;
-    __syncthreads();
-#pragma unroll 4
-    for (int n = tid; n < pairs; n += 1024) {
-      const int e = ids[n];
-      if (static_cast<unsigned>(e) < static_cast<unsigned>(E)) atomicAdd(&counts[e], 1);
-    }
-    __syncthreads();
-    const int own = counts[tid], padded = divide_up(own, 8) * 8;
-    int before = padded;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int v = __shfl_up_sync(~0u, before, d);
-      if (lane >= d) before += v;
-    }
-    if (lane == 31) totals[warp] = before;
-    __syncthreads();
-    before -= padded;
-    for (int w = 0; w < warp; w++) before += totals[w];
-    next[tid] = before;
+    const int own = count_pairs(ids, pairs, E, counts, next, totals), before = next[tid];
     if (own) {
       const int size = divide_up(divide_up(own, divide_up(own, WIDEST)), 8) * 8;
       for (int first = 0; first < own; first += size) {
@@ -66,14 +88,7 @@ struct Planner {
       plan->tiles[tid] = of_class[tid];
       plan->taken[0][tid] = plan->taken[1][tid] = 0;
     }
-#pragma unroll 4
-    for (int n = tid; n < pairs; n += 1024) {
-      const int e = ids[n];
-      const bool known = static_cast<unsigned>(e) < static_cast<unsigned>(E);
-      const int row = known ? atomicAdd(&next[e], 1) : -1;
-      position[n] = row;
-      if (source && known) source[row] = n / k;
-    }
+    place_pairs(ids, pairs, k, E, next, position, source);
   }
 };
 

@@ -1,0 +1,86 @@
+"""The CUDA implementation of moe_int4.py for 128 to some thousand tokens: grouped products on the tensor cores by
+clusters of two CTAs that share activations (moe_int4_cluster.cuh).
+
+Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
+host. Dequantised weights, h and each expert's result are rounded to bfloat16, compact scales times their row's before
+all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order of its
+choices. A token's result from the routed experts does not depend on the batch.
+
+A tile is 512 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is dequantised again for
+each further tile. Memory beside the arguments: (2 D + 2 I) bytes for each of T k + 7 E rows.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32
+from perilune.ops.harness.tensors import address, aligned
+from perilune.ops.layouts.operands import Matrix, pointers
+from perilune.ops.moe.chosen import Chosen
+
+SOURCE, COMPACT = "moe_int4_cluster.cu", "moe_int4_cluster_compact.cu"
+MAX_TOKENS = 16384  # More: T k + 7 E rows of the workspace take more than 3 GB for K2.
+BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
+COMPACT_BLOCK = 512  # values of k with the 16 bytes of compact scales that it loads at a time
+WIDEST, CLASSES = 96, 12  # a tile has 8, 16, .. 96 pairs
+MAX_EXPERTS = 1024
+
+
+@functools.cache
+def _kernel(source: str) -> Any:
+    return build.function(source, source.removesuffix(".cu"), "pl" + "p" * 14 + "l" * 7 + "p")
+
+
+def source_for(gate_up: Matrix) -> str:
+    return SOURCE if gate_up.row_scale is None else COMPACT
+
+
+def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
+    """What `build.on_hopper` asks for."""
+    T, (E, both, words), scale = x.shape[0], gate_up.weight.shape, gate_up.scale
+    block = BLOCK if gate_up.row_scale is None else COMPACT_BLOCK
+    return (
+        (1 <= T <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens"),
+        (x.dtype == BFLOAT16 and scale is not None and scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
+        (words * 8 % block == 0 and both % (2 * block) == 0, f"widths that are multiples of {block}"),
+        (E <= MAX_EXPERTS, f"at most {MAX_EXPERTS} experts"),
+    )
+
+
+def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Tensor:
+    """`shared` [T, D] bfloat16: the shared expert's result."""
+    x = aligned(x)
+    (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
+    I = 8 * words  # noqa: E741
+    pairs, device = T * k, x.device
+    rows = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8) * 8  # a tile reads up to its width past its rows
+    y = torch.empty(T, 1, D, dtype=FLOAT32, device=device)
+    plan = torch.empty(CLASSES + 3 * (pairs // WIDEST + E), dtype=torch.int32, device=device)
+    position = torch.empty(pairs, dtype=torch.int32, device=device)
+    slabs = torch.empty(rows, D, dtype=BFLOAT16, device=device)
+    h = torch.empty(rows, I, dtype=BFLOAT16, device=device)
+    ids, weights = chosen.ids.contiguous(), chosen.weights.contiguous()
+    failed = _kernel(source_for(gate_up))(
+        x.data_ptr(),
+        x.stride(0),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        *pointers(gate_up),
+        *pointers(down),
+        address(shared),
+        *(t.data_ptr() for t in (y, plan, position, slabs, h)),
+        T,
+        k,
+        E,
+        D,
+        I,
+        rows // 8,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
+    return y
