@@ -28,7 +28,13 @@ void meet(uint32_t mask, void* argument, Act act, const char* what) {
   if (!(mask >> t->lane & 1)) fail("%s: the mask %08x lacks this lane", what, mask);
   size_t n = 0;
   for (; n < warp.meetings.size(); n++) {
-    if (warp.meetings[n]->mask & mask) break;
+    const Meeting& m = *warp.meetings[n];
+    if (m.mask == mask && m.act == act) break;
+    // Lanes that this one needs wait for it elsewhere. (Others may wait: a shuffle of some lanes before an mma of all.)
+    if ((m.mask >> t->lane & 1) && (m.arrived & mask)) {
+      fail("lanes of a warp meet at different instructions: %s (mask %08x) and %s (mask %08x)", what, mask, m.what,
+           m.mask);
+    }
   }
   if (n == warp.meetings.size()) {
     if (warp.spare.empty()) warp.spare.push_back(std::make_unique<Meeting>());
@@ -39,10 +45,6 @@ void meet(uint32_t mask, void* argument, Act act, const char* what) {
     std::fill(fresh.arguments, fresh.arguments + 32, nullptr);
   }
   Meeting& m = *warp.meetings[n];
-  if (m.mask != mask || m.act != act) {
-    fail("lanes of a warp meet at different instructions: %s (mask %08x) and %s (mask %08x)", what, mask, m.what,
-         m.mask);
-  }
   m.arrived |= 1u << t->lane;
   m.arguments[t->lane] = argument;
   if (((m.arrived | warp.ended) & mask) == mask) {

@@ -6,6 +6,7 @@
 #pragma once
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -140,7 +141,7 @@ struct Machine {
   std::list<std::unique_ptr<Launch>> pending;
   std::vector<Warp*> queue;
   std::vector<Async> asyncs;
-  double occupied = 0;  // SMs
+  std::map<uint64_t, double> occupied;  // SMs, by stream: each is a GPU of its own, as ranks are
   uint64_t idle_polls = 0, stuck = 0;
   std::string error;
   void* scheduler = nullptr;

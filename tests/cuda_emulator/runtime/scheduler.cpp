@@ -124,7 +124,7 @@ void begin_cluster(Launch* l) {
       t.warp->lanes[t.lane] = &t;
     }
     for (Warp& w : cta->warps) enqueue(&w);
-    machine.occupied += share(*l);
+    machine.occupied[l->stream] += share(*l);
   }
 }
 
@@ -163,7 +163,7 @@ void retire() {
           machine.free_stacks.push_back(t.stack);
         }
         machine.free_shared.push_back(cta->shared);
-        machine.occupied -= share(*l);
+        machine.occupied[l->stream] -= share(*l);
         for (Cta*& c : cta->cluster->ctas) {
           if (c == cta) c = nullptr;
         }
@@ -193,7 +193,8 @@ bool start_one() {
   for (size_t n = can.size(); n > 0; n--) {
     Launch* l = can[n == can.size() || machine.mode != RANDOM ? can.size() - n : machine.next() % can.size()];
     const double room = machine.sms + 1e-6;
-    if (machine.occupied > 0 && machine.occupied + share(*l) * l->config.cluster > room) continue;
+    const double occupied = machine.occupied[l->stream];
+    if (occupied > 1e-6 && occupied + share(*l) * l->config.cluster > room) continue;
     begin_cluster(l);
     return true;
   }
@@ -297,7 +298,7 @@ void abandon() {
     }
   }
   machine.pending.clear();
-  machine.occupied = 0;
+  machine.occupied.clear();
 }
 
 }  // namespace
