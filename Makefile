@@ -13,7 +13,7 @@ FAST := tests/cpu/kv/test_blocks.py tests/cpu/kv/test_prefix.py tests/cpu/kv/tes
 HOUSE := tests/cpu/house/test_imports.py tests/cpu/house/test_rules.py tests/cpu/house/test_docs.py \
   tests/cpu/house/test_packaging.py
 
-.PHONY: install serve test fast soak check bench format clean
+.PHONY: install serve test fast soak emulate check bench format clean
 
 install: $(VENV)/.installed
 serve: install
@@ -29,6 +29,10 @@ fast: $(VENV)/.test
 SHARE ?= 1
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest tests/soak -s --timeout 0 --share $(SHARE)
+
+# Every CUDA kernel on the CPU, in an emulator of the GPU: about 20 minutes.
+emulate: $(VENV)/.test
+	$(BIN)/python -m pytest tests/emulate $(XDIST) --timeout 0
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from perilune.ops.harness import build
@@ -45,32 +46,33 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _install(make: Path, target: Path) -> None:
-    os.replace(make, target)
+def _made(stem: str, digest: str, make: Callable[[Path], None]) -> Path:
+    """The library of that name in the cache; `make` writes it into a folder, in one process at a time."""
+    target = build.cache_directory("emulator") / f"{stem}-{digest[:24]}.so"
+    if not target.exists():
+        with build._turn(target.parent, stem):
+            if not target.exists():
+                with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                    make(Path(folder))
+                    os.replace(Path(folder) / "out.so", target)
+                build._prune(target.parent, stem)
+    return target
 
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """The emulator itself, loaded so that kernels find its functions."""
-    target = build.cache_directory("emulator") / f"runtime-{_signature()[:24]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            objects = []
-            for source in sorted(HERE.glob("runtime/*.cpp")):
-                objects.append(f"{folder}/{source.stem}.o")
-                _run(["g++", *RUNTIME_FLAGS, "-c", str(source), "-o", objects[-1]])
-            _run(["g++", "-shared", *objects, "-o", f"{folder}/out.so", "-ldl"])
-            _install(Path(f"{folder}/out.so"), target)
-    loaded = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
+
+    def make(folder: Path) -> None:
+        objects = []
+        for source in sorted(HERE.glob("runtime/*.cpp")):
+            objects.append(f"{folder}/{source.stem}.o")
+            _run(["g++", *RUNTIME_FLAGS, "-c", str(source), "-o", objects[-1]])
+        _run(["g++", "-shared", *objects, "-o", f"{folder}/out.so", "-ldl"])
+
+    loaded = ctypes.CDLL(str(_made("runtime", _signature(), make)), mode=ctypes.RTLD_GLOBAL)
     loaded.emu_drain.restype = ctypes.c_char_p
-    loaded.emu_configure.argtypes = [
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_uint64,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
+    loaded.emu_configure.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int] * 3]
     return loaded
 
 
@@ -85,23 +87,13 @@ def load(source: Path) -> ctypes.CDLL:
     """The library of a CUDA source (a path). Unbuilt or Untranslated if that fails."""
     runtime()
     text = translated(source)
-    digest = hashlib.sha256("\0".join([text, *FLAGS, _signature()]).encode()).hexdigest()[:24]
-    target = build.cache_directory("emulator") / f"{source.stem}-{digest}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made, out = Path(folder) / "kernel.cpp", Path(folder) / "out.so"
-            made.write_text(text)
-            _run(["g++", *FLAGS, "-fpreprocessed", "-shared", str(made), "-o", str(out)])
-            _install(out, target)
-            _prune(target.parent, source.stem)
-    return ctypes.CDLL(str(target))
 
+    def make(folder: Path) -> None:
+        (folder / "kernel.cpp").write_text(text)
+        _run(["g++", *FLAGS, "-fpreprocessed", "-shared", f"{folder}/kernel.cpp", "-o", f"{folder}/out.so"])
 
-def _prune(folder: Path, stem: str) -> None:
-    named = re.compile(rf"{re.escape(stem)}-[0-9a-f]{{24}}\.so")
-    found = sorted((p for p in folder.glob("*.so") if named.fullmatch(p.name)), key=lambda p: p.stat().st_mtime)
-    for old in found[:-4]:
-        old.unlink(missing_ok=True)
+    digest = hashlib.sha256("\0".join([text, *FLAGS, _signature()]).encode()).hexdigest()
+    return ctypes.CDLL(str(_made(source.stem, digest, make)))
 
 
 def resolved(message: str) -> str:

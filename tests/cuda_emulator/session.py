@@ -31,11 +31,11 @@ class Fault(Exception):
 @dataclass
 class _Open:
     depth: int = 0  # contexts of `together`
+    stream: int = 0  # the current stream's handle
 
 
 _open = _Open()
 _held: list[torch.Tensor] = []  # tensors whose addresses launches have got: they live until the launches have ended
-_extra: dict[str, Path] = {}  # sources outside of the package, for tests and new kernels
 
 
 def drain() -> None:
@@ -49,7 +49,8 @@ def drain() -> None:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """The launches of all calls in this context are in the stream before the first one runs: kernels overlap where
-    programmatic dependent launch lets them (with overlap=True)."""
+    programmatic dependent launch lets them (with overlap=True). Operators of torch that an implementation calls between
+    launches still run at once, on what has not been written yet: such implementations cannot run in here."""
     _open.depth += 1
     try:
         yield
@@ -59,8 +60,19 @@ def together() -> Iterator[None]:
             drain()
 
 
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """Launches in this context are in a stream of this number: those of different streams run at the same time. So one
+    process runs several ranks."""
+    before, _open.stream = _open.stream, number
+    try:
+        yield
+    finally:
+        _open.stream = before
+
+
 def _source(name: str) -> Path:
-    return _extra.get(name) or build._paths()[name]
+    return build._paths()[name]
 
 
 def _library(name: str) -> "ctypes.CDLL | str":
@@ -102,8 +114,8 @@ def emulated(
 
     sms: streaming multiprocessors. mode: when asynchronous copies and products happen: "early" (at once), "late" (as
     late as allowed), "random". overlap: a launch may begin when its predecessor has allowed it, else when that has
-    ended. eager: CTAs that are begun while others still run; more are begun when none can go on. shuffle: lanes of a warp
-    that go on together run in any order; else by number, as the hardware does with atomics of a warp.
+    ended. eager: CTAs that are begun while others still run; more are begun when none can go on. shuffle: lanes of a
+    warp that go on together run in any order; else by number, as the hardware does with atomics of a warp.
     """
     library.runtime().emu_configure(sms, MODES.index(mode), seed, overlap, eager, shuffle)
     real_library, real_function, real_pointer = build.library, build.function, torch.Tensor.data_ptr
@@ -119,13 +131,13 @@ def emulated(
     def function_of(stem: str, name: str, signature: str) -> Callable[..., int]:
         return function(stem, name, signature) if stem.endswith(".cu") else real_function(stem, name, signature)
 
-    patches = [
+    patches: list[contextlib.AbstractContextManager[Any]] = [
         mock.patch.object(build, "library", library_of),
         mock.patch.object(build, "function", function_of),
         mock.patch.object(build, "on_hopper", _on_hopper),
         mock.patch.object(build, "is_hopper", lambda device: True),
         mock.patch.object(torch.Tensor, "data_ptr", pointer),
-        mock.patch.object(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=_open.stream)),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),

@@ -133,7 +133,8 @@ def _declaration(m: re.Match[str]) -> str:
     newlines = "\n" * m[2].count("\n")
     if m[1]:
         name = declarators[0].split("[")[0]
-        return f"auto* {name} = static_cast<{kind[1]}*>(emu::dynamic(emu::largest({align}, alignof({kind[1]}))));{newlines}"
+        largest = f"emu::largest({align}, alignof({kind[1]}))"
+        return f"auto* {name} = static_cast<{kind[1]}*>(emu::dynamic({largest}));{newlines}"
     lines = []
     for d in declarators:
         found = re.match(r"(\w+)\s*(.*)", d)

@@ -83,6 +83,22 @@ __global__ void wgmma_kernel(const __grid_constant__ CUtensorMap a, const __grid
   wgmma_wait<0>();
 }
 
+// A box of 16 rows as a tensor map brings it to CTA 0 or to both of a cluster: raw [2 CTAs][box].
+__global__ void tensor_kernel(const __grid_constant__ CUtensorMap map, uint8_t* raw, int x, int y, int bytes) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ uint64_t full;
+  if (threadIdx.x == 0) {
+    barrier_init(&full, 1);
+    barriers_visible();
+    barrier_expect(&full, bytes);
+  }
+  cluster_sync();
+  if (cluster_rank() == 0 && threadIdx.x == 0) tensor_load_to(memory, &map, x, y, 0, &full, 3);
+  barrier_wait(&full, 0);
+  for (int i = threadIdx.x; i < bytes; i += 32) raw[cluster_rank() * bytes + i] = memory[i];
+  cluster_sync();
+}
+
 __global__ void numbers_kernel(const float* x, uint16_t* bf, uint16_t* half, uint16_t* e4m3, int n) {
   const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= n) return;
@@ -119,6 +135,16 @@ API int golden_wgmma(const void* a, const void* b, void* y, void* raw, int64_t t
   }
   return launch(transposed ? wgmma_kernel<true> : wgmma_kernel<false>, dim3(1), dim3(128), (64 + 128) * 128, stream, 1,
                 of_a, of_b, static_cast<float*>(y), static_cast<uint4*>(raw), static_cast<int>(wait));
+}
+// x [24, 96] of bytes; a box of 16 rows of `width` bytes from (at_x, at_y); half: with the 64-byte swizzle.
+API int golden_tensor(const void* x, void* raw, int64_t at_x, int64_t at_y, int64_t width, int64_t half, void* stream) {
+  CUtensorMap map;
+  if (!maps::describe(&map, x, half ? maps::SWIZZLED_HALF : maps::BYTES, {96, 24, 1}, {96, 96 * 24},
+                      {static_cast<int>(width), 16, 1})) {
+    return -1;
+  }
+  return launch(tensor_kernel, dim3(2), dim3(32), 16 * width, stream, 2, map, static_cast<uint8_t*>(raw),
+                static_cast<int>(at_x), static_cast<int>(at_y), static_cast<int>(16 * width));
 }
 API int golden_numbers(const void* x, void* bf, void* half, void* e4m3, int64_t n, void* stream) {
   return launch(numbers_kernel, dim3((n / 2 + 127) / 128), dim3(128), 0, stream, 1, static_cast<const float*>(x),

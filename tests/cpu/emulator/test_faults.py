@@ -11,7 +11,9 @@ from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, Fault, emulated, function
 from tests.cuda_emulator.translate import Untranslated
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}")
+pytestmark = pytest.mark.skipif(
+    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
+)
 
 SOURCE = Path(__file__).with_name("faults.cu")
 
@@ -115,6 +117,8 @@ def test_shared_memory_of_a_cta_that_has_ended() -> None:
 
 def test_an_unknown_instruction_is_an_error_with_its_place(tmp_path: Path) -> None:
     source = tmp_path / "unknown.cu"
-    source.write_text('#include "cuda/hopper.cuh"\n\n__global__ void f() { asm volatile("frobnicate.b32 %0;" ::"r"(1)); }\n')
+    source.write_text(
+        '#include "cuda/hopper.cuh"\n\n__global__ void f() { asm volatile("frobnicate.b32 %0;" ::"r"(1)); }\n'
+    )
     with pytest.raises(Untranslated, match=r"unknown.cu:3: .*frobnicate"):
         library.translated(source)

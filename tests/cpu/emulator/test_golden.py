@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, function
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}")
+pytestmark = pytest.mark.skipif(
+    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
+)
 
 SOURCE = Path(__file__).with_name("golden.cu")
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -60,6 +62,29 @@ def test_wgmma_of_what_tensor_maps_load(transposed: bool, mode: str) -> None:
     assert torch.equal(raw[rows, torch.arange(8) ^ rows % 8], a.view(64, 8, 8)), "chunk c of row r lies at c ^ r"
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "width", "half"), [(0, 0, 64, 1), (48, 16, 64, 1), (16, -3, 32, 0), (80, 20, 48, 0)]
+)
+def test_tensor_maps_swizzle_and_give_zeros_outside(x: int, y: int, width: int, half: int) -> None:
+    held = torch.randint(1, 256, (24, 96), generator=torch.Generator().manual_seed(x)).to(torch.uint8)
+    raw = torch.zeros(2, 16, width // 16, 16, dtype=torch.uint8)
+    with emulated(mode="random"):
+        assert kernel("tensor", "pplllll")(*places(held, raw), x, y, width, half, 0) == 0
+    padded = torch.zeros(24 + 32, 96 + 128, dtype=torch.uint8)
+    padded[16 : 16 + 24, 64 : 64 + 96] = held
+    want = padded[16 + y : 32 + y, 64 + x : 64 + x + width].reshape(16, -1, 16)
+    if half:  # chunk c of row r lies at c ^ r / 2
+        want = want[torch.arange(16)[:, None], torch.arange(4) ^ torch.arange(16)[:, None] // 2 % 4]
+    assert torch.equal(raw[0], want)
+    assert torch.equal(raw[1], want), "multicast"
+
+
+def test_a_map_that_the_driver_would_refuse() -> None:
+    held = torch.zeros(24, 96, dtype=torch.uint8)
+    with emulated():
+        assert kernel("tensor", "pplllll")(*places(held, held), 0, 0, 96, 1, 0) == -1, "a box wider than the swizzle"
+
+
 def test_sums_that_are_read_before_the_wait_are_not_there() -> None:
     a, b, y, raw = whole(64, 64), whole(128, 64), torch.zeros(64, 128), torch.zeros(64 * 64, dtype=BF16)
     with emulated(mode="late"):
@@ -75,7 +100,11 @@ def test_roundings() -> None:
     x = torch.cat([bits.view(torch.float32), middles, -middles, torch.randn(4097, generator=g) * 1e-5])
     x = x[~x.isnan()]
     x = x[: len(x) // 2 * 2].contiguous()
-    bf, half, e4m3 = torch.zeros(len(x), dtype=BF16), torch.zeros(len(x), dtype=F16), torch.zeros(len(x), dtype=torch.uint8)
+    bf, half, e4m3 = (
+        torch.zeros(len(x), dtype=BF16),
+        torch.zeros(len(x), dtype=F16),
+        torch.zeros(len(x), dtype=torch.uint8),
+    )
     with emulated():
         assert kernel("numbers", "ppppll")(*places(x, bf, half, e4m3), len(x), 0) == 0
     assert torch.equal(bf, x.to(BF16))

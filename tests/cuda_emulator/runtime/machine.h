@@ -141,7 +141,7 @@ struct Machine {
   std::vector<Warp*> queue;
   std::vector<Async> asyncs;
   double occupied = 0;  // SMs
-  uint64_t idle_polls = 0, stuck = 0, pollers = 0;
+  uint64_t idle_polls = 0, stuck = 0;
   std::string error;
   void* scheduler = nullptr;
   std::vector<uint8_t*> free_shared, free_stacks;

@@ -284,8 +284,6 @@ void wgmma_commit() {
 }
 
 void wgmma_wait(int pending) {
-  static int left;
-  left = pending;
   struct Argument { Warp* warp; int pending; } own{running->warp, pending};
   meet(~0u, &own, [](void** all, uint32_t lanes) {
     const auto& one = *static_cast<Argument*>(all[0]);

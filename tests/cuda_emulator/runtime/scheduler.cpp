@@ -248,14 +248,32 @@ void complete_one() {
   machine.changed = true;
 }
 
-// No thread can go on, but for those that poll. False: all has ended, or nothing helps.
+// Whether all ready lanes have polled twice and nothing has happened.
+bool only_polls() {
+  const auto& queue = machine.queue;
+  if (machine.idle_polls < queue.size()) return false;
+  uint64_t lanes = 32;
+  for (const Warp* w : queue) lanes += static_cast<uint64_t>(__builtin_popcount(w->ready));
+  return machine.idle_polls > 2 * lanes;
+}
+
+// No thread can go on, but for those that poll. False: all has ended, or nothing helps. Where threads poll it takes long
+// to notice, so that several CTAs are begun, and several copies completed, at once.
 bool unblock() {
   machine.idle_polls = 0;
-  const bool copies = !machine.asyncs.empty();
-  if (copies && machine.mode == RANDOM && machine.chance()) return complete_one(), true;
-  if (start_one()) return true;
-  if (copies) return complete_one(), true;
-  if (machine.queue.empty()) {
+  const bool polling = !machine.queue.empty();
+  const size_t copies = machine.asyncs.size();
+  const bool first = copies && machine.mode == RANDOM && machine.chance();
+  int begun = 0;
+  if (!first) {
+    for (int n = polling ? 1 + resident() / 2 : 1; n > 0 && start_one(); n--) begun++;
+  }
+  if (begun) return true;
+  if (copies) {
+    for (size_t n = polling ? 1 + copies / 8 : 1; n > 0; n--) complete_one();
+    return true;
+  }
+  if (!polling) {
     if (!machine.pending.empty()) machine.error = "deadlock: no thread can go on\n" + report();
     return false;
   }
@@ -302,9 +320,7 @@ void drain() {
     while (!machine.changed && !machine.queue.empty() && machine.error.empty()) {
       if (machine.mode == RANDOM && !machine.asyncs.empty() && machine.next() % 8 == 0) complete_one();
       run_warp();
-      if (machine.idle_polls > 4 * 32 * (machine.queue.size() + 4)) {
-        if (!unblock()) break;
-      }
+      if (only_polls() && !unblock()) break;
     }
   }
   if (!machine.error.empty()) abandon();

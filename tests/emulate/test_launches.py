@@ -1,0 +1,55 @@
+"""Launches that overlap, and what kernels rely on beyond CUDA's promises."""
+
+import pytest
+import torch
+
+from perilune.ops.harness import check, registry
+from perilune.ops.harness.case import BFLOAT16, Make, clone
+from tests.cuda_emulator import library
+from tests.cuda_emulator.session import MODES, emulated, together
+
+pytestmark = pytest.mark.skipif(
+    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
+)
+
+CPU = torch.device("cpu")
+OPS = registry.all_ops()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_begin_while_the_router_runs(mode: str) -> None:
+    """One token: gate_up reads x and the ids from the router's mailbox (cuda/router_mailbox.cuh)."""
+    router, experts = OPS["router"], OPS["moe_int4"]
+    case = next(c for c in experts.cases if c.T == 1 and c.D == 384 and c.S and not c.compact)
+    args = experts.inputs(case, Make(BFLOAT16, CPU, 1))
+    x, g = args.pop("x"), torch.Generator().manual_seed(4)
+    gate, bias = torch.randn(case.E, case.D, generator=g).to(BFLOAT16), torch.randn(case.E, generator=g)
+    routing = router.inputs(next(c for c in router.cases if c.k == case.k and c.E == case.E), Make(BFLOAT16, CPU, 1))
+    chosen = router.reference(x, gate, bias, routing["routing"])
+    args["partial"] = True  # the sum of the parts is torch's, which would read them before the launches have run
+    rest = list(args.values())[1:]
+    want = experts.reference(x, chosen, *rest)
+    with emulated(sms=16, mode=mode, seed=2, overlap=True):
+        for _ in range(3):  # the mailbox serves launch after launch
+            with together():
+                found = router.impls["cuda"].run(x, gate, bias, routing["routing"])
+                assert found.publication is not None
+                y = experts.impls["cuda"].run(x, found, *rest)
+            assert torch.equal(found.ids.sort().values, chosen.ids.sort().values)
+            tol = check.tolerances(experts, case, BFLOAT16)["y"]
+            assert check.difference(y.sum(1, keepdim=True), want, tol) is None
+
+
+@pytest.mark.xfail(
+    strict=True, reason="group_pairs of expert_segments.cuh: CTAs agree only if atomics keep their order"
+)
+def test_ctas_agree_on_a_plan_whatever_the_order_of_atomics() -> None:
+    """Each CTA sorts more than 32 pairs by atomicAdd of a warp's lanes to shared memory. CUDA promises no order among
+    lanes; GPUs use the same one in every CTA."""
+    op = OPS["moe_int4"]
+    case = next(c for c in op.cases if c.T == 33 and c.k == 1)
+    args = op.inputs(case, Make(BFLOAT16, CPU, 1))
+    with emulated(shuffle=True):
+        got = check.outputs(op, op.impls["cuda"], clone(args))["y"]
+    want = op.reference(*clone(args).values())
+    assert check.difference(got.sum(1, keepdim=True), want, check.tolerances(op, case, BFLOAT16)["y"]) is None

@@ -1,0 +1,72 @@
+"""Every CUDA kernel of the ops on the emulator, in every mode: `make emulate`. Takes about 20 minutes on two cores.
+
+The small cases of an op, as for CPUs; and for kernels that take only Kimi K2's sizes, single big cases.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from perilune.ops.harness import check, registry
+from tests.cuda_emulator import library
+from tests.cuda_emulator.session import MODES, emulated
+
+pytestmark = pytest.mark.skipif(
+    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
+)
+
+CPU = torch.device("cpu")
+OPS = registry.all_ops()
+SMALL = [
+    (name, impl, case)
+    for name, op in OPS.items()
+    for impl in op.impls
+    if impl.startswith("cuda")
+    for case in check.cases(op, CPU)
+]
+# (op, implementation, text in the case's repr, SMs): the first such case
+BIG = [
+    ("add_rmsnorm", "cuda_many", "T=700", 8),
+    ("linear", "cuda_many", "T=1, i=7168", 16),
+    ("linear_fp8", "cuda_many", "T=1, i=7168", 16),
+    ("linear_w8a8", "cuda", "T=129", 16),
+    ("mla_decode", "cuda", "contexts=(1,), H=64", 16),
+    ("mla_decode_output", "cuda", "contexts=(130,), H=8", 132),
+    ("mla_decode_router", "cuda", "contexts=(1,), H=8", 132),
+    ("mla_pre_attention", "cuda", "T=1, H=8", 132),
+    ("mla_pre_attention", "cuda", "T=2, H=16", 132),
+    ("mla_prefill", "cuda", "counts=(512,)", 8),
+    ("mla_project_query", "cuda", "T=4, H=8", 16),
+    ("moe_int4", "cuda", "T=1, k=8, E=48, D=7168, I=512", 132),
+    ("moe_int4", "cuda_prefill", "T=600, k=2", 4),
+    ("moe_int4", "cuda_prefill", "T=333", 4),
+    ("moe_int4", "cuda_tall", "T=130", 4),
+    ("rmsnorm_linear", "cuda", "T=1, i=1536", 16),
+    ("router", "cuda", "T=1, D=7168", 16),
+    ("router", "cuda_many", "T=64, D=7168", 16),
+]
+
+
+def run(name: str, impl: str, case: Any, mode: str, sms: int) -> bool:
+    """Whether the implementation takes the case."""
+    op = OPS[name]
+    with emulated(sms=sms, mode=mode, seed=MODES.index(mode), overlap=mode == "random"):
+        (outcome,) = check.check(op, case, op.dtypes[-1], CPU, [impl])
+    assert outcome.failed is None, outcome.failed
+    assert outcome.refused is None or "does not compile" not in outcome.refused, outcome.refused
+    return outcome.refused is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "impl", "case"), SMALL, ids=[f"{n}/{i}-{c}" for n, i, c in SMALL])
+def test_small_cases(name: str, impl: str, case: Any, mode: str) -> None:
+    if not run(name, impl, case, mode, 4):
+        pytest.skip("not for this case")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "impl", "text", "sms"), BIG)
+def test_big_cases(name: str, impl: str, text: str, sms: int, mode: str) -> None:
+    case = next(c for c in OPS[name].cases if text in repr(c))
+    assert run(name, impl, case, mode, sms), f"{case} was refused"
