@@ -13,7 +13,9 @@ from perilune.text.tools import parse_tools
 from tests.cpu.engine.test_constraint_engine import function
 from tests.multi.conftest import CONFIG
 
-PROMPTS = ["What is 347 + 589?", "Once upon a time", "def f(x):\n", "The days are Monday,", "1, 2, 3, 4,", "A"]
+# The first is a question as a chat has it: within few tokens the bundled draft model is right about some of the answer.
+QUESTION = "<|im_user|>user<|im_middle|>What is 347 + 589?<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
+PROMPTS = [QUESTION, "Once upon a time", "def f(x):\n", "The days are Monday,", "1, 2, 3, 4,", "A"]
 WAYS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.2, top_k=20, seed=1),

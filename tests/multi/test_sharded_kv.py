@@ -68,7 +68,7 @@ def test_graphs_of_two_ranks_read_their_parts(monkeypatch: pytest.MonkeyPatch, o
     """Steps of fixed shapes, with padding rows and drafts; a step planned before the one before is read, too."""
     monkeypatch.setattr(ranks, "RANK_MODULE", "tests.multi.graphed_rank")
     monkeypatch.setattr(build, "join", joined)
-    ways, prompts = [replace(p, max_tokens=9) for p in WAYS[:3]], [PROMPTS[0], LONG[:90], PROMPTS[2]]
+    ways, prompts = [replace(p, max_tokens=9) for p in WAYS[:3]], ["What is 347 + 589?", LONG[:90], PROMPTS[2]]
     with LLM("kimi-nano", **CONFIG, kv_blocks=32, draft="eagle3", draft_tokens=2, tp=2, kv_shards=2) as llm:
         assert llm._engine is not None
         graphs = graphed(llm._engine.runner, 320)

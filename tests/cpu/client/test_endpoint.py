@@ -189,9 +189,10 @@ def test_refusals_carry_the_servers_words_and_status(fake: FakeEndpoint) -> None
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
+    with socket.socket() as sock:  # bound and not listening: while this is open no other process gets the port
+        sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    message = error(complete, f"http://127.0.0.1:{port}")
+        message = error(complete, f"http://127.0.0.1:{port}")
     assert f"cannot connect to http://127.0.0.1:{port}/v1" in message and "is the server running?" in message
 
 
