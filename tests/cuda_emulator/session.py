@@ -143,6 +143,7 @@ def emulated(
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
         mock.patch.object(mla_pre_attention, "_processors", lambda device: sms),
+        mock.patch.object(workspace, "_stream", lambda device: _open.stream),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
