@@ -162,6 +162,20 @@ def unitless_constants(package: Path) -> list[str]:
     return found
 
 
+def unmeasured_kernels(package: Path) -> list[str]:
+    """File and name of implementations that wait for their first row: each is chosen or deleted once it has one."""
+    found = []
+    for file in modules(package / "ops"):
+        for node in ast.walk(parsed(file)):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(attr="impl"), args=[ast.Constant(value=str(name)), *_], keywords=given
+                ):
+                    if any(k.arg == "unmeasured" for k in given):
+                        found.append(f"{file.stem}/{name}")
+    return found
+
+
 def bare_ignores(package: Path) -> list[str]:
     """Ignored type errors without their code, or without a reason behind it or in a comment of the line before."""
     found = []
@@ -198,7 +212,11 @@ def rooms(package: Path) -> list[str]:
 
 # ---- the rules
 
-LISTS = {"cached_tensors": cached_tensors, "unitless_constants": unitless_constants}
+LISTS = {
+    "cached_tensors": cached_tensors,
+    "unitless_constants": unitless_constants,
+    "unmeasured_kernels": unmeasured_kernels,
+}
 COUNTS = {"long_signatures": long_signatures, "bare_ignores": bare_ignores}
 
 
@@ -252,7 +270,8 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
             "@functools.cache\ndef board(device: int) -> Board: ...\n@functools.cache\ndef size() -> int: ...\n"
             "@functools.lru_cache(maxsize=8)\ndef table() -> tuple[Tensor, int]: return torch.ones(2).cuda(), 1\n"
             "@functools.cache\ndef on_cpu() -> Tensor: ...\n"
-            "@op.impl('cuda')\ndef _many(a, b, c, d, e, f, g, h, i): ...\ndef _own(a, b, c, d, e, f, g, h, i): ...\n"
+            "@op.impl('cuda', unmeasured=True)\ndef _many(a, b, c, d, e, f, g, h, i): ...\n"
+            "def _own(a, b, c, d, e, f, g, h, i): ...\n"
             "def eight(self, a, b, c, d, e, f, g, *, h): ...\n"
             "@click.command()\ndef verb(a, b, c, d, e, f, g, h, i): ...\n"
         ),
@@ -279,14 +298,20 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
     ]
     assert cached_tensors(tmp_path) == ["ops.board", "ops.table"]
     assert unitless_constants(tmp_path) == ["engine.WAIT", "engine.HOPELESS"]
+    assert unmeasured_kernels(tmp_path) == ["norm/cuda"]
     assert bare_ignores(tmp_path) == ["text/words.py:1", "text/words.py:3"]
     assert private_words(tmp_path / "text") == {"mind": 1, "whose": 1, "tells": 1}
     assert private_words(tmp_path / "ops") == {"nobody": 1, "told": 1}
     old = {"long_signatures": 3, "bare_ignores": 0, "cached_tensors": ["gone", "ops.board"]}
-    old |= {"unitless_constants": [], "private_words": {"gone": 4, "ops": 1, "text": 9}}
+    old |= {
+        "unitless_constants": [],
+        "unmeasured_kernels": ["gone/cuda"],
+        "private_words": {"gone": 4, "ops": 1, "text": 9},
+    }
     assert lowered(old, tmp_path) == old | {
         "long_signatures": 1,
         "cached_tensors": ["ops.board"],
+        "unmeasured_kernels": [],
         "private_words": {"ops": 1, "text": 3},
     }
 
