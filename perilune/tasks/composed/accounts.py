@@ -130,9 +130,9 @@ def told(rng: Random) -> Told | None:
     rng.shuffle(made)
     text, line, before, pronoun = "", "", None, pick(rng, ("she", "he")) if first.who.person else "it"
     for one in made:
-        said, named = sentence(rng, one), one.who.text
-        meant = before is one.who and said.startswith(named) and not one.who.plural and rng.random() < 0.6
-        said = pronoun + said[len(named) :] if meant else said
+        said, named = sentence(rng, one), one.who.text.strip(",")
+        meant = before is one.who and said.startswith(one.who.text) and not one.who.plural and rng.random() < 0.6
+        said = pronoun + said[len(one.who.text) :] if meant else said
         link = pick(rng, _LINKS) if text else ""
         if not text or link.endswith((". ", "\n")):
             said = capital(said)

@@ -94,7 +94,7 @@ def _place(rng: Random) -> Mention:
 
 def _count(rng: Random) -> Mention:
     key = _key_noun(rng, _UNITS)
-    key = key if key.endswith("s") else key + "s"
+    key = key if key.endswith("s") else key[:-1] + "ies" if key[-2:] in ("ty", "xy", "ry", "ny", "cy") else key + "s"
     n = 2 + int(10 ** (rng.random() * 3.3))
     shown = in_words(n) if n < 21 and rng.random() < 0.35 else f"{n:,}" if rng.random() < 0.3 else str(n)
     forms = ("there are {n} {k}", "it has {n} {k}", "we counted {n} {k}", "the number of {k} is {n}",
