@@ -3,7 +3,8 @@
 import random
 import re
 
-from perilune.tasks.composed import accounts, instructions, mentions
+from perilune.tasks.arithmetic import drawn_numbers
+from perilune.tasks.composed import accounts, bills, instructions, mentions, sums
 from perilune.tasks.fields import NEW_BASES
 
 
@@ -97,3 +98,42 @@ def test_instructions_are_carried_out_right() -> None:
                 seen.add(name)
                 assert answer == singles[name](given[:-1]), (question, answer)
     assert seen == {*done, *lists, *singles}
+
+
+def test_described_expressions_are_worked_right() -> None:
+    rng = random.Random(16)
+    kinds = set()
+    for _ in range(4000):
+        key, question, trace, content = sums.more(rng)
+        answer = int(re.findall(r"-?\d+", content)[-1])
+        kinds.add(key[0])
+        assert trace() and "{" not in question
+        if key[0] == "expression":
+            assert eval(key[1]) == answer, (question, content)
+        elif key[0] == "average":
+            assert sum(key[1:]) == answer * len(key[1:])
+        elif key[0] == "rest":
+            assert key[1] % key[2] == answer and trace().endswith(f"r{answer}")
+        elif "%" in key[1] or "cent" in key[1]:
+            assert int(re.findall(r"\d+", key[1])[0]) * key[2] == 100 * answer, (question, content)
+    assert kinds == {"expression", "average", "rest", "part"}
+
+
+def test_descriptions_name_every_number_of_a_pattern() -> None:
+    rng = random.Random(17)
+    for pattern in ("a+b", "a*k", "a/k", "(a+b)*k", "b-a*k", "a-(b+c)", "a+b-c", "k*(a-b)"):
+        for _ in range(100):
+            numbers = drawn_numbers(rng, pattern)
+            text = sums.in_words_of(rng, pattern, numbers)
+            assert all(str(n) in text or n in (2, 3, 4, 5) for n in numbers.values()), (pattern, numbers, text)
+
+
+def test_bills_show_each_number_of_their_pattern_and_no_other() -> None:
+    rng = random.Random(18)
+    for _ in range(3000):
+        pattern, text, unit = bills.account(rng, False)
+        assert set(re.findall("[a-z]", pattern)) == set(re.findall(r"\{([a-z]+)\}", text)) - set("nmrx"), (
+            pattern,
+            text,
+        )
+        assert unit and "  " not in text, text
