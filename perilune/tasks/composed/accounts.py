@@ -1,7 +1,7 @@
 """Paragraphs of clauses (clauses.py) and a question for one part of one of them, for `doc_questions`.
 
 A question asks for one part and repeats some of the others, in the order of a question ("where did Ida bake it") or of
-a statement ("tell me where Ida baked it"). Other clauses share the verb or the subject with the one that answers.
+a statement ("do you know where Ida baked it"). Other clauses share the verb or the subject with the one that answers.
 """
 
 from random import Random
@@ -32,7 +32,7 @@ from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, enumerated
 from perilune.tasks.words import ADJECTIVES, OBJECTS, made_up
 
-Told = tuple[str, str, str, str]  # paragraph, question, answer, the sentence or row that has it
+Account = tuple[str, str, str, str]  # paragraph, question, answer, the sentence or row that has it
 
 # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ def question(rng: Random, made: Clause) -> tuple[str, str]:
 _LINKS: Final = (". ", ". ", ". ", ". ", "; ", ", and ", ", but ", ", while ", ".\n", ". Then ", ". Meanwhile, ")
 
 
-def told(rng: Random) -> Told | None:
+def narrated(rng: Random) -> Account | None:
     """A paragraph, a question, its answer and the sentence that has it; None if the answer is not there just once."""
     first = clause(rng)
     made = [first]
@@ -145,7 +145,7 @@ def told(rng: Random) -> Told | None:
     return _answered(text + ".", asked, answer, line)
 
 
-def _answered(text: str, asked: str, answer: str, line: str) -> Told | None:
+def _answered(text: str, asked: str, answer: str, line: str) -> Account | None:
     """With the answer as the text has it; None if it is there more or less than once."""
     lower, wanted = text.lower(), answer.lower()
     if lower.count(wanted) != 1:
@@ -157,7 +157,7 @@ def _answered(text: str, asked: str, answer: str, line: str) -> Told | None:
 # ---- the same said of several --------------------------------------------------------------------------------------
 
 
-def compared(rng: Random) -> Told | None:
+def compared(rng: Random) -> Account | None:
     """Several subjects with one verb and a part each, said again or left out: "Sam likes tea, Kim coffee"."""
     who: dict[str, Noun] = {}
     for _ in range(2 + int(rng.random() * 3)):
@@ -220,7 +220,7 @@ _ROW_ASKED: Final = ("What about the {k}?", "What does it say for {k}?", "What i
     "What is planned for the {k}?", "How is it with the {k}?", "What is the entry for {k}?")  # fmt: skip
 
 
-def rows(rng: Random) -> Told | None:
+def rows(rng: Random) -> Account | None:
     """Rows of a label and what is noted for it, under a heading or not."""
     held: dict[str, str] = {}
     for _ in range(2 + int(rng.random() * 5)):
@@ -251,7 +251,7 @@ _CALLED_ASKED: Final = ("What is {a} called?", "What do people call {a}?", "What
     "What is {a} known as?")  # fmt: skip
 
 
-def called(rng: Random) -> Told | None:
+def called(rng: Random) -> Account | None:
     """What something is called, among other clauses."""
     made: dict[str, str] = {}
     lines = []
@@ -273,11 +273,11 @@ def called(rng: Random) -> Told | None:
     return _answered(text, pick(rng, _CALLED_ASKED).format(a=thing), name, line)
 
 
-def passage(rng: Random) -> Told:
+def passage(rng: Random) -> Account:
     """A paragraph, a question, its answer, and the sentence or row that has it."""
     while True:
         roll = rng.random()
-        kind = told if roll < 0.66 else compared if roll < 0.82 else rows if roll < 0.92 else called
+        kind = narrated if roll < 0.66 else compared if roll < 0.82 else rows if roll < 0.92 else called
         made = kind(rng)
         if made:
             return made

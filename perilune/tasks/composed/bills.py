@@ -1,9 +1,9 @@
 """Stories of prices, amounts and comparisons for `word_problems`, put together from rows or clauses.
 
-A bill has things at a price each, perhaps a fee or a discount, and perhaps what is paid; it is told, listed or noted.
-A comparison has two or three of a kind (people, days, shops, colours), of which one is said by the other ("29 fewer"),
-and asks for one of them, for all or for the difference. The pattern is that of arithmetic.py, the text has its letters
-as places.
+A bill has things at a price each, perhaps a fee or a discount, and perhaps what is paid; it is in sentences, a list or
+a note. A comparison has two or three of a kind (people, days, shops, colours), of which one is said by the other ("29
+fewer"), and asks for one of them, for all or for the difference. The pattern is that of arithmetic.py, the text has
+its letters as places.
 """
 
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def _shared(rng: Random, thing: str, who: str, past: str, unit: str) -> str:
 
 
 def steps(rng: Random) -> Story:
-    """Something that comes or goes in equal parts by time, with some there before or added: told in any order."""
+    """Something that comes or goes in equal parts by time, with some there before or added, in any order."""
     thing, unit = _thing(rng), pick(rng, ("day", "week", "month", "hour", "year", "night", "trip", "round"))
     verb, past, _ = pick(rng, ACTS)
     noun = pick(rng, PLAIN) if rng.random() < 0.5 else made_up(rng)

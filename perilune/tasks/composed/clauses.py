@@ -36,7 +36,7 @@ class Clause:
 
 
 ACTS: Final = tuple(tuple(row.split()) for row in """
-admire admired admired|adopt adopted adopted|announce announced announced|arrange arranged arranged|ask asked asked
+admire admired admired|adopt adopted adopted|arrange arranged arranged|ask asked asked
 assemble assembled assembled|attach attached attached|auction auctioned auctioned|bring brought brought
 break broke broken|build built built|bury buried buried|buy bought bought|carve carved carved|catch caught caught
 change changed changed|chase chased chased|check checked checked|collect collected collected|cover covered covered

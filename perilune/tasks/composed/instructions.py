@@ -1,6 +1,6 @@
 """Small programs over a word, a few words or a list, put as people put them, for `programs`.
 
-An instruction is put together from what is given ("I have the words a, b and c"), where it stands (before, after or
+An instruction is put together from what is given ("I have the words a, b and c"), where it is (before, after or
 inside), and what is to be done with it, which is said with "it" or "them" or with the thing itself. Lists are written
 in many ways, with the answer in the same one. The trace is worked by index or by a running value, as in programs.py.
 """

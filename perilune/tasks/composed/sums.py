@@ -12,14 +12,14 @@ from typing import Any, Final
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import enumerated, phrase
 from perilune.tasks.words import OBJECTS
-from perilune.tasks.working import labelled, multipliable, solve, solve_trace
+from perilune.tasks.working import Tokens, labelled, multipliable, solve, solve_trace
 
 Drawn = tuple[tuple[Any, ...], str, Callable[[], str], str]  # key, question, trace, content
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
 
 # As a noun phrase, which may stand inside another one; then as a part of a sentence, for the outermost operation.
-_WITHIN: Final[dict[str, tuple[str, ...]]] = {  # what is put together from others stands last
+_WITHIN: Final[dict[str, tuple[str, ...]]] = {  # what is put together from others is last
     "+": ("the sum of {y} and {x}", "the total of {y} and {x}", "the sum of {y} and {x}"),
     "-": ("the difference between {x} and {y}", "the difference of {x} and {y}"),
     "*": ("the product of {y} and {x}", "{y} lots of {x}", "{y} times {x}"),
@@ -81,7 +81,7 @@ def in_words_of(rng: Random, pattern: str, numbers: dict[str, int]) -> str:
     if len(plain) == 3:
         tree = (plain[1], numbers[plain[0]], numbers[plain[2]])
     elif len(plain) == 5:
-        a, first, b, second, c = plain
+        a, first, b, second, c = list(plain)
         left = pattern[0] == "(" or (pattern[2] != "(" and not (first in "+-" and second in "*/"))
         if left:
             tree = (second, (first, numbers[a], numbers[b]), numbers[c])
@@ -105,12 +105,13 @@ def letter(rng: Random) -> Drawn:
     while True:
         v, a, k = pick(rng, "xnyakmpt"), 2 + int(rng.random() * 60), 2 + int(rng.random() * 8)
         b = 1 + int(rng.random() * pick(rng, (10, 100)))
-        shown, tokens = pick(rng, (
+        made: tuple[tuple[str, Tokens], ...] = (
             (f"{k}{v} - {b}", [k, "*", a, "-", b]), (f"{k}{v} + {b}", [k, "*", a, "+", b]), (f"{k}*{v}", [k, "*", a]),
             (f"{v} + {b}", [a, "+", b]), (f"{b} - {v}", [b, "-", a]), (f"{k}{v}", [k, "*", a]), (f"{v} - {b}", [a, "-",
                 b]),
             (f"{k}({v} + {b})", [k, "*", "(", a, "+", b, ")"]), (f"{b} + {k}{v}", [b, "+", k, "*", a]),
-        ))  # fmt: skip
+        )  # fmt: skip
+        shown, tokens = pick(rng, made)
         if (solved := solve(list(tokens))) is not None:
             break
     value, steps = solved

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 
 from perilune.tasks.arithmetic import drawn_numbers
 from perilune.tasks.composed import accounts, bills, instructions, mentions, sums
@@ -10,7 +11,8 @@ from perilune.tasks.fields import NEW_BASES
 
 def test_paragraphs_of_clauses_answer_once() -> None:
     rng = random.Random(11)
-    asked, invented = set(), 0
+    asked: set[str] = set()
+    invented = 0
     for _ in range(3000):
         text, question, answer, line = accounts.passage(rng)
         assert text.lower().count(answer.lower()) == 1 and answer in text, (text, answer)
@@ -27,7 +29,7 @@ def test_a_question_for_the_subject_repeats_what_tells_it_from_others() -> None:
     rng = random.Random(12)
     seen = 0
     for _ in range(4000):
-        made = accounts.told(rng)
+        made = accounts.narrated(rng)
         if made is None or not made[1].lower().startswith("who "):
             continue
         text, question, answer, _ = made
@@ -67,18 +69,19 @@ def test_flags_say_what_they_are() -> None:
 def test_instructions_are_carried_out_right() -> None:
     """Those whose key says what is done, done again here."""
     rng = random.Random(15)
-    done = {
+    done: dict[str, Callable[[str], str]] = {
         "reverse": lambda w: w[::-1], "length": lambda w: str(len(w)), "upper": str.upper, "twice": lambda w: w * 2,
         "vowels": lambda w: str(len(re.findall("[aeiou]", w))), "drop vowels": lambda w: re.sub("[aeiou]", "", w),
         "consonants": lambda w: str(len(re.findall("[^aeiou]", w))), "swap": lambda w: w[-1] + w[1:-1] + w[0],
         "last": lambda w: w[-1], "capital": str.capitalize,
     }  # fmt: skip
-    lists = {
+    lists: dict[str, Callable[[list[str]], list[str]]] = {
         "sort": lambda x: sorted(x, key=int), "down": lambda x: sorted(x, key=int, reverse=True), "alphabet": sorted,
         "reverse": lambda x: x[::-1], "unique": lambda x: list(dict.fromkeys(x)),
         "by length": lambda x: sorted(x, key=len), "evens": lambda x: [n for n in x if int(n) % 2 == 0],
     }  # fmt: skip
-    singles = {"sum": lambda x: str(sum(map(int, x))), "max": lambda x: max(x, key=int), "count": lambda x: str(len(x)),
+    singles: dict[str, Callable[[list[str]], str]] = {"sum": lambda x: str(sum(map(int, x))),
+        "max": lambda x: max(x, key=int), "count": lambda x: str(len(x)),
         "longest": lambda x: max(x, key=len), "glue": "".join}  # fmt: skip
     seen = set()
     for _ in range(6000):
