@@ -9,6 +9,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.sums import in_words_of, more
 from perilune.tasks.forms import (
     CHAIN_ENDS,
     CHAIN_STARTS,
@@ -199,7 +200,7 @@ def sample_arithmetic(rng: Random, split: str, thinking: bool) -> Problem:
     kinds: tuple[Callable[[Random, str], Drawn], ...]
     kinds = (_expression, _expression, _expression, _product, _product, _comparison, _units)
     if widely(split):
-        kinds = (*kinds, _expression, _quotient)
+        kinds = (*kinds, _expression, _quotient, _beside, _beside, _beside, _beside)
     while True:
         key, question, trace, content = pick(rng, kinds)(rng, split)
         if belongs(key, split):
@@ -262,6 +263,8 @@ def _expression(rng: Random, split: str) -> Drawn:
 
 def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
     """An expression as a question: in symbols, with the operators in words, in words altogether, or step by step."""
+    if rng.random() < 0.25 and (text := in_words_of(rng, pattern, numbers)):
+        return text
     roll = rng.random()
     if roll < 0.3 and pattern in _SPOKEN:
         return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
@@ -320,6 +323,11 @@ def _quotient(rng: Random, split: str) -> Drawn:
     form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else _DIVIDE)
     question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
+
+
+def _beside(rng: Random, split: str) -> Drawn:
+    """Parts, percentages, averages, remainders, letters; in wide wordings only."""
+    return more(rng)
 
 
 def _comparison(rng: Random, split: str) -> Drawn:

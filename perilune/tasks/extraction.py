@@ -211,14 +211,14 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
         roll = rng.random() if wide else 1.0
-        if roll < 0.55:
+        if roll < 0.6:
             messages, reasoning, expected = entry(rng)
             content = json.dumps(expected, ensure_ascii=False)
             if belongs(key := ("json", content), split):
                 reply = Reply(reasoning if thinking else "", content)
                 return Problem("json_extract", split, key, messages, reply, thinking=thinking)
             continue
-        from_record = roll < 0.8
+        from_record = roll < 0.82
         if from_record:
             prompt, wanted, expected = _record_prompt(rng, split == "wide" and rng.random() < 0.3)
         else:

@@ -11,6 +11,7 @@ from datetime import date, timedelta
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.instructions import instruction
 from perilune.tasks.composed.procedures import procedure
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
@@ -361,11 +362,10 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         roll = rng.random() if widely(split) else 1.0
-        if roll < 0.34:
-            key, question, trace, content = procedure(rng)
-        elif roll < 0.4:
-            key, question, trace, content = (loop if roll < 0.36 else pipeline)(rng)
-        elif roll < 0.64:
+        if roll < 0.6:
+            made = instruction if roll < 0.32 else procedure if roll < 0.54 else loop if roll < 0.56 else pipeline
+            key, question, trace, content = made(rng)
+        elif roll < 0.78:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
         else:

@@ -255,8 +255,8 @@ class DocQuestions:
     def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
         if widely(split):
             roll = rng.random()
-            if roll < 0.7:
-                kind = _about_paragraph if roll < 0.4 else _about_record if roll < 0.55 else _about_report
+            if roll < 0.74:
+                kind = _about_paragraph if roll < 0.5 else _about_record if roll < 0.62 else _about_report
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
+from perilune.tasks.composed.bills import account
 from perilune.tasks.more_stories import more
 from perilune.tasks.problem import pick
 from perilune.tasks.words import NAMES, listed, made_up
@@ -484,14 +485,14 @@ def single(rng: Random, edible: bool) -> Story:
     return pattern, f"{pick(rng, _STARTS)} {change} {pick(rng, _QUESTIONS)}", "{o}"
 
 
-KINDS: Final = (*(changes,) * 4, *(groups,) * 2, *(fixed,) * 4, single, *(more,) * 9)
+KINDS: Final = (*(changes,) * 4, *(groups,) * 2, *(fixed,) * 4, single, *(more,) * 9, *(account,) * 5)
 
 
 def wide(rng: Random, thing: str) -> Story:
     """A story of the training side; some have a sentence that does not matter."""
     kind = pick(rng, KINDS)
     pattern, text, unit = kind(rng, thing in _EDIBLE)
-    if kind is not more and rng.random() < 0.1:  # an age or a price could matter there
+    if kind not in (more, account) and rng.random() < 0.1:  # an age or a price could matter there
         sentence = pick(rng, _IDLE)
         begin, _, rest = text.partition(". ")
         text = f"{begin}. {sentence} {rest}" if rest else text

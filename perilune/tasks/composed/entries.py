@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed import subjects
+from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import named, written
 from perilune.tasks.problem import pick, user
@@ -328,6 +329,8 @@ _BY_NAME: Final = ("JSON with the {d}s as keys and the {m} as values.",
 
 def entry(rng: Random) -> Made:
     """The prompt's messages, the trace and the object."""
+    if rng.random() < 0.4:
+        return _mentioned(rng)
     roll = rng.random()
     if roll < 0.07:
         return _all(rng)
@@ -365,6 +368,30 @@ def entry(rng: Random) -> Made:
         ask += pick(rng, _CASED).format(c=case)
     messages = _placed(rng, ask, _text(rng, many), before, system=0.25)
     return messages, "\n".join(_lines("", wanted, at)), {w.key: w.values[at] for w in wanted}
+
+
+def _mentioned(rng: Random) -> Made:
+    """Values that a text mentions beside words of any kind (mentions.py), which the keys are made of."""
+    stated = mentions(rng)
+    text = text_of(rng, stated)
+    (case, case_name), explained = pick(rng, _CASES), rng.random() < 0.08
+    wanted: list[Wanted] = []
+    for one in rng.sample(stated, len(stated) if rng.random() < 0.55 else 1 + int(rng.random() * len(stated))):
+        key = case(one.key) if not explained else made_up(rng) if rng.random() < 0.5 else f"k{len(wanted) + 1}"
+        wanted.append(Wanted(key, one.key, _type(one.value), (one.value,)))
+    absent = rng.random() < 0.08
+    if absent:
+        word = pick(rng, ("remark", "phone", "website", "nickname", "postcode"))
+        wanted.insert(int(rng.random() * (len(wanted) + 1)), Wanted(case(word), word, "string", (None,)))
+    wanted = list({w.key: w for w in wanted}.values())
+    before = rng.random() < 0.5
+    ask = _request(rng, wanted, "", explained, "below" if before else "above")
+    if absent:
+        ask += expand(rng, _RULES, pick(rng, _NULL)).format(place="above")
+    elif case_name and not explained and rng.random() < 0.1:
+        ask += pick(rng, _CASED).format(c=case_name)
+    messages = _placed(rng, ask, text, before, system=0.2)
+    return messages, "\n".join(_lines("", wanted, 0)), {w.key: w.values[0] for w in wanted}
 
 
 @lru_cache(maxsize=256)

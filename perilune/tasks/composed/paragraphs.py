@@ -11,6 +11,7 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.composed import subjects
+from perilune.tasks.composed.accounts import passage
 from perilune.tasks.composed.subjects import Attribute, Sentence, Subject
 from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn, lines
@@ -180,6 +181,11 @@ def _of_scenes(rng: Random) -> Paragraph:
     return Paragraph(pick(rng, (" ", " ", " ", "\n")).join(texts), question, trace, answer)
 
 
+def _of_clauses(rng: Random) -> Paragraph:
+    text, question, answer, line = passage(rng)
+    return Paragraph(text, question, line, answer)
+
+
 _UNKEMPT: Final = 0.08  # of paragraphs: all in lower case
 
 
@@ -187,7 +193,8 @@ def paragraph(rng: Random) -> Paragraph:
     """A paragraph, a question that one of its sentences answers, the thought and the answer, copied from it."""
     while True:
         roll = rng.random()
-        made = (_about_subjects if roll < 0.4 else _about_notes if roll < 0.5 else _of_scenes)(rng)
+        kind = _of_clauses if roll < 0.5 else _about_subjects if roll < 0.7 else _about_notes if roll < 0.75 else None
+        made = (kind or _of_scenes)(rng)
         if made.answer in made.text and made.trace.split("\n")[0] in made.text:
             break
     question = careless(rng, made.question)

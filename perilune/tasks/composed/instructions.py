@@ -1,0 +1,328 @@
+"""Small programs over a word, a few words or a list, put as people put them, for `programs`.
+
+An instruction is put together from what is given ("I have the words a, b and c"), where it is (before, after or
+inside), and what is to be done with it, which is said with "it" or "them" or with the thing itself. Lists are written
+in many ways, with the answer in the same one. The trace is worked by index or by a running value, as in programs.py.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks.more_programs import DAYS, LETTERS, counted, indexed, word
+from perilune.tasks.problem import pick
+from perilune.tasks.wordings import capital, enumerated, phrase, small
+from perilune.tasks.words import NAMES, PLAIN, made_up
+
+Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
+# What can be done: forms with {x} for what is given (a pronoun or the thing itself), the trace, the answer.
+Task = tuple[str, tuple[str, ...], str, str]  # name, forms, trace, answer
+
+_VOWELS: Final = "aeiou"
+
+
+def _letters_of(rng: Random) -> tuple[str, list[Task]]:
+    """A word, and what can be done with it."""
+    w = word(rng)
+    n, c, e = 1 + int(rng.random() * min(4, len(w) - 1)), pick(rng, w), pick(rng, LETTERS)
+    place = {1: "first", 2: "second", 3: "third", 4: "fourth"}[n]
+    count = pick(rng, (str(n), ("one", "two", "three", "four")[n - 1]))
+    letters = "letter" if n == 1 else pick(rng, (f"{count} letters", f"{count} letters", f"{count} characters"))
+    swapped = w[-1] + w[1:-1] + w[0]
+    consonants = "".join([x if x not in _VOWELS else "-" for x in w])
+    kept = "".join([x if x in _VOWELS else "-" for x in w])
+    dropped = "".join([x if x != c else "-" for x in w])
+    tasks: list[Task] = [
+        ("reverse", ("spell {x} backwards", "write {x} backwards", "reverse {x}", "turn {x} around",
+            "read {x} from the end",
+            "what is {x} backwards?", "give {x} with the letters in the opposite order", "mirror {x}"),
+            f"{indexed(w)}\n{''.join([f'{i}{w[i - 1]}' for i in range(len(w), 0, -1)])}", w[::-1]),
+        ("length", ("how many letters does {x} have?", "count the letters of {x}", "how long is {x}?",
+            "what is the length "
+            "of {x}?", "how many characters are in {x}?", "tell me how many letters {x} has"), indexed(w), str(len(w))),
+        ("nth", (f"what is the {place} letter of {{x}}?", f"give the {place} letter of {{x}}",
+            f"which letter comes {place} "
+            f"in {{x}}?", f"I need the {place} letter of {{x}}", f"take letter number {n} of {{x}}"),
+            f"{indexed(w)}\n{n}{w[n - 1]}", w[n - 1]),
+        ("last", ("what is the last letter of {x}?", "with which letter does {x} end?", "give the final letter of {x}"),
+            f"{indexed(w)}\n{len(w)}{w[-1]}", w[-1]),
+        ("begin", (f"what are the first {letters} of {{x}}?", f"give the first {letters} of {{x}}", f"take the first "
+            f"{letters} of {{x}}", f"keep only the first {letters} of {{x}}",
+            f"how does {{x}} begin, first {letters} only?"),
+            f"{indexed(w)}\n{indexed(w[:n])}", w[:n]),
+        ("end", (f"what are the last {letters} of {{x}}?", f"give the last {letters} of {{x}}", f"keep only the last "
+            f"{letters} of {{x}}", f"which {letters} does {{x}} end with?"), f"{indexed(w)}\n{indexed(w[-n:])}",
+            w[-n:]),
+        ("cut", (f"drop the first {letters} of {{x}}", f"remove the first {letters} of {{x}}",
+            f"what is {{x}} without its "
+            f"first {letters}?"), f"{indexed(w)}\n{indexed('-' * n + w[n:])}", w[n:]),
+        ("count", (f"how often does {c} occur in {{x}}?", f"how many times is the letter {c} in {{x}}?",
+            f"count the {c}s in "
+            f"{{x}}", f"how many {c}'s does {{x}} have?", f"how many times do you see {c} in {{x}}?"), counted(w, c),
+            str(w.count(c))),
+        ("vowels", ("how many vowels does {x} have?", "count the vowels in {x}",
+            "what is the number of vowels in {x}?"),
+            counted(w, _VOWELS), str(sum(x in _VOWELS for x in w))),
+        ("consonants", ("how many consonants does {x} have?", "count the consonants in {x}",
+            "number of letters in {x} that "
+            "are no vowels?"), counted(w, "".join(set(LETTERS) - set(_VOWELS))), str(sum(x not in _VOWELS for x in w))),
+        ("drop vowels", ("remove all vowels from {x}", "write {x} without vowels", "take every vowel out of {x}",
+            "delete a, "
+            "e, i, o and u in {x}", "keep the consonants of {x} only"), f"{indexed(w)}\n{indexed(consonants)}",
+            consonants.replace("-", "")),
+        ("keep vowels", ("keep only the vowels of {x}", "which vowels are in {x}, in order?",
+            "remove all consonants from "
+            "{x}"), f"{indexed(w)}\n{indexed(kept)}", kept.replace("-", "")),
+        ("drop letter", (f"remove every {c} from {{x}}", f"write {{x}} without {c}", f"delete all {c}s in {{x}}",
+            f"take the "
+            f"letter {c} out of {{x}}"), f"{indexed(w)}\n{indexed(dropped)}", dropped.replace("-", "")),
+        ("replace", (f"replace every {c} in {{x}} with {e}", f"replace {c} by {e} in {{x}}",
+            f"change each {c} of {{x}} to "
+            f"{e}", f"in {{x}}, write {e} instead of {c}", f"swap all {c}s of {{x}} for {e}"),
+            f"{indexed(w)}\n{indexed(w.replace(c, e))}", w.replace(c, e)),
+        ("swap", ("swap the first and the last letter of {x}", "exchange the first letter of {x} with the last one",
+            "in {x}, let the first and last letters change places"), f"{indexed(w)}\n{indexed(swapped)}", swapped),
+        ("upper", ("write {x} in capital letters", "put {x} in capitals", "make {x} upper case", "uppercase {x}",
+            "turn {x} "
+            "into capitals"), f"{indexed(w)}\n{indexed(w.upper())}", w.upper()),
+        ("capital", ("write {x} with a capital first letter", "capitalise {x}", "make only the first letter of {x} a "
+            "capital"), f"{indexed(w)}\n1{w[0].upper()}", w.capitalize()),
+        ("twice", ("write {x} twice without a space", "repeat {x} two times in one word", "double {x} as a text"),
+            f"1:{w}\n2:{w}", w + w),
+        ("add", (f"add {e} at the end of {{x}}", f"put the letter {e} after {{x}}", f"append {e} to {{x}}"),
+            f"{indexed(w)}\n{indexed(w + e)}", w + e),
+        ("front", (f"put {e} in front of {{x}}", f"add the letter {e} at the start of {{x}}",
+            f"begin {{x}} with an extra "
+            f"{e}"), f"{indexed(w)}\n{indexed(e + w)}", e + w),
+    ]  # fmt: skip
+    if len(w) < 4 or not kept.replace("-", "") or not consonants.replace("-", "") or not dropped.replace("-", ""):
+        tasks = tasks[:4]
+    return w, tasks
+
+
+def _places(items: list[str]) -> str:
+    return ",".join([f"{i}:{x}" for i, x in enumerate(items, 1)])
+
+
+def _picked(items: list[str], rest: list[str]) -> str:
+    """The trace of sorting: what is left at each step and the item that is taken."""
+    left, lines = list(items), []
+    for best in rest:
+        lines.append(f"{','.join(left)}:{best}")
+        left.remove(best)
+    return "\n".join(lines)
+
+
+def _lengths(items: list[str], longest: bool) -> tuple[str, str]:
+    best, lines = items[0], []
+    for w in items:
+        best = w if (len(w) > len(best) if longest else len(w) < len(best)) else best
+        lines.append(f"{indexed(w)} {len(w)}:{best}")
+    return "\n".join(lines), best
+
+
+def _plain(rng: Random) -> str:
+    return pick(rng, PLAIN)
+
+
+def _name(rng: Random) -> str:
+    return pick(rng, NAMES)
+
+
+def _words_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str], list[Task]]:
+    """A few words, and what can be done with them."""
+    draw = pick(rng, (_plain, made_up, _name, word))
+    found = list(dict.fromkeys([draw(rng) for _ in range(3 + int(rng.random() * 3))]))
+    n = 1 + int(rng.random() * min(3, len(found)))
+    place, shown = ("first", "second", "third")[n - 1], _places(found)
+    by_length = sorted(found, key=len)
+    (long, longest), (short, shortest) = _lengths(found, True), _lengths(found, False)
+    sizes = f"{' '.join([f'{indexed(w)} {len(w)}' for w in found])}\n{_picked(found, by_length)}"
+    mark = pick(rng, (("dash", "-"), ("hyphen", "-"), ("plus sign", "+"), ("underscore", "_"), ("slash", "/")))
+    tasks: list[Task] = [
+        ("alphabet", ("sort {x} alphabetically", "put {x} in alphabetical order", "sort {x} from a to z",
+            "order {x} by the "
+            "alphabet", "how do {x} look in alphabetical order?", "arrange {x} alphabetically"),
+            _picked(found, sorted(found)), out(sorted(found))),
+        ("longest", ("which of {x} is the longest?", "find the longest of {x}",
+            "which one of {x} has the most letters?"),
+            long, longest),
+        ("shortest", ("which of {x} is the shortest?", "find the shortest of {x}", "which one of {x} has the fewest "
+            "letters?"), short, shortest),
+        ("by length", ("sort {x} by length, shortest first", "order {x} from the shortest to the longest"), sizes,
+            out(by_length)),
+        ("nth", (f"what is the {place} of {{x}}?", f"give me the {place} of {{x}}", f"which of {{x}} comes {place}?",
+            f"take "
+            f"number {n} of {{x}}"), f"{shown}\n{n}:{found[n - 1]}", found[n - 1]),
+        ("last", ("which of {x} comes last?", "give me the last of {x}", "what is the last one of {x}?"),
+            f"{shown}\n{len(found)}:{found[-1]}", found[-1]),
+        ("count", ("how many of {x} are there?", "count {x}", "how many items are in {x}?"), shown, str(len(found))),
+        ("reverse", ("reverse the order of {x}", "put {x} in the opposite order", "list {x} from last to first"),
+            f"{shown}\n{','.join(reversed(shown.split(',')))}", out(found[::-1])),
+        ("join", (f"join {{x}} with a {mark[0]}", f"put a {mark[0]} between {{x}}", f"connect {{x}} with a {mark[0]}"),
+            mark[1].join(found), mark[1].join(found)),
+        ("glue", ("write {x} as one word without spaces", "stick {x} together", "join {x} without anything between"),
+            ",".join(found), "".join(found)),
+        ("initials", ("take the first letter of each of {x}", "what do the first letters of {x} spell?"),
+            "\n".join([f"{w}: {w[0]}" for w in found]), "".join([w[0] for w in found])),
+    ]  # fmt: skip
+    if len(set(map(len, found))) < len(found):  # two of one length: which one is meant is not said
+        tasks = [t for t in tasks if t[0] not in ("longest", "shortest", "by length")]
+    return found, tasks if len(found) > 2 else tasks[4:5]
+
+
+def _numbers_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str], list[Task]]:
+    """A few numbers, and what can be done with them."""
+    top, k = pick(rng, (10, 30, 100, 100)), 2 + int(rng.random() * 40)
+    items = [int(rng.random() * top) for _ in range(3 + int(rng.random() * 4))]
+    if rng.random() < 0.3:
+        items[-1] = pick(rng, items)
+    found, shown = list(map(str, items)), _places(list(map(str, items)))
+    total, added = items[0], []
+    for x in items[1:]:
+        added.append(f"{total}+{x}={total + x}")
+        total += x
+    above = [str(x) for x in items if x > k]
+    evens = [str(x) for x in items if x % 2 == 0]
+    marks = "\n".join([f"{x}{'>' if x > k else '<' if x < k else '='}{k}" for x in items])
+    parity = "\n".join([f"{x} {'odd' if x % 2 else 'even'}" for x in items])
+    distinct = list(dict.fromkeys(found))
+    up = list(map(str, sorted(items)))
+    best = {big: [str((max if big else min)(items[: i + 1])) for i in range(len(items))] for big in (True, False)}
+    tasks: list[Task] = [
+        ("sort", ("sort {x} ascending", "sort {x}", "put {x} in order from small to large", "order {x}, smallest first",
+            "arrange {x} from low to high"), _picked(found, up), out(up)),
+        ("down", ("sort {x} descending", "put {x} in order from large to small", "order {x}, biggest first"),
+            _picked(found, up[::-1]), out(up[::-1])),
+        ("sum", ("add up {x}", "what is the sum of {x}?", "add {x} together", "give me the total of {x}"),
+            "\n".join(added), str(total)),
+        ("max", ("what is the biggest of {x}?", "which of {x} is the largest?", "find the maximum of {x}"),
+            "\n".join([f"{x}:{b}" for x, b in zip(items, best[True])]), best[True][-1]),
+        ("min", ("what is the smallest of {x}?", "which of {x} is the lowest?", "find the minimum of {x}"),
+            "\n".join([f"{x}:{b}" for x, b in zip(items, best[False])]), best[False][-1]),
+        ("reverse", ("reverse {x}", "give {x} in reverse order", "turn {x} around", "list {x} backwards"),
+            f"{shown}\n{','.join(reversed(shown.split(',')))}", out(found[::-1])),
+        ("count", ("how many of {x} are there?", "count {x}", "how many numbers are in {x}?"), shown, str(len(items))),
+        ("above", (f"which of {{x}} are above {k}?", f"keep only those of {{x}} that are greater than {k}",
+            f"give me only the ones of {{x}} over {k}"), marks, out(above)),
+        ("how many above", (f"how many of {{x}} are above {k}?", f"count those of {{x}} that are bigger than {k}"),
+            marks,
+            str(len(above))),
+        ("evens", ("which of {x} are even?", "keep the even ones of {x}"), parity, out(evens)),
+        ("how many even", ("how many of {x} are even?", "count the even ones of {x}"), parity, str(len(evens))),
+        ("unique", ("remove the duplicates from {x}", "list {x} without repeats", "drop what occurs twice in {x}"),
+            shown,
+            out(distinct)),
+        ("first", ("what is the first of {x}?", "give me the first of {x}"), f"{shown}\n1:{found[0]}", found[0]),
+        ("last", ("what is the last of {x}?", "which of {x} comes last?"), f"{shown}\n{len(found)}:{found[-1]}",
+            found[-1]),
+        ("add", (f"append {k} to {{x}}", f"add {k} at the end of {{x}}", f"put {k} behind {{x}}"),
+            ",".join([*found, str(k)]), out([*found, str(k)])),
+    ]  # fmt: skip
+    return found, [t for t in tasks if t[3] and (t[0] not in ("above",) or above) and (t[0] != "evens" or evens)]
+
+
+# ---- how it is put ---------------------------------------------------------------------------------------------------
+
+_QUOTED: Final = ("{w}", "{w}", "'{w}'", '"{w}"', "the word {w}", "the word '{w}'", 'the word "{w}"',
+    "the string '{w}'",
+    "`{w}`", "*{w}*", "the name {w}", "the text {w}")  # fmt: skip
+_GIVEN: Final = ("I have {x}.", "Here is {x}.", "Take {x}.", "Given: {x}", "Look at {x}.", "This is {x}.",
+    "We have {x}.",
+    "My input is {x}.", "Consider {x}.", "You get {x}.", "Input: {x}\n", "{x}\n", "{x}.", "Let's take {x}.",
+    "I've got {x}.", "There is {x}.", "On my sheet stands {x}.", "Somebody wrote {x}.")  # fmt: skip
+_ITEMS: Final = ("the {k} {x}", "the {k}: {x}", "these {k}: {x}", "{x}", "a list with {x}", "the list {x}",
+    "{n} {k}: {x}",
+    "the following {k}: {x}")  # fmt: skip
+
+
+def _style(rng: Random) -> tuple[Callable[[list[str]], str], Callable[[list[str]], str]]:
+    """How a list is written in the question and in the answer."""
+    roll = rng.random()
+    if roll < 0.3:
+        return (lambda items: f"[{', '.join(items)}]"), (lambda items: f"[{', '.join(items)}]")
+    if roll < 0.4:
+        return (lambda items: " ".join(items)), (lambda items: " ".join(items))
+    if roll < 0.5:
+        return (lambda items: "; ".join(items)), (lambda items: ", ".join(items))
+    if roll < 0.75:
+        return (lambda items: enumerated(items)), (lambda items: ", ".join(items))
+    if roll < 0.82:
+        return (lambda items: "\n- " + "\n- ".join(items) + "\n"), (lambda items: ", ".join(items))
+    return (lambda items: ", ".join(items)), (lambda items: ", ".join(items))
+
+
+def _put(rng: Random, form: str, thing: str, pronoun: str) -> str:
+    """The form about the thing: in one sentence, or about "it" with the thing before or after."""
+    asks = form.endswith("?")
+    roll = rng.random()
+    if roll < 0.5:
+        text = form.replace("{x}", "{thing}") if asks else form.replace("{x}", "{thing}") + "."
+    elif roll < 0.85:
+        text = pick(rng, _GIVEN).replace("{x}", "{thing}") + " " + capital(form.replace("{x}", pronoun))
+        text += "" if asks else pick(rng, (".", ".", " please.", "", ", please"))
+    else:
+        text = form.replace("{x}", pronoun) + pick(rng, (": {thing}", "\n{thing}", ": {thing}", " - {thing}"))
+    text = text if rng.random() < 0.3 else capital(text)
+    text = phrase(rng, text) if rng.random() < 0.55 else text
+    return text.replace("{thing}", thing)
+
+
+def _calendar(rng: Random) -> Made:
+    """Years and weekdays counted on or back."""
+    back = rng.random() < 0.5
+    if rng.random() < 0.5:
+        year, n = 1900 + int(rng.random() * 140), 1 + int(rng.random() * 60)
+        then = year - n if back else year + n
+        form = pick(
+            rng,
+            (
+                "what year was it {n} years before {y}?",
+                "which year is {n} years earlier than {y}?",
+                "go back {n} years from {y}",
+                "{n} years before {y} was which year?",
+                "it is {y}. What year was it {n} years ago?",
+            )
+            if back
+            else (
+                "what year is {n} years after {y}?",
+                "in what year will it be {n} years later than {y}?",
+                "add {n} years to {y}",
+                "a tree was planted in {y}. In which year is it {n} years old?",
+                "{y} plus {n} years?",
+            ),
+        )
+        key: tuple[Any, ...] = ("years", year, n, back)
+        return key, phrase(rng, capital(form)).format(n=n, y=year), f"{year}{'-' if back else '+'}{n}={then}", str(then)
+    first, n = int(rng.random() * 7), 1 + int(rng.random() * 6)
+    there = [(first + (-i if back else i)) % 7 for i in range(n + 1)]
+    form = pick(rng, ("which day was {n} days before {w}?", "which weekday comes {n} days before {w}?",
+    "what day was it {n} "
+        "days ago if today is {w}?") if back else ("which day is {n} days after {w}?",
+        "if the parcel leaves on {w} and needs "
+        "{n} days, on which day does it arrive?", "{w} and {n} days more, what day is that?",
+        "what day follows {n} days "
+        "after {w}?"))  # fmt: skip
+    trace = "\n".join([f"{i}:{DAYS[d]}" for i, d in enumerate(there)])
+    days = "1 day" if n == 1 else f"{n} days"
+    question = phrase(rng, capital(form).replace("{n} days", "{d}")).format(w=DAYS[first], d=days)
+    return ("weekday", first, -n if back else n, question), question, trace, DAYS[there[-1]]
+
+
+def instruction(rng: Random) -> Made:
+    """The key, the question, the trace and the answer."""
+    roll = rng.random()
+    if roll < 0.1:
+        return _calendar(rng)
+    if roll < 0.5:
+        w, tasks = _letters_of(rng)
+        name, forms, trace, answer = pick(rng, tasks)
+        shown = pick(rng, _QUOTED).replace("{w}", w)
+        return ("letters", name, w, answer), _put(rng, pick(rng, forms), shown, "it"), trace, answer
+    shape, out = _style(rng)
+    items, tasks = (_words_of if roll < 0.76 else _numbers_of)(rng, out)
+    name, forms, trace, answer = pick(rng, tasks)
+    kind = pick(rng, ("words", "words", "terms", "items") if roll < 0.76 else ("numbers", "numbers", "values", "items"))
+    thing = pick(rng, _ITEMS).format(k=kind, x=shape(items), n=len(items))
+    pronoun = pick(rng, ("them", f"these {kind}", f"the {kind}", "them"))
+    return ("items", name, *items, answer), _put(rng, small(pick(rng, forms)), thing, pronoun), trace, answer

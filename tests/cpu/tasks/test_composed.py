@@ -1,0 +1,142 @@
+"""Problems that are composed: paragraphs of clauses, mentions beside any word, instructions."""
+
+import random
+import re
+from collections.abc import Callable
+
+from perilune.tasks.arithmetic import drawn_numbers
+from perilune.tasks.composed import accounts, bills, instructions, mentions, sums
+from perilune.tasks.fields import NEW_BASES
+
+
+def test_paragraphs_of_clauses_answer_once() -> None:
+    rng = random.Random(11)
+    asked: set[str] = set()
+    invented = 0
+    for _ in range(3000):
+        text, question, answer, line = accounts.passage(rng)
+        assert text.lower().count(answer.lower()) == 1 and answer in text, (text, answer)
+        quoted, *meant = line.split("\n")
+        assert quoted.lower() in text.lower(), (text, line)
+        assert answer.lower() in line.lower() or meant, (text, answer, line)
+        assert not re.search(r"[{}]|  | ,|,\.", text + question), (text, question)
+        asked.update(w for w in ("who", "where", "when", "why", "how many", "whom") if w in question.lower())
+        invented += "?" not in question
+    assert len(asked) == 6 and invented > 200
+
+
+def test_a_question_for_the_subject_repeats_what_tells_it_from_others() -> None:
+    rng = random.Random(12)
+    seen = 0
+    for _ in range(4000):
+        made = accounts.narrated(rng)
+        if made is None or not made[1].lower().startswith("who "):
+            continue
+        text, question, answer, _ = made
+        verb = question.split()[1]
+        sentences = [s for s in re.split(r"[.;]|, (?:and|but|while) ", text) if re.search(rf"\b{verb}\b", s)]
+        rest = " ".join(question.rstrip("?").split()[2:])
+        assert len(sentences) < 2 or rest, (text, question, answer)
+        seen += 1
+    assert seen > 150
+
+
+def test_mentions_stand_beside_the_word_of_their_key() -> None:
+    rng = random.Random(13)
+    kept = tuple(base.replace("_", " ") for bases in NEW_BASES.values() for base in bases)
+    kinds = set()
+    for _ in range(2000):
+        stated = mentions.mentions(rng)
+        text = mentions.text_of(rng, stated)
+        assert len(stated) > 1 and len({one.key for one in stated}) == len(stated)
+        for one in stated:
+            kinds.add(type(one.value))
+            assert one.text[1:] in text and not one.key.endswith(kept), (text, one)
+            assert any(word.rstrip("s") in one.text.lower() for word in one.key.lower().split()), one
+            if isinstance(one.value, str):
+                assert one.value in text, (text, one)
+    assert kinds == {str, int, float, bool, list}
+
+
+def test_flags_say_what_they_are() -> None:
+    rng = random.Random(14)
+    denied = re.compile(r"\b(no|not|without|nothing|missing|lacks)\b")
+    for _ in range(1000):
+        one = mentions._flag(rng)
+        assert bool(denied.search(one.text)) is not one.value, one
+
+
+def test_instructions_are_carried_out_right() -> None:
+    """Those whose key says what is done, done again here."""
+    rng = random.Random(15)
+    done: dict[str, Callable[[str], str]] = {
+        "reverse": lambda w: w[::-1], "length": lambda w: str(len(w)), "upper": str.upper, "twice": lambda w: w * 2,
+        "vowels": lambda w: str(len(re.findall("[aeiou]", w))), "drop vowels": lambda w: re.sub("[aeiou]", "", w),
+        "consonants": lambda w: str(len(re.findall("[^aeiou]", w))), "swap": lambda w: w[-1] + w[1:-1] + w[0],
+        "last": lambda w: w[-1], "capital": str.capitalize,
+    }  # fmt: skip
+    lists: dict[str, Callable[[list[str]], list[str]]] = {
+        "sort": lambda x: sorted(x, key=int), "down": lambda x: sorted(x, key=int, reverse=True), "alphabet": sorted,
+        "reverse": lambda x: x[::-1], "unique": lambda x: list(dict.fromkeys(x)),
+        "by length": lambda x: sorted(x, key=len), "evens": lambda x: [n for n in x if int(n) % 2 == 0],
+    }  # fmt: skip
+    singles: dict[str, Callable[[list[str]], str]] = {"sum": lambda x: str(sum(map(int, x))),
+        "max": lambda x: max(x, key=int), "count": lambda x: str(len(x)),
+        "longest": lambda x: max(x, key=len), "glue": "".join}  # fmt: skip
+    seen = set()
+    for _ in range(6000):
+        (kind, name, *given), question, trace, answer = instructions.instruction(rng)
+        assert trace and answer and "{" not in question.replace("{w}", "x"), question
+        if kind == "letters":
+            assert given[0] in question
+            if name in done:
+                seen.add(name)
+                assert done[name](given[0]) == answer, (question, answer)
+        elif kind == "items":
+            assert all(item in question for item in given[:-1])
+            if name in lists:
+                seen.add(name)
+                assert re.findall(r"[\w-]+", answer) == lists[name](given[:-1]), (question, answer)
+            elif name in singles:
+                seen.add(name)
+                assert answer == singles[name](given[:-1]), (question, answer)
+    assert seen == {*done, *lists, *singles}
+
+
+def test_described_expressions_are_worked_right() -> None:
+    rng = random.Random(16)
+    kinds = set()
+    for _ in range(4000):
+        key, question, trace, content = sums.more(rng)
+        answer = int(re.findall(r"-?\d+", content)[-1])
+        kinds.add(key[0])
+        assert trace() and "{" not in question
+        if key[0] == "expression":
+            assert eval(key[1]) == answer, (question, content)
+        elif key[0] == "average":
+            assert sum(key[1:]) == answer * len(key[1:])
+        elif key[0] == "rest":
+            assert key[1] % key[2] == answer and trace().endswith(f"r{answer}")
+        elif "%" in key[1] or "cent" in key[1]:
+            assert int(re.findall(r"\d+", key[1])[0]) * key[2] == 100 * answer, (question, content)
+    assert kinds == {"expression", "average", "rest", "part"}
+
+
+def test_descriptions_name_every_number_of_a_pattern() -> None:
+    rng = random.Random(17)
+    for pattern in ("a+b", "a*k", "a/k", "(a+b)*k", "b-a*k", "a-(b+c)", "a+b-c", "k*(a-b)"):
+        for _ in range(100):
+            numbers = drawn_numbers(rng, pattern)
+            text = sums.in_words_of(rng, pattern, numbers)
+            assert all(str(n) in text or n in (2, 3, 4, 5) for n in numbers.values()), (pattern, numbers, text)
+
+
+def test_bills_show_each_number_of_their_pattern_and_no_other() -> None:
+    rng = random.Random(18)
+    for _ in range(3000):
+        pattern, text, unit = bills.account(rng, False)
+        assert set(re.findall("[a-z]", pattern)) == set(re.findall(r"\{([a-z]+)\}", text)) - set("nmrx"), (
+            pattern,
+            text,
+        )
+        assert unit and "  " not in text, text
