@@ -1,6 +1,7 @@
 """Translates a preprocessed CUDA source to C++: inline assembly, __shared__ variables, built-in variables."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.cuda_emulator.instructions import TYPES, Address, Group, Operand, emit
@@ -77,30 +78,9 @@ def _line(source: str, at: int) -> int:
     return int(m[1]) + source.count("\n", m.end() + 1, at) if m else 0
 
 
-def _close(text: str, at: int) -> int:
-    """Where the parenthesis at `at` is closed."""
-    depth, quoted = 0, False
-    i = at
-    while True:
-        c = text[i]
-        if quoted:
-            i += c == "\\"
-            quoted = c != '"'
-        elif c == '"':
-            quoted = True
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-            if depth == 0:
-                return i
-        i += 1
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits at separators outside of parentheses, template arguments and strings."""
-    parts, depth, quoted, begin = [], 0, False, 0
-    i = 0
+def _plain(text: str, at: int = 0) -> Iterator[tuple[int, str, int]]:
+    """(index, character, depth of parentheses behind it) of the characters from `at` on that are in no string."""
+    depth, quoted, i = 0, False, at
     while i < len(text):
         c = text[i]
         if quoted:
@@ -108,15 +88,21 @@ def _split(text: str, separator: str) -> list[str]:
             quoted = c != '"'
         elif c == '"':
             quoted = True
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        elif c == separator and depth == 0:
-            parts.append(text[begin:i])
-            begin = i + 1
+        else:
+            depth += (c in "([{") - (c in ")]}")
+            yield i, c, depth
         i += 1
-    return [*parts, text[begin:]]
+
+
+def _close(text: str, at: int) -> int:
+    """Where the parenthesis at `at` is closed."""
+    return next(i for i, _, depth in _plain(text, at) if not depth)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits at separators outside of parentheses and strings."""
+    ends = [i for i, c, depth in _plain(text) if c == separator and not depth]
+    return [text[begin:end] for begin, end in zip([0, *(i + 1 for i in ends)], [*ends, len(text)])]
 
 
 # ---- shared memory ----

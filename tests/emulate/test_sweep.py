@@ -48,7 +48,7 @@ BIG = [
 ]
 
 
-# Cases of an op whose own are too large for this
+# Small cases for ops that have only large ones
 OWN = [("moe_int4", "cuda_tall", moe_int4.Case(130, 2, 4, 512, 256))]
 
 

@@ -230,7 +230,7 @@ _QUOTED: Final = ("{w}", "{w}", "'{w}'", '"{w}"', "the word {w}", "the word '{w}
 _GIVEN: Final = ("I have {x}.", "Here is {x}.", "Take {x}.", "Given: {x}", "Look at {x}.", "This is {x}.",
     "We have {x}.",
     "My input is {x}.", "Consider {x}.", "You get {x}.", "Input: {x}\n", "{x}\n", "{x}.", "Let's take {x}.",
-    "I've got {x}.", "There is {x}.", "On my sheet stands {x}.", "Somebody wrote {x}.")  # fmt: skip
+    "I've got {x}.", "There is {x}.", "On my sheet there is {x}.", "Somebody wrote {x}.")  # fmt: skip
 _ITEMS: Final = ("the {k} {x}", "the {k}: {x}", "these {k}: {x}", "{x}", "a list with {x}", "the list {x}",
     "{n} {k}: {x}",
     "the following {k}: {x}")  # fmt: skip

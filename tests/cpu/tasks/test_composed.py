@@ -67,7 +67,7 @@ def test_flags_say_what_they_are() -> None:
 
 
 def test_instructions_are_carried_out_right() -> None:
-    """Those whose key says what is done, done again here."""
+    """The problems with the operation in their key: worked again here."""
     rng = random.Random(15)
     done: dict[str, Callable[[str], str]] = {
         "reverse": lambda w: w[::-1], "length": lambda w: str(len(w)), "upper": str.upper, "twice": lambda w: w * 2,

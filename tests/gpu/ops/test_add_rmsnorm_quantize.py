@@ -1,4 +1,4 @@
-"""One op's bits against those of the two ops whose work it does."""
+"""add_rmsnorm_quantize gives the bits of add_rmsnorm followed by quantize_tokens."""
 
 import pytest
 import torch
