@@ -30,7 +30,7 @@ SHARE ?= 1
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest tests/soak -s --timeout 0 --share $(SHARE)
 
-# Every CUDA kernel on the CPU, in an emulator of the GPU: about 20 minutes.
+# Every CUDA kernel on the CPU, in an emulator of the GPU: tens of minutes.
 emulate: $(VENV)/.test
 	$(BIN)/python -m pytest tests/emulate $(XDIST) --timeout 0
 

@@ -79,7 +79,7 @@ def compared(part: str, tokens: list[int], device: torch.device) -> Iterator[dic
                     out = op.impls[name].run(*own.values())
                 outputs = [out] if isinstance(out, Tensor) else list(out or ())
                 found.append([bits(t) for t in [*outputs, *tensors(own).values()]])
-            if part == "fp8":  # one implementation, whose own ops are replaced
+            if part == "fp8":  # the op has one implementation: the ops that it calls are replaced
                 for overrides in ({}, NEW, {}, NEW):
                     with registry.using(overrides):
                         us += [t.seconds * 1e6 for t in timing.measure(op, case, BFLOAT16, device, [old], roof)]

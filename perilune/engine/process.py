@@ -27,7 +27,7 @@ from perilune.engine import wire
 from perilune.engine.engine import Engine
 from perilune.ops.harness import build, registry
 
-STATS_INTERVAL_SECONDS = 0.5  # seconds
+STATS_INTERVAL_SECONDS = 0.5
 PIECE_BYTES = 1 << 20  # Read at most so much between two steps. More: the pixels of a large picture delay a step.
 STARVED_SECONDS = 0.005  # How long to wait for the socket when every request waits for pixels.
 

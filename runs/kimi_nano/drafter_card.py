@@ -32,7 +32,7 @@ are drawn as in training; "structural" have words, stories and layouts that trai
 
 {table}
 
-Right by position: the share of drafts that stood of those whose predecessors did, T = 0, held out.
+Right by position: of the drafts that follow accepted ones, the share that is accepted too, T = 0, held out.
 {speed}
 ## Training
 

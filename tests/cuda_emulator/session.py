@@ -35,7 +35,7 @@ class _Open:
 
 
 _open = _Open()
-_held: list[torch.Tensor] = []  # tensors whose addresses launches have got: they live until the launches have ended
+_held: list[torch.Tensor] = []  # tensors that launches have addresses of: kept until the launches have ended
 
 
 def drain() -> None:

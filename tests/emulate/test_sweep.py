@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the ops on the emulator, in every mode: `make emulate`. Takes about 20 minutes on two cores.
+"""Every CUDA kernel of the ops on the emulator, in every mode: `make emulate`. Takes tens of minutes on two cores.
 
 The small cases of an op, as for CPUs; and for kernels that take only Kimi K2's sizes, single big cases.
 """

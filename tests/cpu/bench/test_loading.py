@@ -122,7 +122,7 @@ def test_an_interrupt_stops_every_thread_at_its_next_piece(path, monkeypatch, wh
         load(path, dtype=torch.float32, device="cpu", threads=4)
     stopper.join()
     assert pieces["n"] <= when + 4, "each thread ends with its piece"
-    # One whose start was interrupted may still begin; it finds that there is nothing to do.
+    # A thread that was interrupted while it was started may still begin; it finds that there is nothing to do.
     while left := [t for t in threading.enumerate() if t.name.startswith("load-") and t.ident is not None]:
         left[0].join(60)
         assert not left[0].is_alive()

@@ -1,4 +1,4 @@
-// Instructions whose results test_golden.py computes with torch.
+// Single instructions: test_golden.py computes their results with torch.
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"
 
