@@ -101,6 +101,7 @@ def measure(
         cycle_ms = step_ms(engine)
         verified = engine.runner.call(_verified, engine)
         assert engine.runner.graphs is not None and engine.runner.graphs.broken is None, engine.runner.graphs
+        test_ms = engine.runner.graphs.recorder.longest_test_seconds * 1e3
     finally:
         for engine in engines:
             engine.close()
@@ -130,6 +131,7 @@ def measure(
         "floor_us_per_layer": round(floor, 1),
         "fraction": round(floor / (1e3 * slope), 4),
         "outside_us": round(1e3 * (verify9 - slope * (bench.layers - 1)), 1),
+        "self_test_ms": round(test_ms, 2),
         "step_ms": round(cycle_ms, 4),
         "verify_ms": round(verify_ms, 4),
         "verify_graph_ms": round(verify9, 4),

@@ -191,7 +191,7 @@ class Bench:
         kv_dtype: str = "auto",
     ) -> dict[str, Any]:
         """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good."""
-        whole_ms, distinct = 0.0, 0.0
+        whole_ms, distinct, test_ms = 0.0, 0.0, 0.0
         with contextlib.ExitStack() as opened:
             graphs = {}
             for layers in (self.layers, self.layers - STEP):
@@ -214,6 +214,7 @@ class Bench:
                 engine.runner.call(_scatter, engine)
                 assert engine.runner.graphs is not None
                 graphs[layers] = engine.runner.graphs.latest()
+                test_ms = max(test_ms, engine.runner.graphs.recorder.longest_test_seconds * 1e3)
             # In turns: where the GPU is at its power limit, what ran before decides the clock.
             times = engine.runner.call(replays_ms, list(graphs.values()), engine.info.vocab_size)
             graph_ms = dict(zip(graphs, times))
@@ -242,6 +243,7 @@ class Bench:
             "floor_us_per_layer": round(floor, 1),
             "fraction": round(floor / us, 4),
             "outside_us": round(graph_ms[self.layers] * 1e3 - us * (self.layers - 1), 1),
+            "self_test_ms": round(test_ms, 2),
             "step_ms": round(whole_ms, 4),
             "tokens_per_s": round(batch / whole_ms * 1e3, 1),
             "acceptance_length": 1.0,

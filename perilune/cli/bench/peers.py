@@ -11,7 +11,7 @@ from perilune.bench.shapes import shape
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
 from perilune.formats.hub import resolve_model
-from perilune.ops.harness import registry
+from perilune.ops.harness import registry, workspace
 
 MARK, BATCH_MARK = 3.0, 4.0  # the ratios this project promises on two CPU cores
 
@@ -59,7 +59,8 @@ def command(
         sizes = peers.Sizes(width, config.n_routed_experts, other["compact"])
         counts = numbers(tokens, "--tokens")
         settings = {"rounds": other["rounds"], "impls": other["impls"], "beside": not other["no_peer"]}
-        rows = peers.measure(counts, sizes, **settings, report=say)
+        with workspace.owned():
+            rows = peers.measure(counts, sizes, **settings, report=say)
         finish(rows, directory)
         return
     rivals.require_transformers()

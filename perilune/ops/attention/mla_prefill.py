@@ -10,8 +10,7 @@ Fewer FLOPs per query and key than the absorbed form, at the price of making key
 "cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many requests at a time as
 fit `KEY_VALUE_BYTES`, or of one request as many heads, and rounds probabilities to bfloat16; scores, softmax and sums
 are fp32. A request's result does not depend on the values of the others; the library may choose another order of sums
-for another number of keys. "cuda_staying" is the same by CTAs that take one piece of 128 queries of a head after the
-other, so that the start and the end of a piece run beside the tiles of its neighbours: bit for bit as "cuda".
+for another number of keys.
 """
 
 import functools
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.attention import paged_inputs
-from perilune.ops.harness import build, workspace
+from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
@@ -115,18 +114,11 @@ op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk"
 
 
 @functools.cache
-def _gather() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp")
-
-
-@functools.cache
-def _attend() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp")
-
-
-@functools.cache
-def _attend_staying() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill_staying", "ppppppl" + "p" + "l" * 7 + "fp")
+def _kernels() -> tuple[Any, Any]:
+    return (
+        build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp"),
+        build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp"),
+    )
 
 
 def together(starts: list[int], lengths: list[int], most: int) -> list[list[tuple[int, int, int, int, int]]]:
@@ -147,8 +139,9 @@ def together(starts: list[int], lengths: list[int], most: int) -> list[list[tupl
     return found
 
 
-def _fits(a: Any, device: torch.device) -> bool | str:
-    return build.on_hopper(
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
         "mla_prefill.cu",
         device,
         (a.q.dtype == BFLOAT16, "bfloat16"),
@@ -157,14 +150,14 @@ def _fits(a: Any, device: torch.device) -> bool | str:
             f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
         ),
         (a.w_uk.shape[2] % 16 == 0, "a latent width that is a multiple of 16"),
-    )
-
-
-def _run(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float, staying: bool) -> Tensor:
+    ),
+)
+def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
         q = q.contiguous()
     (T, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, dtype=q.dtype, device=q.device)
+    gather, attend = _kernels()
     stream = torch.cuda.current_stream(q.device).cuda_stream
     tables, (_, block_size, width) = span.tables.contiguous(), pages.shape
     most = KEY_VALUE_BYTES // ((n + v) * q.itemsize)  # rows of keys and values of one head
@@ -172,7 +165,7 @@ def _run(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
         requests, count = torch.tensor(some, dtype=torch.int32), len(some)
         total = some[-1][4] + -(-some[-1][3] // TILE) * TILE
         rows = torch.empty(total, width, dtype=pages.dtype, device=q.device)
-        failed = _gather()(
+        failed = gather(
             pages.data_ptr(),
             tables.data_ptr(),
             tables.stride(0),
@@ -192,31 +185,26 @@ def _run(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
             part = slice(h, min(h + heads, H))
             k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
             values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])  # [heads, total, v]
-            read = (q[0, h], k, latent[0, R:], values)
-            begin = (*(t.data_ptr() for t in read), out[0, h].data_ptr(), requests.data_ptr(), count)
-            sizes = (T, total, part.stop - h, q.stride(0), latent.stride(0), out.stride(0))
-            if staying:
-                taken = workspace.current(q.device).zeros("mla_prefill.taken", 1)
-                failed = _attend_staying()(*begin, taken.data_ptr(), *sizes, _processors(q.device), scale, stream)
-            else:
-                failed = _attend()(*begin, max(request[2] for request in some), *sizes, scale, stream)
+            failed = attend(
+                q[0, h].data_ptr(),
+                k.data_ptr(),
+                latent[0, R:].data_ptr(),
+                values.data_ptr(),
+                out[0, h].data_ptr(),
+                requests.data_ptr(),
+                count,
+                max(request[2] for request in some),
+                T,
+                total,
+                part.stop - h,
+                q.stride(0),
+                latent.stride(0),
+                out.stride(0),
+                scale,
+                stream,
+            )
             assert not failed, f"CUDA error {failed}: {q.shape=} {some=} {pages.shape=}"
     return out
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@op.impl("cuda", when=_fits)
-def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    return _run(q, pages, w_uk, w_uv, span, scale, staying=False)
-
-
-@op.impl("cuda_staying", when=_fits, unmeasured=True)
-def cuda_staying(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    return _run(q, pages, w_uk, w_uv, span, scale, staying=True)
 
 
 @op.impl("torch")

@@ -78,7 +78,6 @@ def _kernel() -> Any:
         (a.residual.shape[0] > FEW_ROWS, f"more than {FEW_ROWS} rows"),
         (a.residual.shape[1] % 8 == 0 and a.residual.shape[1] <= 8192, "a width in 8s up to 8,192"),
     ),
-    unmeasured=True,
 )
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     (T, D), x = residual.shape, x.contiguous()

@@ -67,7 +67,6 @@ def _kernel() -> Any:
         device,
         (a.y.shape[1] * a.y.itemsize % 16 == 0, "rows of a multiple of 16 bytes"),
     ),
-    unmeasured=True,
 )
 def cuda(y: Tensor, scale: Tensor) -> None:
     assert y.data_ptr() % 16 == 0 and scale.data_ptr() % 16 == 0, f"{y.shape=} {scale.shape=}"

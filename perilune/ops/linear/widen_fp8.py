@@ -74,7 +74,6 @@ def _kernel() -> Any:
         (a.y.dtype == BFLOAT16, "bfloat16"),
         (a.w.numel() % 8 == 0, "a multiple of 8 values"),
     ),
-    unmeasured=True,
 )
 def cuda(w: Tensor, y: Tensor) -> None:
     assert w.data_ptr() % 8 == 0 and y.data_ptr() % 16 == 0, f"{w.shape=}"
