@@ -82,11 +82,17 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     pairs_before += count;
   }
   __syncwarp();
-  for (int n = lane; n < pairs; n += 32) {
-    const int e = id_of(n);
-    if (e >= 0) p.sorted[atomicAdd(&p.counts[e], 1)] = n;
+  // No atomicAdd here: every CTA makes this plan for itself, and CUDA promises no order among a warp's atomics.
+  for (int first = 0; first < pairs; first += 32) {
+    const int e = id_of(first + lane);
+    const unsigned same = __match_any_sync(~0u, e);
+    const int place = __popc(same & ((1u << lane) - 1));
+    const int at = e >= 0 ? p.counts[e] : 0;
+    __syncwarp();
+    if (e >= 0) p.sorted[at + place] = first + lane;
+    if (e >= 0 && place == 0) p.counts[e] = at + __popc(same);
+    __syncwarp();
   }
-  __syncwarp();
   return all;
 }
 
