@@ -109,7 +109,8 @@ def _rows(rng: Random, texts: list[str]) -> str:
     )
 
 
-def _joined(rng: Random, texts: list[str], split: str) -> str:
+def joined(rng: Random, texts: list[str], split: str) -> str:
+    """Several requests as one message."""
     if widely(split) and len(texts) > 1 and rng.random() < 0.14:
         return _rows(rng, texts)
     out = texts[0]
@@ -160,7 +161,7 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
-    text = text or _joined(rng, [a.text for a in asked], split)
+    text = text or joined(rng, [a.text for a in asked], split)
     trace = "\n".join([f"{i}. {a.trace(text)}" for i, a in enumerate(asked, 1)])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
@@ -200,7 +201,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
             contents.append(json.dumps(values, ensure_ascii=False))
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
-    text = f"{_joined(rng, [a.text for a in asked], split)} {question}"
+    text = f"{joined(rng, [a.text for a in asked], split)} {question}"
     traces = [a.trace(text) for a in asked]
     thought = "\n".join([f"{i}. {trace}" for i, trace in enumerate(traces, 1)] if len(traces) > 1 else traces)
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))

@@ -228,11 +228,15 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
         if belongs(key, split):
             break
     if not from_record:
-        prompt = _or_null(rng, _labelled_prompt(rng, stated, wanted, split), optional)
-    reasoning = "\n".join(_copied(f, expected[f.name]) for f in wanted) if thinking else ""
+        prompt = or_null(rng, _labelled_prompt(rng, stated, wanted, split), optional)
+    reasoning = "\n".join(copied(f, expected[f.name]) for f in wanted) if thinking else ""
+    return Problem("json_extract", split, key, prompt_messages(prompt), Reply(reasoning, content), thinking=thinking)
+
+
+def prompt_messages(prompt: str) -> tuple[dict[str, Any], ...]:
+    """The messages of a prompt of `wide_prompt`: one, or a system message before the user's text."""
     asks, _, text = prompt.rpartition(_THEN)
-    messages = ({"role": "system", "content": asks}, user(text)) if asks else (user(prompt),)
-    return Problem("json_extract", split, key, messages, Reply(reasoning, content), thinking=thinking)
+    return ({"role": "system", "content": asks}, user(text)) if asks else (user(prompt),)
 
 
 def _labelled(rng: Random, new: bool) -> tuple[Facts, list[Field], dict[str, Any], bool]:
@@ -257,7 +261,7 @@ def _labelled_prompt(rng: Random, facts: Facts, wanted: list[Field], split: str)
         return pick(rng, _NEW_PROMPTS if how == 3 else _PROMPTS).format(text=text, schema=schema)
     # A list of keys does not say which numbers are texts.
     plain = not any(isinstance(v, str) and v.isdigit() for _, v in facts)
-    return _wide_prompt(rng, text, wanted, typed=not plain)
+    return wide_prompt(rng, text, wanted, typed=not plain)
 
 
 def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, Any]]:
@@ -299,16 +303,17 @@ def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, 
         schema = pick(rng, _SCHEMAS)(rng, wanted)
         prompt = pick(rng, _PROMPTS if rng.random() < 0.5 else _BLOCK_ASKS).format(text=stated.text, schema=schema)
     else:
-        prompt = _wide_prompt(rng, stated.text, wanted, typed=rng.random() < 0.25)
+        prompt = wide_prompt(rng, stated.text, wanted, typed=rng.random() < 0.25)
     prompt = note.strip() + " " + prompt if note and _THEN in prompt else prompt + note
-    return _or_null(rng, prompt, optional), wanted, expected
+    return or_null(rng, prompt, optional), wanted, expected
 
 
 _DAY: Final = re.compile(r"\d[./-]\d|Jan|Feb|March|April|May|June|July|Aug|Sept|Oct|Nov|Dec")
 _ISO: Final = re.compile(r"\d{4}-\d\d-\d\d")
 
 
-def _or_null(rng: Random, prompt: str, optional: bool) -> str:
+def or_null(rng: Random, prompt: str, optional: bool) -> str:
+    """The prompt; if values may be missing, with a sentence that asks for null then."""
     if not optional:
         return prompt
     after = rng.random() < 0.5 and _THEN not in prompt
@@ -351,7 +356,8 @@ _SYSTEM_ASKS: Final = (
 )  # fmt: skip
 
 
-def _wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool) -> str:
+def wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool) -> str:
+    """A text and what is asked of it, in wide wordings; `typed`: the keys with their types."""
     if rng.random() < 0.1:
         return pick(rng, _SYSTEM_ASKS).format(keys=_key_list(rng, wanted, typed)) + _THEN + text
     if not typed and rng.random() < 0.2:
@@ -375,7 +381,8 @@ def _listed(rng: Random, wanted: list[Field]) -> str:
     return "\n".join([form.format(n=f.name, i=i) for i, f in enumerate(wanted, 1)])
 
 
-def _copied(field: Field, value: Any) -> str:
+def copied(field: Field, value: Any) -> str:
+    """The line of a trace for a key and its value."""
     if value is None:
         return f"{field.name}: null"
     # Most layouts of a schema do not say which strings are choices.

@@ -24,6 +24,7 @@ from perilune.tasks.problem import Problem, assistant
 from perilune.text.chat import ChatTemplate, Special, next_tool_index
 from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import tokenizer as vocabulary
+from runs.kimi_nano.written import records
 
 LONGEST = 2048  # tokens of a sample; longer ones are left out
 TEXT_SHARE = 0.07  # of the tokens of a block
@@ -91,9 +92,9 @@ def texts(files: Sequence[Path]) -> list[str]:
 def make_vocabulary(out: Path, seed: int, plain: Sequence[str], *, problems: int, merges: int) -> None:
     """Learns the vocabulary from rendered problems and `plain`, the former made to weigh three times the latter."""
     rng = random.Random(f"{seed}:vocabulary")
-    template, rendered = ChatTemplate(), []
+    template, rendered, mix = ChatTemplate(), [], families(out)
     for _ in range(problems):
-        p = training_mix(rng)
+        p = training_mix(rng, mix)
         pieces = [*template.pieces(p.messages, tools=p.tools or None, add_generation_prompt=False), p.reply.reasoning]
         pieces += template.pieces([assistant_turn(p)], thinking=False, add_generation_prompt=False)
         rendered += [piece for piece in pieces if isinstance(piece, str)]
@@ -145,8 +146,11 @@ class Corpus:
 
 
 def families(run: Path) -> dict[str, Family]:
-    """All families; `doc_questions` asks about the passages kept in the run's directory too."""
-    return build_families((*BUILT_IN, *kept_passages(run)))
+    """All families; `doc_questions` asks about the passages kept in the run's directory too. Where the directory
+    has problems that people wrote, they are among the training problems."""
+    found = build_families((*BUILT_IN, *kept_passages(run)))
+    file = run / records.FILE
+    return records.Written(records.read(file)).mixed(found) if file.is_file() else found
 
 
 def kept_passages(run: Path) -> list[str]:

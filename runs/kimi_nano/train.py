@@ -45,6 +45,7 @@ from runs.kimi_nano.export import read_back
 from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled
 from runs.kimi_nano.optim import Optimizer
 from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, Progress, progress_of, restore, save
+from runs.kimi_nano.written import records
 
 WARMUP, FALL = 150, 0.4
 BALANCE = 1e-3  # step of the routers' biases
@@ -55,6 +56,7 @@ SEED = 20261121
 class Options:
     out: Path
     docs: Path | None = None
+    written: Path | None = None  # records of sentences that people wrote (runs.kimi_nano.written)
     seed: int = SEED
     minutes: float = 17.0
     steps: int = 0  # > 0: the schedule's length, instead of minutes
@@ -102,6 +104,8 @@ def prepare(options: Options, log: Log) -> None:
     if options.model and not options.resume:
         for name in (vocabulary.VOCABULARY_FILE, vocabulary.CONFIG_FILE):
             shutil.copyfile(options.model / name, out / name)
+    if options.written and not (out / records.FILE).is_file():
+        shutil.copyfile(options.written, out / records.FILE)
     if (out / CORPUS_FILE).is_file():
         return
     begin = time.monotonic()
@@ -303,6 +307,7 @@ def parse() -> Options:
     add = parser.add_argument
     add("--out", type=Path, default=defaults.out, help="directory of the run")
     add("--docs", type=Path, help="directory with *.rst.txt files to learn as plain text")
+    add("--written", type=Path, metavar="FILE", help="problems of other people to learn too (runs.kimi_nano.written)")
     add("--seed", type=int, default=defaults.seed, help="seed of data and weights")
     add("--minutes", type=float, default=defaults.minutes, help="length of the schedule")
     add("--steps", type=int, default=0, help="length of the schedule in steps, instead of --minutes")

@@ -1,0 +1,92 @@
+"""Records of all kinds in one file, and the problems drawn from them.
+
+A line of the file (JSON lines, xz) is [kind, record]: `kind` is the module that wrote the record, `record` an object
+with "family" and "source", or with "table": a name under which the records of that kind refer to it.
+"""
+
+import json
+import lzma
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any, Final
+
+from perilune.tasks.families import Family
+from perilune.tasks.problem import Problem
+from runs.kimi_nano.written import stories, utterances
+
+KINDS: Final[Mapping[str, ModuleType]] = {"stories": stories, "utterances": utterances}
+FILE: Final = "written.jsonl.xz"
+# Share of a family's training problems that are written ones, where there are at least ENOUGH records: fewer are drawn
+# in proportion, so that none is seen too often.
+SHARE: Final = 0.3
+ENOUGH: Final = 8000
+EVENING: Final = 0.7  # a source of n records is drawn with weight n ** EVENING: large sources do not hide small ones
+
+
+def write(root: Path, path: Path) -> Counter[str]:
+    """Reads all kinds below `root` into the file `path`, written whole; the number of records by kind and source."""
+    counts: Counter[str] = Counter()
+    partial = path.with_name(f".{path.name}")
+    with lzma.open(partial, "wt", preset=6) as file:
+        for kind, module in KINDS.items():
+            for record in module.read(root):
+                file.write(json.dumps([kind, record], separators=(",", ":"), ensure_ascii=False) + "\n")
+                counts[f"{kind}: {record.get('source', 'tables')}"] += 1
+    partial.replace(path)
+    return counts
+
+
+def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, record) of every line."""
+    with lzma.open(path, "rt") as file:
+        for line in file:
+            kind, record = json.loads(line)
+            yield kind, record
+
+
+class Written:
+    """Problems of one file, by family."""
+
+    def __init__(self, records: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        self._tables: dict[str, dict[str, Any]] = defaultdict(dict)
+        found: dict[str, dict[str, list[tuple[str, dict[str, Any]]]]] = defaultdict(lambda: defaultdict(list))
+        for kind, record in records:
+            if "table" in record:
+                self._tables[kind][record["table"]] = record
+            else:
+                found[record["family"]][record["source"]].append((kind, record))
+        self._found = {
+            family: (list(sources.values()), [len(s) ** EVENING for s in sources.values()])
+            for family, sources in found.items()
+        }
+
+    def count(self, family: str) -> int:
+        return sum(map(len, self._found[family][0])) if family in self._found else 0
+
+    def draw(self, family: str, rng: Random) -> Problem:
+        """A problem of a family that has records."""
+        sources, weights = self._found[family]
+        kind, record = rng.choice(rng.choices(sources, weights)[0])
+        made: Problem = KINDS[kind].problem(record, rng, self._tables[kind])
+        return made
+
+    def mixed(self, families: Mapping[str, Family]) -> dict[str, Family]:
+        """The same families; SHARE of the training problems that they draw are written ones."""
+        return {name: self._mixed(f) for name, f in families.items()}
+
+    def _mixed(self, family: Family) -> Family:
+        share = SHARE * min(1.0, self.count(family.name) / ENOUGH)
+        if not share:
+            return family
+        generated: Callable[[Random, str, bool], Problem] = family.sample
+
+        def sample(rng: Random, split: str, thinking: bool) -> Problem:
+            if split != "train" or rng.random() >= share:
+                return generated(rng, split, thinking)
+            return replace(self.draw(family.name, rng), thinking=thinking)
+
+        return replace(family, sample=sample)
