@@ -19,9 +19,9 @@ kernel has ended if `chosen` carries a publication that is still valid (`chosen.
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
-"cuda_tall" (moe_int4_tall.py) is for 128 to 512 tokens and "cuda_prefill" (moe_int4_grouped.py) for more: grouped
-products on wgmma, P = 1, with the same bits for the routed experts. "cuda_cluster" (moe_int4_cluster.py) gives these
-bits too and waits for its first measurement.
+"cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 of narrow experts), "cuda_cluster" (moe_int4_cluster.py)
+for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more: grouped products on
+wgmma, P = 1, with the same bits for the routed experts.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
@@ -213,6 +213,18 @@ def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: 
     return moe_int4_tall.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
+@op.impl(
+    "cuda_cluster",
+    when=lambda a, device: build.on_hopper(
+        moe_int4_cluster.source_for(a.gate_up),
+        device,
+        *moe_int4_cluster.needs(a.x, a.gate_up),
+    ),
+)
+def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+
+
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
@@ -267,19 +279,6 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
 def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     rest = None if shared is None else functools.partial(_shared, w=shared)
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
-
-
-@op.impl(
-    "cuda_cluster",
-    when=lambda a, device: build.on_hopper(
-        moe_int4_cluster.source_for(a.gate_up),
-        device,
-        *moe_int4_cluster.needs(a.x, a.gate_up),
-    ),
-    unmeasured=True,
-)
-def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
 @functools.cache

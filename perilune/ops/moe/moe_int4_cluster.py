@@ -1,4 +1,4 @@
-"""The CUDA implementation of moe_int4.py for 128 to some thousand tokens: grouped products on the tensor cores by
+"""The CUDA implementation of moe_int4.py for 128 to 5,000 tokens: grouped products on the tensor cores by
 clusters of two CTAs that share activations (moe_int4_cluster.cuh).
 
 Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
@@ -23,7 +23,7 @@ from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_cluster.cu", "moe_int4_cluster_compact.cu"
-MAX_TOKENS = 16384  # More: T k + 7 E rows of the workspace take more than 3 GB for K2.
+MIN_TOKENS, MAX_TOKENS = 128, 5000  # with more, moe_int4_grouped.py is faster
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
 COMPACT_BLOCK = 512  # values of k with the 16 bytes of compact scales that it loads at a time
 WIDEST, CLASSES = 96, 12  # a tile has 8, 16, .. 96 pairs
@@ -44,7 +44,7 @@ def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
     T, (E, both, words), scale = x.shape[0], gate_up.weight.shape, gate_up.scale
     block = BLOCK if gate_up.row_scale is None else COMPACT_BLOCK
     return (
-        (1 <= T <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens"),
+        (MIN_TOKENS <= T <= MAX_TOKENS, f"{MIN_TOKENS} to {MAX_TOKENS} tokens"),
         (x.dtype == BFLOAT16 and scale is not None and scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
         (words * 8 % block == 0 and both % (2 * block) == 0, f"widths that are multiples of {block}"),
         (E <= MAX_EXPERTS, f"at most {MAX_EXPERTS} experts"),

@@ -24,8 +24,9 @@ from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE = "moe_int4_tall.cu"
-# For fewer tokens kernels that read an expert again for every 4 tokens are faster, for more tokens moe_int4_grouped.py.
+# For fewer tokens kernels that read an expert again for every 4 tokens are faster, for more tokens moe_int4_cluster.py.
 MIN_TOKENS, MAX_TOKENS = 128, 512
+WIDE, MAX_TOKENS_WIDE = 1024, 383  # of experts wider than WIDE
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
 STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024
@@ -48,8 +49,9 @@ def classes(T: int, k: int, E: int) -> int:
 def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
     """What `build.on_hopper` asks for."""
     T, (E, both, words) = x.shape[0], gate_up.weight.shape
+    most = MAX_TOKENS_WIDE if both > 2 * WIDE else MAX_TOKENS
     return (
-        (MIN_TOKENS <= T <= MAX_TOKENS, f"{MIN_TOKENS} to {MAX_TOKENS} tokens"),
+        (MIN_TOKENS <= T <= most, f"{MIN_TOKENS} to {most} tokens"),
         (x.dtype == BFLOAT16 and gate_up.row_scale is None, "bfloat16, of scales too"),
         (gate_up.scale is not None and gate_up.scale.dtype == BFLOAT16, "bfloat16, of scales too"),
         (words * 8 % BLOCK == 0 and both % (2 * BLOCK) == 0, f"widths that are multiples of {BLOCK}"),

@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 SMS = 4  # two clusters: each takes several pieces of work, so that rings go around
 Case = moe_int4.Case
 CASES = [
-    Case(5, 2, 3, 256, 256),
-    Case(9, 3, 40, 512, 256),  # experts without a pair
-    Case(40, 2, 3, 768, 256, S=64),  # an odd number of units of down
+    Case(128, 1, 24, 256, 256),
+    Case(128, 1, 300, 512, 256),  # experts without a pair
+    Case(129, 1, 3, 768, 256, S=64),  # an odd number of units of down
     Case(130, 1, 3, 512, 512, to_one=True, compact=True),  # two tiles of one expert, not the widest
-    Case(60, 3, 7, 512, 512, compact=True),
+    Case(140, 1, 7, 512, 512, compact=True),
 ]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -54,9 +54,9 @@ def test_the_bits_of_the_other_kernels_at_every_width() -> None:
 @pytest.mark.parametrize(
     ("tokens", "width", "compact", "reason"),
     [
-        (1, 512, True, None),
-        (2000, 256, False, None),
-        (16385, 512, False, "1 to 16384 tokens"),
+        (128, 512, True, None),
+        (5000, 256, False, None),
+        (5001, 512, False, "128 to 5000 tokens"),
         (128, 256, True, "widths that are multiples of 512"),
         (128, 128, False, "widths that are multiples of 256"),
     ],
