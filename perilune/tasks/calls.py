@@ -156,8 +156,8 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
     text = ""
-    if widely(split) and (roll := rng.random()) < 0.4:
-        made = (together if roll < 0.22 else in_rows)(rng, catalog_tool(rng), count)
+    if widely(split) and (roll := rng.random()) < 0.5:
+        made = (together if roll < 0.32 else in_rows)(rng, catalog_tool(rng), count)
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.fields import Field
+from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines
 from perilune.tasks.records import drawn as drawn_for_record
@@ -178,7 +178,7 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "broken": _text(lambda rng: pick(rng, _BROKEN).format(t=pick(rng,
         _THINGS) if rng.random() < 0.6 else made_up(rng))),
     "account": _text(lambda rng: pick(rng, _ACCOUNTS)), "door": _text(lambda rng: pick(rng, _DOORS)),
-    "place": _text(lambda rng: pick(rng, _ROOMS)),
+    "place": lambda rng: (bare(room := pick(rng, _ROOMS)), room),
     "noun": _text(any_word), "errand": _text(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
         o=any_word(rng))),
     "path": _text(lambda rng: pick(rng, ("{a}.txt", "/tmp/{a}", "{a}/{b}.py", "notes/{a}.md", "/home/{a}/{b}.csv",

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.entries import entry
-from perilune.tasks.fields import Field, fields, said, value, written
+from perilune.tasks.fields import Field, bare, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
 from perilune.tasks.wordings import phrase
@@ -282,7 +282,7 @@ def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, 
         if iso and (note or rng.random() < 0.5):
             note = note or pick(rng, _KEEP_ISO)
             v = iso
-        expected[f.name] = v
+        expected[f.name] = bare(v)
         wanted.append(f)
     if note:  # then every date must be one that can be so written
         wanted = [

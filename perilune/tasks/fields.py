@@ -5,6 +5,7 @@ base ("start_date"), or made up. Bases in `NEW_BASES` are kept from training.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -267,6 +268,17 @@ def said(value: Any) -> str:
     if isinstance(value, list):
         return enumerated(value)
     return str(value)
+
+
+_LEADING: Final = re.compile(r"(?:the|a|an) (?=\S)|room (?=\S{1,3}\Z|[A-Z])")
+
+
+def bare(value: Any) -> Any:
+    """A value as people put it into an object or a call: without the article or the word "room" that only the sentence
+    needs ("the kitchen", "room 12B"). Names with a capital article keep it."""
+    if isinstance(value, list):
+        return [bare(v) for v in value]
+    return _LEADING.sub("", value, count=1) if isinstance(value, str) and _LEADING.match(value) else value
 
 
 def written(value: Any) -> str:

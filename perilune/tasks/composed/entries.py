@@ -16,7 +16,7 @@ from typing import Any, Final
 from perilune.tasks.composed import subjects
 from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
-from perilune.tasks.fields import named, written
+from perilune.tasks.fields import bare, named, written
 from perilune.tasks.problem import pick, user
 from perilune.tasks.wordings import capital, enumerated, expand, phrase
 from perilune.tasks.words import any_word, made_up
@@ -69,7 +69,7 @@ def _wanted(rng: Random, many: list[Subject], with_names: bool) -> tuple[list[Wa
     stated = [at for at in domain.attributes if any(at in one.facts for one in many)]
     rng.shuffle(stated)
     for at in stated[: 1 + int(rng.random() * (len(stated) + 1))]:
-        values = tuple([one.facts[at][0] if at in one.facts else None for one in many])
+        values = tuple([bare(one.facts[at][0]) if at in one.facts else None for one in many])
         sources.append((at.keys, values))
     if with_names or rng.random() < 0.6:
         names = [one.name[0] for one in many]
@@ -118,9 +118,13 @@ def _typed(rng: Random, w: Wanted) -> str:
 def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
     """Keys in a line of prose."""
     typed = rng.random() < 0.3
+    if explained and rng.random() < 0.15:
+        keys = pick(rng, ("keys", "as", "named", "call them")) + " " + ", ".join([w.key for w in wanted])
+        return f"the {enumerated([w.meaning for w in wanted], ' and ')} ({keys})"
     if explained:
         form = pick(rng, ("{k} for the {m}", "{k} ({m})", "{k} = {m}", '"{k}" (the {m})', "{k}, that is the {m}",
-            "{k} as the {m}", '"{k}": {m}'))  # fmt: skip
+            "{k} as the {m}", '"{k}": {m}', "the {m} as {k}", "{m} as {k}", "the {m} as `{k}`",
+            'the {m} as "{k}"'))  # fmt: skip
     elif typed:
         form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
     else:

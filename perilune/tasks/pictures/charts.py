@@ -3,6 +3,7 @@
 Structure: names of rows that training lacks, labels of bars in new pairs of colours, questions worded anew.
 """
 
+from collections.abc import Sequence
 from random import Random
 from typing import Final
 
@@ -20,6 +21,7 @@ from perilune.tasks.pictures.canvas import (
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.pictures.shapes import COLOURS
 from perilune.tasks.problem import pick
+from perilune.tasks.words import any_word
 
 BAR: Final = "bar"
 LABELS: Final = "ABCDEFGHKLMNPRSTUVWXYZ"
@@ -38,20 +40,42 @@ NEW_ITEMS: Final = (
 VALUE: Final = (
     "What is the value of {name}?", "What value does {name} have?", "How much is {name}?", "value of {name}?",
     "Which number belongs to {name}?", "What is the number for {name}?", "Read the value of {name}.",
+    "What number is beside {name}?", "Give me the number of {name}.", "{name}?", "Say how much {name} has.",
+    "I need the value for {name}", "Look up {name}.", "What is written for {name}?",
+    "According to the image, how much is {name}?", "Find {name} and read its number.", "Please read off {name}.",
+    "What do we have for {name}?", "Can you see the value of {name}?", "{name} is how much?",
 )  # fmt: skip
 NEW_VALUE: Final = ("Tell me the figure shown for {name}.", "What does the picture say for {name}?")
 HIGHEST: Final = (
     "Which bar is the highest?", "Which bar is the tallest?", "What is the highest bar?", "Which one is the largest?",
-    "Which has the highest value?", "Name the tallest bar.",
+    "Which has the highest value?", "Name the tallest bar.", "Which bar is on top?", "Who is ahead?",
+    "What is the label of the tallest bar?", "Which bar has most?", "Where is the maximum?", "which bar is the longest",
+    "Tell me which bar is the greatest.", "Which letter has the highest bar?",
 )  # fmt: skip
 NEW_HIGHEST: Final = ("Which bar reaches up the furthest?",)
 LOWEST: Final = (
     "Which bar is the lowest?", "Which bar is the shortest?", "What is the lowest bar?", "Which one is the smallest?",
-    "Which has the lowest value?", "Name the shortest bar.",
+    "Which has the lowest value?", "Name the shortest bar.", "Which bar is at the bottom?", "Who is last?",
+    "The smallest bar?", "What is the label of the shortest bar?", "Which bar has least?", "Where is the minimum?",
+    "which bar is the smallest", "Tell me which bar is the littlest.", "Which letter has the lowest bar?",
 )  # fmt: skip
 NEW_LOWEST: Final = ("Which bar is the least tall?",)
-HOW_MANY: Final = ("How many {what} are there?", "How many {what} does it have?", "Count the {what}.")
+HOW_MANY: Final = (
+    "How many {what} are there?", "How many {what} does it have?", "Count the {what}.", "how many {what}",
+    "What is the count of {what}?", "How many {what} do you see?", "Please count all {what}.", "{what}: how many?",
+)  # fmt: skip
 NEW_HOW_MANY: Final = ("Tell me the number of {what}.",)
+
+
+def some_words(rng: Random, known: Sequence[str], kept: Sequence[str], count: int) -> list[str]:
+    """`count` different words, half of them `known`, the others any words of at most 8 letters that are none of `kept`
+    from training: a model that sees few words learns to tell these apart instead of reading letters."""
+    found: list[str] = []
+    while len(found) < count:
+        word = pick(rng, known) if rng.random() < 0.5 else any_word(rng)
+        if len(word) <= 8 and word.isascii() and word not in found and word.lower() not in map(str.lower, kept):
+            found.append(word)
+    return found
 
 
 def chart_scene(rng: Random, new: bool, size: Frame) -> Scene:
@@ -130,7 +154,7 @@ def _bars(rng: Random, new: bool, size: Frame, held: dict[str, int], printed: bo
 def table_scene(rng: Random, new: bool, size: Frame) -> Scene:
     most = min(5, size.slots // 8, int(size.height / (1.3 * SMALLEST_TEXT * size.unit)))
     count = min(most, 2 + int(rng.random() * (most - 1)))
-    names = rng.sample(NEW_ITEMS if new else ITEMS, count)
+    names = rng.sample(NEW_ITEMS, count) if new else some_words(rng, ITEMS, NEW_ITEMS, count)
     held = {name: int(rng.random() * 10 ** pick(rng, (1, 2, 2, 3))) for name in names}
     lines = [f"{name} {value}" for name, value in held.items()]
     roll = rng.random()

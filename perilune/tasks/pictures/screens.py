@@ -17,7 +17,7 @@ from perilune.tasks.pictures.canvas import (
     mixed,
     width_of,
 )
-from perilune.tasks.pictures.charts import ITEMS, NEW_ITEMS
+from perilune.tasks.pictures.charts import ITEMS, NEW_ITEMS, some_words
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.pictures.shapes import COLOURS
 from perilune.tasks.pictures.sums import line
@@ -45,12 +45,15 @@ TITLES: Final = ("Settings", "Error", "Files", "Mail", "Notes", "Login", "Photos
 ONE: Final = (
     "Which button does the screenshot show?", "Which button is shown?", "What does the button say?",
     "What is on the button?", "Which button is there?", "What is the label of the button?", "Read the button.",
-    "which button is it", "What is written on the button?", "Name the button.",
+    "which button is it", "What is written on the button?", "Name the button.", "Which button do you see?",
+    "What can I click?", "What is the button called?", "Where do I click?", "Tell me the text of the button.",
+    "Which button does this window have?", "What does it offer to press?", "button?", "Which action is offered?",
 )  # fmt: skip
 NEW_ONE: Final = ("Which button can be clicked here?", "What would I have to press?")
 SIDE_OF: Final = (
     "Which button is on the {side}?", "What does the {side} button say?", "What is the label of the {side} button?",
-    "Read the button on the {side}.", "Name the {side} button.",
+    "Read the button on the {side}.", "Name the {side} button.", "What is on the {side}?", "{side} button?",
+    "Which one is at the {side}?", "Tell me what the button on the {side} says.", "What do I click on the {side}?",
 )  # fmt: skip
 NEW_SIDE_OF: Final = ("What could I press on the {side}?",)
 READ: Final = (
@@ -61,7 +64,11 @@ NEW_READ: Final = ("Type out what you see.", "Please copy the text in the image.
 
 
 def button_scene(rng: Random, new: bool, size: Frame) -> Scene:
-    labels = rng.sample(NEW_BUTTONS if new else BUTTONS, 2 if size.slots >= 24 and rng.random() < 0.4 else 1)
+    count = 2 if size.slots >= 24 and rng.random() < 0.4 else 1
+    if new:
+        labels = rng.sample(NEW_BUTTONS, count)
+    else:
+        labels = [w[0].upper() + w[1:] for w in some_words(rng, BUTTONS, NEW_BUTTONS, count)]
     title = pick(rng, TITLES) if rng.random() < 0.6 else ""
     if len(labels) == 1:
         question, content = pick(rng, NEW_ONE if new else ONE), labels[0]
@@ -119,7 +126,7 @@ def text_scene(rng: Random, new: bool, size: Frame) -> Scene:
         if roll < 0.4:
             parts.append(str(int(rng.random() * 10 ** pick(rng, (1, 2, 3)))))
         elif roll < 0.7:
-            parts.append(pick(rng, words))
+            parts.append(pick(rng, words) if new else some_words(rng, words, NEW_ITEMS + NEW_BUTTONS, 1)[0])
         else:
             parts.append("".join(chr(97 + int(rng.random() * 26)) for _ in range(1 + int(rng.random() * 3))))
     text = " ".join(parts)

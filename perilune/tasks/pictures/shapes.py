@@ -27,12 +27,14 @@ NONE_SHARE: Final = 0.08  # of questions after a kind that is not there
 COUNT: Final = (
     "How many {what} are there?", "How many {what} are in the picture?", "Count the {what}.", "how many {what}",
     "How many {what} do you see?", "What is the number of {what}?", "How many {what} can you see?",
-    "Please count the {what}.", "How many {what} does the image show?", "Number of {what}?",
+    "Please count the {what}.", "How many {what} does the image show?", "Number of {what}?", "Any {what}? How many?",
+    "How often is there a shape of the kind: {what}?", "I need the number of {what}.", "{what}: how many?",
 )  # fmt: skip
 NEW_COUNT: Final = ("Tell me how many {what} you can find.", "Could you count the {what} for me?")
 MORE: Final = (
     "Are there more {a} or {b}?", "Which are more, {a} or {b}?", "Are there more {a} or more {b}?",
-    "What is there more of, {a} or {b}?", "More {a} or more {b}?",
+    "What is there more of, {a} or {b}?", "More {a} or more {b}?", "{a} or {b}: which are more?",
+    "Compare {a} and {b}: which are more?", "Which is the larger group, {a} or {b}?",
 )  # fmt: skip
 NEW_MORE: Final = ("Do you see more {a} or {b}?",)
 COLOUR: Final = (

@@ -123,7 +123,7 @@ def test_charts_and_tables_hold_what_is_asked() -> None:
             assert "".join(m.name for m in sorted(own, key=lambda m: m.left)) == scene.content
             asked["value"] += 1
         else:
-            high = any(word in scene.question for word in ("highest", "tallest", "largest"))
+            high = scene.question in charts.HIGHEST
             assert scene.content == (max if high else min)(heights, key=lambda name: heights[name])
             asked["extreme"] += 1
     assert min(asked.values()) > 15, asked
