@@ -3,19 +3,27 @@
 # learning rate warmed up anew, export, eyes (the text model learns too), scores, card. About 45 minutes on an H200: 13.5,
 # 10 and 9 of training.
 # The weights bundled now are those of the first stage alone, of 21 November, when the generators had plain wordings only.
-# sh runs/kimi-nano.sh [DOCS [FONTS]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
-#                                       FONTS: a directory with TrueType fonts that pictures are written in, or ''
+# sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
+#                                              FONTS: a directory with TrueType fonts for pictures, or ''
+#                                              SETS: a directory with clones of public data sets, whose sentences are
+#                                              learnt too: openai/grade-school-math, sonos/nlu-benchmark and
+#                                              google-research-datasets/dstc8-schema-guided-dialogue of GitHub
 # PYTHON=python3.12 sh runs/kimi-nano.sh   another Python than .venv's
 set -eu
 DOCS="${1:+$(cd "$1" && pwd)}"
 FONTS="${2:+$(cd "$2" && pwd)}"
+SETS="${3:+$(cd "$3" && pwd)}"
 cd "$(dirname "$0")/.."
 RUN=runs/out/kimi_nano
 MODEL=perilune/bundled/kimi-nano
 PYTHON="${PYTHON:-.venv/bin/python}"
-$PYTHON -m runs.kimi_nano.train --out "$RUN/first" --minutes 13.5 ${DOCS:+--docs "$DOCS"}
+mkdir -p "$RUN"
+WRITTEN="${SETS:+$RUN/sets.jsonl.xz}"
+[ -z "$SETS" ] || $PYTHON -m runs.kimi_nano.written "$SETS" "$WRITTEN"
+$PYTHON -m runs.kimi_nano.train --out "$RUN/first" --minutes 13.5 ${DOCS:+--docs "$DOCS"} ${WRITTEN:+--written "$WRITTEN"}
 $PYTHON -m runs.kimi_nano.export --run "$RUN/first" --out "$RUN/first/model"
-$PYTHON -m runs.kimi_nano.train --out "$RUN" --from "$RUN/first/model" --rate 0.0016 --minutes 10 ${DOCS:+--docs "$DOCS"}
+$PYTHON -m runs.kimi_nano.train --out "$RUN" --from "$RUN/first/model" --rate 0.0016 --minutes 10 ${DOCS:+--docs "$DOCS"} \
+  ${WRITTEN:+--written "$WRITTEN"}
 $PYTHON -m runs.kimi_nano.export --run "$RUN" --out "$MODEL"
 $PYTHON -m runs.kimi_nano.eyes --model "$MODEL" --out "$RUN/eyes" --words "$RUN" --minutes 9 ${FONTS:+--fonts "$FONTS"}
 $PYTHON -m runs.kimi_nano.evaluate --model "$MODEL" --run "$RUN" --log "$RUN/evaluation.jsonl"

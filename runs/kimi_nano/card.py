@@ -20,6 +20,7 @@ from perilune.tasks.problem import HELD_OUT_SHARE, SEED
 from runs.kimi_nano import eyes_card
 from runs.kimi_nano.data import LONGEST, TEXT_SHARE
 from runs.kimi_nano.state import EYES_FILE, TRAINING_FILE
+from runs.kimi_nano.written import records
 
 Row = dict[str, Any]
 
@@ -90,7 +91,7 @@ scores are those of a development set; the words, keys, tools and stories they a
 - **Plain text**, {text_share:.0f} %: the source of Python's standard library without its tests, and Python's
   documentation, {texts:,} texts of {text_tokens:.1f} M tokens together, of which one in fifty was kept apart. Copyright
   of the Python Software Foundation and others, under the [PSF License](https://docs.python.org/3/license.html).
-
+{written}
 The vocabulary of {vocabulary:,} tokens was learnt from the same data. No sample was longer than {longest:,} tokens:
 longer contexts work, but nothing was learnt about them.
 
@@ -186,6 +187,7 @@ def training(log: Path, model: Path) -> Row:
         "minutes": round(stop["seconds"] / 60, 1),
         "texts": corpus["texts"],
         "text_tokens": corpus["tokens"] + corpus["held_out"],
+        **({"written": corpus["written"]} if corpus.get("written") else {}),
         "doc_questions": score["exact"]["doc_questions/thinking"],
         "doc_questions_count": start["options"]["score_count"],
         **({"before": before | {"kind": "training"}} if before else {}),
@@ -262,6 +264,20 @@ This was measured from outside the project on {OUTSIDE["date"]}; the problems ar
 """
 
 
+def others(written: dict[str, int]) -> str:
+    """The item about problems made of other people's sentences; empty without any."""
+    if not written:
+        return ""
+    listed = "\n".join(
+        f"  - {records.SOURCES[name][0]}, {records.SOURCES[name][1]}: {count:,} records"
+        for name, count in written.items()
+    )
+    return f"""- **Sentences that people wrote**, in up to {100 * records.SHARE:.0f} % of a family's problems, most of them with other
+  values and numbers:
+{listed}
+"""
+
+
 def stages(trained: Row) -> str:
     """What came before the last training, if it did not begin from nothing."""
     if not (before := trained.get("before")):
@@ -291,6 +307,7 @@ def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures:
         minutes=trained["minutes"],
         texts=trained["texts"],
         text_tokens=trained["text_tokens"] / 1e6,
+        written=others(trained.get("written", {})),
         scores=scores(rows),
         doc_exact=100 * trained["doc_questions"],
         doc_count=trained["doc_questions_count"],

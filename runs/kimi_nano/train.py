@@ -120,9 +120,11 @@ def prepare(options: Options, log: Log) -> None:
         log("vocabulary", seconds=round(time.monotonic() - begin, 1))
     corpus = Corpus.build(plain, Codec(out).tokenizer)
     corpus.save(out / CORPUS_FILE)
+    file = out / records.FILE
+    written = records.Written(records.read(file)).sources() if file.is_file() else {}
     log(
         "corpus", texts=len(plain), passages=kept, characters=sum(map(len, plain)), tokens=len(corpus.ids),
-        held_out=len(corpus.held_out), seconds=round(time.monotonic() - begin, 1),
+        held_out=len(corpus.held_out), written=written, seconds=round(time.monotonic() - begin, 1),
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ NEW_HOW_MANY: Final = ("Tell me the number of {what}.",)
 
 def some_words(rng: Random, known: Sequence[str], kept: Sequence[str], count: int) -> list[str]:
     """`count` different words, half of them `known`, the others any words of at most 8 letters that are none of `kept`
-    from training: a model that sees few words learns to tell these apart instead of reading letters."""
+    from training: a model that sees few words learns to distinguish these instead of reading letters."""
     found: list[str] = []
     while len(found) < count:
         word = pick(rng, known) if rng.random() < 0.5 else any_word(rng)

@@ -20,6 +20,16 @@ from runs.kimi_nano.written import stories, utterances
 
 KINDS: Final[Mapping[str, ModuleType]] = {"stories": stories, "utterances": utterances}
 FILE: Final = "written.jsonl.xz"
+# Source: what it is, its licence.
+SOURCES: Final[Mapping[str, tuple[str, str]]] = {
+    stories.GSM8K: ("[GSM8K](https://github.com/openai/grade-school-math)'s training problems", "MIT"),
+    utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
+    utterances.DIALOGUES: (
+        "the training split of [Schema-Guided Dialogue](https://github.com/google-research-datasets/"
+        "dstc8-schema-guided-dialogue)",
+        "CC BY-SA 4.0",
+    ),
+}
 # Share of a family's training problems that are written ones, where there are at least ENOUGH records: fewer are drawn
 # in proportion, so that none is seen too often.
 SHARE: Final = 0.3
@@ -66,6 +76,11 @@ class Written:
 
     def count(self, family: str) -> int:
         return sum(map(len, self._found[family][0])) if family in self._found else 0
+
+    def sources(self) -> dict[str, int]:
+        """The number of records of every source."""
+        every = (record["source"] for sources, _ in self._found.values() for found in sources for _, record in found)
+        return dict(sorted(Counter(every).items()))
 
     def draw(self, family: str, rng: Random) -> Problem:
         """A problem of a family that has records."""

@@ -188,16 +188,14 @@ def problem(record: dict[str, Any], rng: Random, tables: Table) -> Problem:
     if record["family"] == "tool_call":
         reply = Reply(asked.trace(asked.text), "", (asked.call,))
         return Problem("tool_call", "train", key, (user(asked.text),), reply, asked.declared(rng, [asked]))
-    if rng.random() < REFUSED:
+    tools, requests = tables["tools"]["tools"], tables["requests"]["requests"]
+    second = next((r for _ in range(99) if tools[(r := pick(rng, requests))["intent"]][1] != asked.domain), None)
+    if second is None or rng.random() < REFUSED:
         reply = Reply(f"{opening(asked.text)}\nnone", REFUSAL)
         return Problem("tools_multi", "train", key, (user(asked.text),), reply, asked.declared(rng, []))
-    other = asked
-    while other.domain == asked.domain:  # two requests that no tool but their own could mean
-        second = pick(rng, tables["requests"]["requests"])
-        said, marked = _varied(second, rng, tables["values"]["values"])
-        other = _Asked(second, said, marked, rng, tables["tools"]["tools"])
-    both = [asked, other]
-    prompt = joined(rng, [asked.text, other.text], "train")
+    # Of another domain: no tool but their own could be meant by either request.
+    both = [asked, _Asked(second, *_varied(second, rng, tables["values"]["values"]), rng, tools)]
+    prompt = joined(rng, [one.text for one in both], "train")
     trace = "\n".join([f"{i}. {one.trace(prompt)}" for i, one in enumerate(both, 1)])
     reply = Reply(trace, "", tuple(one.call for one in both))
     return Problem("tools_multi", "train", key, (user(prompt),), reply, asked.declared(rng, both))

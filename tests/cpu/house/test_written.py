@@ -1,0 +1,162 @@
+"""runs/kimi_nano/written: problems made of other people's sentences, from invented records in the published layouts."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from perilune.tasks.families import FAMILIES, check
+from perilune.tasks.problem import Problem, answer_of
+from runs.kimi_nano import card as cards
+from runs.kimi_nano.written import records, stories, utterances
+from runs.kimi_nano.written.__main__ import main
+
+STORIES = [
+    ("Mona has 14 jars with 12 pears each. She eats 9 pears. How many pears are left?",
+     "There are 14*12=<<14*12=168>>168 pears.\n168-9=<<168-9=159>>159\n#### 159"),
+    ("A kettle costs $21 and a cup costs a third of it. What do both cost?",
+     "The cup costs 21/3=$<<21/3=7>>7.\nTogether 21+7=$<<21+7=28>>28.\n#### 28"),
+    ("Half a litre costs $3. What do 4 litres cost?", "3/0.5=<<3/0.5=6>>6\n4*6=<<4*6=24>>24\n#### 24"),
+    ("Lou walks 5 km more than Ali. How far do both go?", "5+55=<<5+55=60>>60\n55+60=<<55+60=115>>115\n#### 115"),
+]  # fmt: skip
+
+
+def _action(act: str, slot: str, value: str) -> dict[str, Any]:
+    return {"act": act, "slot": slot, "values": [value], "canonical_values": [value]}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory with three tiny repositories."""
+    snips = tmp_path / utterances.SNIPS / "2017-06-custom-intent-engines" / "OrderTea"
+    snips.mkdir(parents=True)
+    sentences = [
+        [("order ", ""), ("green tea", "drink"), (" for ", ""), ("two", "cup_number"), (" in ", ""), ("Riga", "city")],
+        [("bring ", ""), ("mint tea", "drink"), (" to ", ""), ("Oslo", "city")],
+        [("tea?", "")],
+    ]
+    data = [{"data": [{"text": t, **({"entity": e} if e else {})} for t, e in s]} for s in sentences]
+    (snips / "train_OrderTea_full.json").write_text(json.dumps({"OrderTea": data}))
+    train = tmp_path / utterances.DIALOGUES / "train"
+    train.mkdir(parents=True)
+    slots = [
+        {"name": "pool_size", "description": "Size", "is_categorical": True, "possible_values": ["1", "2", "3"]},
+        {"name": "district", "description": "Part of town", "is_categorical": False, "possible_values": []},
+    ]
+    intents = [{"name": "FindPool", "description": "Find a pool", "required_slots": ["district"],
+                "optional_slots": {"pool_size": "1"}},
+               {"name": "BookPool", "description": "Book a pool", "required_slots": ["district"], "optional_slots": {}},
+               ]  # fmt: skip
+    schema = [{"service_name": "Pools_1", "slots": slots, "intents": intents}]
+    (train / "schema.json").write_text(json.dumps(schema))
+    asked, said = "Is there a pool in Old Harbour?", "The Blue Basin is in Old Harbour."
+    state = {"active_intent": "FindPool", "requested_slots": [], "slot_values": {"district": ["Old Harbour"]}}
+    turns = [
+        {"speaker": "USER", "utterance": asked, "frames": [{
+            "service": "Pools_1", "state": state, "slots": [{"slot": "district", "start": 19, "exclusive_end": 30}],
+            "actions": [_action("INFORM_INTENT", "intent", "FindPool"), _action("INFORM", "district", "Old Harbour"),
+                        _action("INFORM", "pool_size", "2")]}]},
+        {"speaker": "SYSTEM", "utterance": said, "frames": [{
+            "service": "Pools_1", "actions": [], "slots": [{"slot": "pool_name", "start": 4, "exclusive_end": 14},
+                                                           {"slot": "district", "start": 21, "exclusive_end": 32}]}]},
+    ]  # fmt: skip
+    dialogues = [{"dialogue_id": f"1_{i:05}", "services": ["Pools_1"], "turns": turns} for i in range(12)]
+    (train / "dialogues_001.json").write_text(json.dumps(dialogues))
+    gsm = tmp_path / stories.GSM8K / "grade_school_math" / "data"
+    gsm.mkdir(parents=True)
+    (gsm / "train.jsonl").write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in STORIES))
+    return tmp_path
+
+
+@pytest.fixture
+def written(root: Path) -> records.Written:
+    records.write(root, root / records.FILE)
+    return records.Written(records.read(root / records.FILE))
+
+
+@pytest.mark.parametrize("family", ("tool_call", "tools_multi", "json_extract", "doc_questions", "word_problems"))
+def test_every_reply_is_right_by_its_familys_own_check(written: records.Written, family: str) -> None:
+    rng = Random(1)
+    for _ in range(300):
+        made = written.draw(family, rng)
+        assert made.family == family and made.split == "train" and made.key[0] in ("written", "expression")
+        assert check(made, answer_of(made.reply)), made
+
+
+def test_values_are_in_the_text_whatever_replaced_them(written: records.Written) -> None:
+    rng, texts = Random(2), set()
+    for _ in range(200):
+        made = written.draw("json_extract", rng)
+        text = " ".join(m["content"] for m in made.messages)
+        for value in json.loads(made.reply.content).values():
+            assert value is None or str(value) in text or value in range(1, 13), (value, text)
+        texts.add(text)
+    assert len(texts) > 150
+
+
+def test_calls_have_what_is_said_without_a_mark_and_only_declared_parameters(written: records.Written) -> None:
+    rng, sizes = Random(3), set()
+    for _ in range(200):
+        made = written.draw("tool_call", rng)
+        (call,) = made.reply.tool_calls
+        (spec,) = [t["function"] for t in made.tools if t["function"]["name"] == call.name]
+        assert set(call.arguments) <= set(spec["parameters"]["properties"])
+        assert set(spec["parameters"].get("required", ())) <= set(call.arguments)
+        sizes |= {v for k, v in call.arguments.items() if k.lower().replace("_", "") == "poolsize"}
+    assert sizes == {2}
+
+
+def test_two_requests_give_two_calls_and_some_are_refused(written: records.Written) -> None:
+    rng = Random(4)
+    counts = [len(written.draw("tools_multi", rng).reply.tool_calls) for _ in range(300)]
+    assert set(counts) == {0, 2} and 10 <= counts.count(0) <= 60
+
+
+def test_solutions_with_fractions_or_numbers_from_nowhere_are_left_out(root: Path) -> None:
+    assert [r["tokens"] for r in stories.read(root)] == [
+        [["#", 0], "*", ["#", 1], "-", ["#", 2]], [["#", 0], "+", ["#", 0], "/", 3],
+    ]  # fmt: skip
+
+
+def test_numbers_drawn_anew_are_those_of_the_text(written: records.Written) -> None:
+    rng, answers = Random(5), set()
+    for _ in range(100):
+        made = written.draw("word_problems", rng)
+        if "jars" in made.messages[0]["content"]:
+            a, b, c = (int(m[0]) for m in list(stories._NUMBER.finditer(made.messages[0]["content"]))[:3])
+            assert made.reply.content == str(a * b - c)
+            answers.add(made.reply.content)
+    assert len(answers) > 10
+
+
+def test_only_training_problems_are_mixed_and_in_proportion(written: records.Written) -> None:
+    rng, mixed = Random(6), written.mixed(FAMILIES)
+    share = records.SHARE * written.count("json_extract") / records.ENOUGH
+    assert 0 < share < records.SHARE and mixed["programs"] is FAMILIES["programs"]
+    assert mixed["json_extract"].sample(Random(7), "heldout", True) == FAMILIES["json_extract"].sample(
+        Random(7), "heldout", True
+    )
+    found: list[Problem] = [mixed["json_extract"].sample(rng, "train", False) for _ in range(3000)]
+    count = sum(p.key[0] == "written" for p in found)
+    assert 0.2 * share < count / 3000 < 3 * share and not any(p.thinking for p in found)
+
+
+def test_the_same_directory_gives_the_same_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(root), str(root / "a")]) == main([str(root), str(root / "b")]) == 0
+    assert (root / "a").read_bytes() == (root / "b").read_bytes()
+    assert "2 stories: grade-school-math" in capsys.readouterr().out
+
+
+def test_a_directory_without_any_of_them_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "has none of the data sets" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none"), str(tmp_path / "out")])
+
+
+def test_the_card_names_the_sets_and_their_licences(written: records.Written) -> None:
+    said = cards.others(written.sources())
+    assert set(written.sources()) == set(records.SOURCES) and cards.others({}) == ""
+    assert "GSM8K" in said and "MIT: 2 records" in said and "CC0" in said and "CC BY-SA 4.0" in said
