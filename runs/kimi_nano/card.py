@@ -272,8 +272,8 @@ def others(written: dict[str, int]) -> str:
         f"  - {records.SOURCES[name][0]}, {records.SOURCES[name][1]}: {count:,} records"
         for name, count in written.items()
     )
-    return f"""- **Sentences that people wrote**, in up to {100 * records.SHARE:.0f} % of a family's problems, most of them with other
-  values and numbers:
+    share = f"{100 * records.SHARE:.0f} % of a family's problems"
+    return f"""- **Sentences that people wrote**, in up to {share}, most of them with other values and numbers:
 {listed}
 """
 
