@@ -16,6 +16,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": tables.speed, "nano": tables.nano},
     "docs/speed.md": {
         "layers": tables.layers,
+        "experts": tables.experts,
         "cycles": tables.cycles,
         "whole": whole_model.whole,
         "two": whole_model.two,

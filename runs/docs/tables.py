@@ -139,6 +139,31 @@ def cycles() -> str:
     return "\n".join(lines)
 
 
+KERNELS = {"cuda_tall": "tall tiles", "cuda_cluster": "clusters", "cuda_prefill": "grouped", "cuda": "mma"}
+
+
+def experts() -> str:
+    """Routed experts of one layer: every implementation that was timed in a run, and the peer's in the same run."""
+    newest = {(r["width"], r["expert_format"], r["tokens"]): r for r in rows("experts")}
+    lines = [
+        f"| routed experts of a K2.5 layer, us | {' | '.join(KERNELS.values())} | humming-kernels | the fastest here is "
+        "so many times as fast | SM MHz | commit |",
+        "|---" * (len(KERNELS) + 5) + "|",
+    ]
+    for key in sorted(newest, key=lambda k: (-k[0], k[1] != "int4-g32", k[2])):
+        (width, form, tokens), r = key, newest[key]
+        found = {r["impl"]: r["us"]} | {
+            name: min(us, r["us"] if name == r["impl"] else us) for name, us in r["impls_us"].items()
+        }
+        best, peer = min(found.values()), r["peer_us"]
+        what = f"{tokens:,} token{'s' if tokens > 1 else ''}" + (f", width {width}" if width != 2048 else "")
+        what += ", compact scales" if form == "int4-compact" else ""
+        cells = [f"{found[name]:,.0f}" if name in found else "-" for name in KERNELS]
+        cells += [f"{peer:,.0f}", f"{peer / best:.2f}"] if peer else ["-", "-"]
+        lines.append(f"| {what} | {' | '.join(cells)} | {r['sm_mhz']:,} | {r['commit']} |")
+    return "\n".join(lines)
+
+
 def nano_speed() -> str:
     """Whole engine steps of kimi-nano."""
     lines = [
