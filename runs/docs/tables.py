@@ -146,8 +146,8 @@ def experts() -> str:
     """Routed experts of one layer: every implementation that was timed in a run, and the peer's in the same run."""
     newest = {(r["width"], r["expert_format"], r["tokens"]): r for r in rows("experts")}
     lines = [
-        f"| routed experts of a K2.5 layer, us | {' | '.join(KERNELS.values())} | humming-kernels | the fastest here is "
-        "so many times as fast | SM MHz | commit |",
+        f"| routed experts of a K2.5 layer, us | {' | '.join(KERNELS.values())} | humming-kernels | "
+        "the fastest here is so many times as fast | SM MHz | commit |",
         "|---" * (len(KERNELS) + 5) + "|",
     ]
     for key in sorted(newest, key=lambda k: (-k[0], k[1] != "int4-g32", k[2])):
