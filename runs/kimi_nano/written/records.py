@@ -24,6 +24,7 @@ FILE: Final = "written.jsonl.xz"
 SOURCES: Final[Mapping[str, tuple[str, str]]] = {
     stories.GSM8K: ("[GSM8K](https://github.com/openai/grade-school-math)'s training problems", "MIT"),
     utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
+    utterances.HOME: ("[requests to a robot at home](https://github.com/xliuhw/NLU-Evaluation-Data)", "CC BY 4.0"),
     utterances.DIALOGUES: (
         "the training split of [Schema-Guided Dialogue](https://github.com/google-research-datasets/"
         "dstc8-schema-guided-dialogue)",

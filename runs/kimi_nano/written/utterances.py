@@ -1,6 +1,7 @@
 """Requests and dialogues of people with their values marked: tool calls, JSON objects, and questions about a text.
 
-Sources: SNIPS voice commands (sonos/nlu-benchmark, CC0) and the training split of Schema-Guided Dialogue
+Sources: SNIPS voice commands (sonos/nlu-benchmark, CC0), requests to a robot at home (xliuhw/NLU-Evaluation-Data, CC BY
+4.0; its first training set) and the training split of Schema-Guided Dialogue
 (google-research-datasets/dstc8-schema-guided-dialogue, CC BY-SA 4.0). Replies have the form of perilune.tasks: a value
 is copied as the sentence has it, or is the schema's word for it.
 
@@ -11,7 +12,7 @@ values of every slot, which replace others) and "requests" (some records of requ
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from perilune.tasks.problem import Problem, Reply, ToolCall, pick, user
 from perilune.tasks.tools import how_many, opening, others
 from perilune.tasks.words import made_up
 
-SNIPS, DIALOGUES = "nlu-benchmark", "dstc8-schema-guided-dialogue"
+SNIPS, HOME, DIALOGUES = "nlu-benchmark", "NLU-Evaluation-Data", "dstc8-schema-guided-dialogue"
 MOST_VALUES = 60  # kept of a slot
 MOST_REQUESTS = 1500  # kept to be joined to another
 LONGEST_TEXT = 700  # characters
@@ -37,11 +38,33 @@ LEFT_OUT = {"object_select", "spatial_relation", "object_part_of_series_type", "
             "party_size_description", "sort", "_"}  # fmt: skip
 # A request for a tool of one domain may mean another of the same domain: services are grouped widely.
 DOMAINS = {
-    "RentalCars": "cars", "RideSharing": "cars", "BookRestaurant": "Restaurants", "GetWeather": "Weather",
+    "BookRestaurant": "Restaurants", "GetWeather": "Weather",
     **dict.fromkeys(("Movies", "Media", "Music", "PlayMusic", "AddToPlaylist"), "media"),
     **dict.fromkeys(("SearchCreativeWork", "SearchScreeningEvent", "RateBook"), "media"),
     **dict.fromkeys(("Hotels", "Homes", "Travel"), "places"), **dict.fromkeys(("Events", "Calendar"), "events"),
-    **dict.fromkeys(("Buses", "Flights", "Trains"), "journeys"),
+    **dict.fromkeys(("Buses", "Flights", "Trains", "RentalCars", "RideSharing", "transport"), "journeys"),
+    **dict.fromkeys(("audio", "music", "play", "news"), "media"), "calendar": "events", "datetime": "events",
+    **dict.fromkeys(("takeaway", "cooking"), "Restaurants"), "weather": "Weather", "alarm": "events",
+    **dict.fromkeys(("email", "social"), "messages"), "lists": "events",
+}  # fmt: skip
+# Intents of HOME that a tool could serve, and what the tool does.
+AT_HOME = {
+    "alarm_query": "list alarms", "alarm_remove": "delete alarm", "alarm_set": "set alarm",
+    "audio_volume_down": "lower volume", "audio_volume_mute": "mute sound", "audio_volume_up": "raise volume",
+    "calendar_query": "list appointments", "calendar_remove": "delete appointment", "calendar_set": "add appointment",
+    "cooking_recipe": "find recipe", "datetime_convert": "convert time", "datetime_query": "get time",
+    "email_addcontact": "add contact", "email_query": "check mail", "email_querycontact": "find contact",
+    "email_sendemail": "send mail", "iot_cleaning": "start vacuum", "iot_coffee": "make coffee",
+    "iot_hue_lightchange": "set light color", "iot_hue_lightdim": "dim light", "iot_hue_lightoff": "turn off light",
+    "iot_hue_lighton": "turn on light", "iot_hue_lightup": "brighten light", "iot_wemo_off": "switch off device",
+    "iot_wemo_on": "switch on device", "lists_createoradd": "add to list", "lists_query": "read list",
+    "music_query": "identify song",
+    "music_settings": "set player", "news_query": "get news", "play_audiobook": "play audiobook",
+    "play_game": "play game", "play_music": "play music", "play_podcasts": "play podcast", "play_radio": "play radio",
+    "qa_currency": "get exchange rate", "qa_definition": "define word", "qa_stock": "get stock price",
+    "social_post": "post message", "takeaway_order": "order food", "takeaway_query": "find takeaway",
+    "transport_query": "find connection", "transport_taxi": "book taxi", "transport_ticket": "buy ticket",
+    "transport_traffic": "get traffic", "weather_query": "get weather",
 }  # fmt: skip
 _COUNTED = re.compile(r"number|size|rating|seats|passengers|tickets|travelers|adults|rooms|days")
 _NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -56,7 +79,7 @@ Table = Mapping[str, Any]
 def read(root: Path) -> Iterator[dict[str, Any]]:
     """Tables first, then the records of each repository that is there."""
     tools: dict[str, Any] = {}
-    records = [*_snips(root / SNIPS, tools), *_dialogues(root / DIALOGUES, tools)]
+    records = [*_snips(root / SNIPS, tools), *_home(root / HOME, tools), *_dialogues(root / DIALOGUES, tools)]
     if not records:
         return
     pools: dict[str, dict[str, None]] = defaultdict(dict)
@@ -79,23 +102,37 @@ def _domain(name: str) -> str:
 def _snips(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for file in sorted(root.glob("2017-06-custom-intent-engines/*/train_*_full.json")):
         for intent, sentences in json.loads(file.read_text("utf-8", errors="replace")).items():
-            slots: dict[str, None] = {}
-            for sentence in sentences:
-                text, marks = "", []
-                for piece in sentence["data"]:
-                    part = piece["text"]
-                    if piece.get("entity", "_") not in LEFT_OUT and part.strip():
-                        first = len(text) + len(part) - len(part.lstrip())
-                        marks.append([piece["entity"], first, first + len(part.strip())])
-                    text += part
-                text, cut = text.rstrip(), len(text) - len(text.lstrip())
-                marks = [[slot, first - cut, end - cut] for slot, first, end in marks]
-                text = text.lstrip()
-                if "\ufffd" in text or "{" in text or not marks:
-                    continue
-                slots.update(dict.fromkeys(slot for slot, _, _ in marks))
-                yield from _of_request(SNIPS, text, marks, intent, {})
-            tools[intent] = ["", _domain(intent), {slot: ["", []] for slot in slots}]
+            found = [_marked(sentence["data"], "entity") for sentence in sentences]
+            tools[intent] = ["", _domain(intent), {slot: ["", []] for _, marks in found for slot, _, _ in marks}]
+            for text, marks in found:
+                if marks and "\ufffd" not in text:
+                    yield from _of_request(SNIPS, text, marks, intent, {})
+
+
+def _home(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    folder = "CrossValidation/out4ApiaiReal/*/CrossValidation/KFold_1/merged/intents"
+    for name, does in AT_HOME.items():
+        for file in sorted(root.glob(f"{folder}/{name}.json")):
+            found = [_marked(said["data"], "alias") for said in json.loads(file.read_text())["userSays"]]
+            intent = f"home:{does.title().replace(' ', '')}"
+            slots = Counter(slot for _, marks in found for slot, _, _ in marks)
+            known = {slot: ["", []] for slot, n in slots.items() if n > 1}
+            tools[intent] = [does.capitalize(), _domain(name), known]
+            for text, marks in found:
+                if text and all(slot in known for slot, _, _ in marks):
+                    yield from _of_request(HOME, text, marks, intent, {})
+
+
+def _marked(pieces: list[dict[str, str]], key: str) -> tuple[str, Marks]:
+    """The text of the pieces of a sentence, and where those are that `key` marks."""
+    text, marks = "", []
+    for piece in pieces:
+        part = piece["text"] if text else piece["text"].lstrip()
+        if piece.get(key, "_") not in LEFT_OUT and part.strip():
+            first = len(text) + len(part) - len(part.lstrip())
+            marks.append([piece[key], first, first + len(part.strip())])
+        text += part
+    return text.rstrip(), marks
 
 
 def _dialogues(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -147,13 +184,13 @@ def _asked(
 
 
 def _of_request(source: str, text: str, marks: Marks, intent: str, said: dict[str, str]) -> Iterator[dict[str, Any]]:
-    if len({slot for slot, _, _ in marks}) < len(marks):
+    if len({slot for slot, _, _ in marks}) < len(marks) or "{" in text:
         return  # a slot with two values
     record = {"source": source, "text": text, "marks": marks, "intent": intent, "said": said}
-    if marks or said:
+    if marks or said or source == HOME:
         yield {"family": "tool_call", **record}
         yield {"family": "tools_multi", **record}
-    if marks and source == SNIPS:
+    if marks and source in (SNIPS, HOME):
         yield {"family": "json_extract", "source": source, "text": text, "marks": marks}
 
 
@@ -210,7 +247,11 @@ def _varied(record: dict[str, Any], rng: Random, values: Mapping[str, list[str]]
             value = _other(rng, slot, value, values.get(slot, []))
         out += text[at:first] + value
         at, found[slot] = end, value
-    return out + text[at:], found
+    out += text[at:]
+    if out.islower() and rng.random() < 0.5:  # spoken sentences: as people type them, a value at the beginning as it is
+        out = out if any(out.startswith(value) for value in found.values()) else out[0].upper() + out[1:]
+        out += pick(rng, ("", "", ".", ".", " please", "!")) if out[-1].isalnum() else ""
+    return out, found
 
 
 def _other(rng: Random, slot: str, value: str, known: list[str]) -> str:
@@ -328,10 +369,10 @@ class _Asked:
         """The tools of a prompt: those that are asked for, others of other domains, generated ones."""
         specs = [one.spec for one in asked]
         taken = {self.domain, *(one.domain for one in asked)}
-        if asked and rng.random() < 0.4:  # of the same service: found, but not booked
-            service = self._intent.split(":")[0]
+        service = self._intent.split(":")[0]
+        if asked and service != "home" and rng.random() < 0.4:  # found, but not booked; HOME's intents are less certain
             siblings = [i for i in self._tools if i.split(":")[0] == service and ":" in i and i != self._intent]
-            specs += [declared(rng, i, self._tools, {})[0] for i in siblings[:1]]
+            specs += [declared(rng, pick(rng, siblings), self._tools, {})[0]] if siblings else []
         more = max(0, how_many(rng, "train") - len(specs)) or int(not specs)
         every = list(self._tools)
         for _ in range(more):

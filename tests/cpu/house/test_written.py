@@ -29,7 +29,7 @@ def _action(act: str, slot: str, value: str) -> dict[str, Any]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory with three tiny repositories."""
+    """A directory with four tiny repositories."""
     snips = tmp_path / utterances.SNIPS / "2017-06-custom-intent-engines" / "OrderTea"
     snips.mkdir(parents=True)
     sentences = [
@@ -39,6 +39,13 @@ def root(tmp_path: Path) -> Path:
     ]
     data = [{"data": [{"text": t, **({"entity": e} if e else {})} for t, e in s]} for s in sentences]
     (snips / "train_OrderTea_full.json").write_text(json.dumps({"OrderTea": data}))
+    home = tmp_path / utterances.HOME / "CrossValidation/out4ApiaiReal/a/CrossValidation/KFold_1/merged/intents"
+    home.mkdir(parents=True)
+    asked = [[("dim the ", ""), ("porch", "house_place"), (" lamp", "")], [("less light", "")],
+             [("darker in the ", ""), ("den", "house_place")]]  # fmt: skip
+    says = [{"data": [{"text": t, **({"alias": a} if a else {})} for t, a in s]} for s in asked]
+    (home / "iot_hue_lightdim.json").write_text(json.dumps({"userSays": says}))
+    (home / "general_joke.json").write_text(json.dumps({"userSays": says}))
     train = tmp_path / utterances.DIALOGUES / "train"
     train.mkdir(parents=True)
     slots = [
@@ -51,10 +58,10 @@ def root(tmp_path: Path) -> Path:
                ]  # fmt: skip
     schema = [{"service_name": "Pools_1", "slots": slots, "intents": intents}]
     (train / "schema.json").write_text(json.dumps(schema))
-    asked, said = "Is there a pool in Old Harbour?", "The Blue Basin is in Old Harbour."
+    question, said = "Is there a pool in Old Harbour?", "The Blue Basin is in Old Harbour."
     state = {"active_intent": "FindPool", "requested_slots": [], "slot_values": {"district": ["Old Harbour"]}}
     turns = [
-        {"speaker": "USER", "utterance": asked, "frames": [{
+        {"speaker": "USER", "utterance": question, "frames": [{
             "service": "Pools_1", "state": state, "slots": [{"slot": "district", "start": 19, "exclusive_end": 30}],
             "actions": [_action("INFORM_INTENT", "intent", "FindPool"), _action("INFORM", "district", "Old Harbour"),
                         _action("INFORM", "pool_size", "2")]}]},
@@ -106,6 +113,15 @@ def test_calls_have_what_is_said_without_a_mark_and_only_declared_parameters(wri
         assert set(spec["parameters"].get("required", ())) <= set(call.arguments)
         sizes |= {v for k, v in call.arguments.items() if k.lower().replace("_", "") == "poolsize"}
     assert sizes == {2}
+
+
+def test_a_request_without_a_value_is_a_call_without_arguments(root: Path) -> None:
+    found = [r for r in utterances.read(root) if r.get("source") == utterances.HOME and r["family"] == "tool_call"]
+    assert sorted(r["text"] for r in found) == ["darker in the den", "dim the porch lamp", "less light"]
+    tables = {r["table"]: r for r in utterances.read(root) if "table" in r}
+    plain = next(r for r in found if not r["marks"])
+    (call,) = utterances.problem(plain, Random(1), tables).reply.tool_calls
+    assert not call.arguments and "light" in call.name.lower()
 
 
 def test_two_requests_give_two_calls_and_some_are_refused(written: records.Written) -> None:
