@@ -119,12 +119,11 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
     """Keys in a line of prose."""
     typed = rng.random() < 0.3
     if explained and rng.random() < 0.15:
-        keys = pick(rng, ("keys", "as", "named", "call them")) + " " + ", ".join([w.key for w in wanted])
-        return f"the {enumerated([w.meaning for w in wanted], ' and ')} ({keys})"
+        keys = ", ".join([w.key for w in wanted])
+        return f"the {enumerated([w.meaning for w in wanted], ' and ')} ({pick(rng, ('keys', 'as', 'named'))} {keys})"
     if explained:
         form = pick(rng, ("{k} for the {m}", "{k} ({m})", "{k} = {m}", '"{k}" (the {m})', "{k}, that is the {m}",
-            "{k} as the {m}", '"{k}": {m}', "the {m} as {k}", "{m} as {k}", "the {m} as `{k}`",
-            'the {m} as "{k}"'))  # fmt: skip
+            '"{k}": {m}', "the {m} as {k}", "{m} as {k}", 'the {m} as "{k}"'))  # fmt: skip
     elif typed:
         form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
     else:

@@ -266,8 +266,8 @@ def _other(rng: Random, slot: str, value: str, known: list[str]) -> str:
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
-def _named(rng: Random, words: list[str], style: int) -> str:
-    """An identifier of these words; the same style for all names of a problem."""
+def _named(words: list[str], style: int) -> str:
+    """An identifier of these words: snake_case (style 0), camelCase (1) or PascalCase (2)."""
     words = [w.lower() for w in words]
     if style == 1:
         return words[0] + "".join([w.capitalize() for w in words[1:]])
@@ -285,12 +285,13 @@ def _kind(slot: str, value: str, choices: list[str]) -> tuple[str, Any]:
     return "title", value
 
 
-def _fields(rng: Random, found: Mapping[str, Any], choices: Mapping[str, list[str]]) -> tuple[list[Field], list[Any]]:
+def _fields(rng: Random, found: Mapping[str, Any]) -> tuple[list[Field], list[Any]]:
+    """Fields and values in JSON of these slots."""
     style, fields, values = pick(rng, (0, 0, 0, 1, 1, 2)), [], []
     for slot, value in found.items():
         words = [w.lower() for w in _WORD.findall(slot)]
-        kind, shown = _kind(slot, value, choices.get(slot, []))
-        fields.append(Field(_named(rng, words, style), " ".join(words), kind))
+        kind, shown = _kind(slot, value, [])
+        fields.append(Field(_named(words, style), " ".join(words), kind))
         values.append(shown)
     return fields, values
 
@@ -300,7 +301,7 @@ def _object(text: str, found: dict[str, str], key: tuple[Any, ...], rng: Random)
     rng.shuffle(slots)
     if len(slots) > 1 and rng.random() < 0.4:
         slots = slots[: 1 + int(rng.random() * len(slots))]
-    fields, values = _fields(rng, {slot: found[slot] for slot in slots}, {})
+    fields, values = _fields(rng, {slot: found[slot] for slot in slots})
     absent = rng.random() < 0.12
     if absent:
         name = pick(rng, ("discount", "nickname", "deadline", "invoice_number", "weight", "colour", "passport_number"))
@@ -421,7 +422,7 @@ def declared(
         number = numbers or counted or (slot in given and _kind(slot, given[slot], [])[0] == "small")
         words_of = tuple(choices) if choices and not boolean and not numbers and rng.random() < 0.7 else ()
         kind = "flag" if boolean else "small" if number else "title"
-        field = Field(_named(rng, parts, 0 if style == 0 else 1), " ".join(parts), kind, words_of)
+        field = Field(_named(parts, 0 if style == 0 else 1), " ".join(parts), kind, words_of)
         fields[slot] = field
         properties[field.name] = field.schema(rng, 0.0)
         if rng.random() < described:
@@ -429,5 +430,5 @@ def declared(
     required = [fields[s].name for s in order if s in given and rng.random() < 0.7]
     parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
     text = said if said and rng.random() < 0.6 else f"{' '.join(words).capitalize()}"
-    function = {"name": _named(rng, words, style), **({"description": text} if rng.random() < 0.85 else {})}
+    function = {"name": _named(words, style), **({"description": text} if rng.random() < 0.85 else {})}
     return {"type": "function", "function": {**function, "parameters": parameters}}, fields
