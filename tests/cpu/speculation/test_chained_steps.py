@@ -216,7 +216,9 @@ def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, dr
 
 
 def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
-    params = [SamplingParams(seed=i, max_tokens=30 + 5 * i) for i in range(len(PROMPTS))]
+    """Whatever sizes fail first: the last request decodes alone for 90 tokens, in steps of one or two rows too."""
+    params = [SamplingParams(seed=i, max_tokens=30 + 5 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    params[-1] = replace(params[-1], max_tokens=145)
     expected = plain.generate(PROMPTS, params)
 
     class Small(DecodeGraphs):
@@ -234,7 +236,7 @@ def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain
         runner.follow(runner.drafter)
         chaining = Chaining([c.token_ids for c in expected], random.Random(2)).attach(engine)
         alike(llm.generate(PROMPTS, params), expected)
-        assert graphs.broken is None and max(key.requests for key in graphs._graphs) <= 2
+        assert graphs.broken is None and graphs._graphs and max(key.requests for key in graphs._graphs) <= 2
         assert chaining.chained_steps > 10
 
 
