@@ -189,7 +189,8 @@ def open_run(args: argparse.Namespace) -> Run:
     if device == "cuda":
         eyes.bfloat16()
     way, _ = choose_attention("auto", device, text.s)
-    blocks = compiled() if args.compile else EAGER
+    # Steps are CUDA graphs, in which grouped products have not been tried.
+    blocks = compiled(grouped=False) if args.compile else EAGER
     embeddings = text.embed_tokens.weight.detach().clone()
     return Run(text, eyes, optimizer, words, Graphs(args.compile and way == "flash"), blocks, way, device, embeddings)
 

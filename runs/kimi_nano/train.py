@@ -195,7 +195,7 @@ def train(options: Options, began: float) -> Progress:
         restore(options.out / CHECKPOINT, model, optimizer)
     optimizer.publish()
     way, reason = choose_attention(options.attention, device, s)
-    blocks = compiled() if options.compile else EAGER
+    blocks = compiled(grouped=True) if options.compile else EAGER
     if options.model and (options.model / TRAINING_FILE).is_file():
         log("before", **json.loads((options.model / TRAINING_FILE).read_text()))
     corpus = Corpus.load(options.out / CORPUS_FILE)

@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.tasks import words
 from perilune.tasks.families import FAMILIES, THINKING_SHARE, check, problems, training_mix
 from perilune.text.tokenizer import Tokenizer
+from runs.kimi_nano import experts
 from runs.kimi_nano import train as trainer
 from runs.kimi_nano.attention import Packed, padded
 from runs.kimi_nano.data import Blocks, Codec
 from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.evaluate import parse_answer
 from runs.kimi_nano.export import export, read_back
-from runs.kimi_nano.model import KimiNano, Shape, int4_grid, route
+from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled, int4_grid, route
 from runs.kimi_nano.optim import Optimizer, is_expert, orthogonalise
 from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, load
 from runs.kimi_nano.tokenizer import count, learn
@@ -125,6 +127,28 @@ def test_route_picks_by_the_bias_and_weighs_without_it() -> None:
     wanted = torch.zeros(50, 8).scatter(1, ids, scores.gather(1, ids))
     assert torch.allclose(weights, wanted / wanted.sum(-1, keepdim=True) * 2.5, atol=1e-6)
     assert torch.equal(got, torch.bincount(ids.flatten(), minlength=8).float())
+
+
+def test_grouped_experts_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and all gradients, with as many tokens for an expert as routing gives, none for some."""
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    monkeypatch.setattr(experts, "compiled", lambda: (experts.inner, experts.inner_backward, experts.gathered))
+    torch.manual_seed(8)
+    model = KimiNano(replace(SMALL, n_routed_experts=6))
+    first = next(iter(model.routers()))
+    first.e_score_correction_bias[1] = -10.0  # never chosen
+    tokens = torch.randint(0, SMALL.vocab_size, (90,))
+    packed = Packed(torch.tensor([0, 31, 90], dtype=torch.int32), 59, 90)
+    found = []
+    for blocks in (EAGER, compiled(grouped=True)):
+        model.zero_grad()
+        loss = model.loss(tokens, packed.positions(), tokens.roll(-1), padded(packed, model.s.softmax_scale), blocks)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) == len(list(model.parameters())) + 1
+    for dense, grouped in zip(*found, strict=True):
+        assert torch.allclose(dense, grouped, rtol=1e-4, atol=1e-5)
+    assert not first.load[1] and first.load.sum() == 2 * 90 * 2  # both runs, two experts each
 
 
 def test_orthogonalise() -> None:
