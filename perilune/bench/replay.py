@@ -23,8 +23,10 @@ from perilune.core.errors import PeriluneError, RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
+from perilune.kv.tiers import HOST
 
 WORDS = ["stone", "river", "glass", "light", "north", "paper", "green", "seven", "table", "under", "house", "water"]
+STALLED_SECONDS = 5.0  # without more pinned memory, after which a replay begins with what there is
 Report = Callable[[str], None]
 
 
@@ -466,6 +468,21 @@ def picture(calls: Sequence[Call], title: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+async def host_memory(stats: Callable[[], EngineStats], report: Report) -> None:
+    """Waits until the host memory of the KV tiers is pinned, or no more of it was for STALLED_SECONDS. A server that
+    has run for a minute has all of it; what is evicted before would be dropped."""
+    limit = next((most for name, _, _, most in stats().tiers if name == HOST), 0)
+    ready, since, begin = stats().host_blocks_ready, time.perf_counter(), time.perf_counter()
+    if ready < limit:
+        report(f"waiting for host memory: {ready} of {limit} blocks can be used")
+    while ready < limit and time.perf_counter() - since < STALLED_SECONDS:
+        await asyncio.sleep(0.1)
+        if (now := stats().host_blocks_ready) > ready:
+            ready, since = now, time.perf_counter()
+    if limit:
+        report(f"host memory for {ready} blocks, after {time.perf_counter() - begin:.0f} s")
+
+
 async def measure(
     target: Target, sessions: Sequence[Session], options: Options, report: Report
 ) -> tuple[dict[str, Any], list[Call]]:
@@ -477,6 +494,8 @@ async def measure(
         if engine is not None:
             readings.append(engine.stats())
 
+    if engine is not None:
+        await host_memory(engine.stats, report)
     calls = await play(target, sessions, options, report, read)
     row = summary(calls, options)
     if engine is not None:
@@ -484,5 +503,6 @@ async def measure(
         before, after = readings
         row["hit_share_by_tier"] = tier_shares(before, after)
         row["restore_s"] = round(after.restore_seconds - before.restore_seconds, 4)
+        row["blocks_dropped"] = after.blocks_dropped
         row["saved_s"] = round(after.saved_seconds - before.saved_seconds, 4)
     return row, calls

@@ -270,6 +270,7 @@ class EngineStats:
     graphs: int = 0  # CUDA graphs of steps, as of now; not those of draft chains
     graph_bytes: int = 0  # device memory that all of them hold
     tiers: tuple[tuple[str, int, int, int], ...] = ()  # of KV: (name, hit tokens, blocks, blocks at most)
+    host_blocks_ready: int = 0  # of host memory's blocks at most: those that can be used now, others are being pinned
     restore_seconds: float = 0.0  # that restores from the tiers took
     saved_seconds: float = 0.0  # less than computing the same would have taken, by the measured speed of prompts
     blocks_dropped: int = 0  # evicted blocks for which no tier had room

@@ -128,6 +128,11 @@ class Tiers:
         return len(self._disk)
 
     @property
+    def rows_ready(self) -> int:
+        """Rows that can be used now: memory is pinned in the background."""
+        return min(self._mover.rows, self._rows)
+
+    @property
     def row_limit(self) -> int:
         return self._rows
 
@@ -206,7 +211,7 @@ class Tiers:
                     ended.append(self._restored(done))
                 case Written():
                     self._written(done)
-        rows = min(self._mover.rows, self._rows)
+        rows = self.rows_ready
         self._free.extend(range(rows - 1, self._known_rows - 1, -1))
         self._known_rows = max(rows, self._known_rows)
         self._expire()

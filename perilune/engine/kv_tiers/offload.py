@@ -157,6 +157,7 @@ class Offload:
                 (HOST, self._hits[HOST], tiers.host_blocks, tiers.row_limit),
                 (DISK, self._hits[DISK], tiers.disk_blocks, tiers.file_limit),
             ),
+            host_blocks_ready=tiers.rows_ready,
             restore_seconds=self._seconds,
             saved_seconds=self.worth.saved_seconds,
             blocks_dropped=tiers.dropped,

@@ -1,10 +1,11 @@
 """Replaying traces: what a line means, that generated sessions are the same every time, and that counts and times add
 up, on an engine and over HTTP."""
 
+import asyncio
 import gzip
 import json
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import Agents, Piece, generate, read
 from perilune.cli.main import cli
 from perilune.core.errors import ConfigError, EngineError
+from perilune.core.messages import EngineStats
+from perilune.kv.tiers import HOST
 from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
 
 
@@ -213,6 +216,23 @@ def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
     assert traces.HASH_TOKENS == 512
     found = CliRunner().invoke(cli, ["bench", "replay", "agents", "kimi-nano", "--compare"])
     assert isinstance(found.exception, ConfigError) and "give --kv-host-gb or --kv-disk" in str(found.exception)
+
+
+def test_the_clock_starts_when_host_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "STALLED_SECONDS", 0.3)
+    lines: list[str] = []
+    pinned = chain([10, 10, 10, 30, 60], repeat(100))
+
+    def stats(ready: Iterator[int], limit: int = 100) -> EngineStats:
+        return EngineStats(tiers=((HOST, 0, 0, limit),), host_blocks_ready=next(ready))
+
+    asyncio.run(replay.host_memory(lambda: stats(pinned), lines.append))
+    assert next(pinned) == 100 and lines[-1].startswith("host memory for 100 blocks")
+    asyncio.run(replay.host_memory(lambda: stats(repeat(40)), lines.append))  # pinning failed at 40
+    assert lines[-1].startswith("host memory for 40 blocks")
+    before = len(lines)
+    asyncio.run(replay.host_memory(EngineStats, lines.append))  # no tiers
+    assert len(lines) == before
 
 
 def test_without_tiers_the_same_is_computed_beforehand(tiny: Path) -> None:
