@@ -26,7 +26,8 @@ PICTURE = ROOT / "docs/images/page.png"
 TOOLS_PICTURE = ROOT / "docs/images/page-tools.png"  # a call that waits for its result, settings open, dark
 ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.png"  # a question with pictures that is not sent yet
 PAGE = ROOT / "perilune/server/page"
-MOST_BYTES = 80_000
+MOST_BYTES = 60_000
+COLOURS = 24  # of the palette
 QUESTIONS = (
     "What is 347 + 589?",
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",
@@ -78,15 +79,15 @@ def labelled(png: bytes) -> bytes:
 
 
 def taken(browser: Browser) -> bytes:
-    """What the page shows now, as PNG of 256 colours: the page has about 1,000, and the file is less than half."""
+    """What the page shows now, as PNG of few colours: the page has about 1,000, and the file is a third."""
     whole = Image.open(io.BytesIO(base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])))
     return few_colours(whole)
 
 
 def few_colours(picture: Image.Image) -> bytes:
-    """The picture as PNG with a palette of 256 colours, not dithered."""
+    """The picture as PNG with a palette of COLOURS colours, not dithered."""
     file = io.BytesIO()
-    picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+    picture.convert("RGB").quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
         file, "PNG", optimize=True
     )
     return file.getvalue()

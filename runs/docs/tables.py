@@ -183,9 +183,12 @@ def nano_speed() -> str:
 def nano() -> str:
     """What the bundled model is, from the record of its training."""
     trained = json.loads((ROOT / "perilune/bundled/kimi-nano/training.json").read_text())
+    minutes = (
+        trained["minutes"] + trained.get("before", {}).get("minutes", 0) + trained.get("eyes", {}).get("minutes", 0)
+    )
     return (
         f"kimi-nano is a demonstration of checked skills, not a chat model: {trained['parameters'] / 1e6:.0f} million "
-        f"parameters, trained from nothing\nin {trained['minutes']:.0f} minutes on one {trained['device']} by "
+        f"parameters, trained from nothing\nin {minutes:.0f} minutes on one {trained['device']} by "
         "[runs/kimi-nano.sh](runs/kimi-nano.sh). Its [card](perilune/bundled/kimi-nano/README.md) has its scores."
     )
 

@@ -6,7 +6,9 @@ of the answers; what it learnt first counts for less and less.
 
 Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
 to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
-that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower.
+that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower. A share
+--words-kept of its weights are those of before, the rest what they became. With 0, 0.15, 0.3, 0.5 and 1 of them 96.9,
+97.7, -, 97.9 and 97.7 % of in-distribution text problems were right, and 91.2, 90.8, 83.8, 47.1 and - % of pictures'.
 
 Progress is elapsed time over --minutes, compiling included. The checkpoints of --out are written whole, then renamed;
 --resume goes on from them, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
@@ -57,6 +59,7 @@ MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
 SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
 WORDS_WORKERS = 3
+KEPT = 0.15  # of the text model's weights before
 
 
 @dataclass
@@ -231,6 +234,7 @@ def train(args: argparse.Namespace) -> None:
         texts = data.Blocks(args.words, args.seed + 1, args.word_tokens, progress.through)
         words = iter(loader(texts, min(args.workers, WORDS_WORKERS)))
     run = open_run(args)
+    before = masters(run.words) if run.words else {}
     if args.resume:
         restore(args.out, run)
     run.publish()
@@ -239,6 +243,7 @@ def train(args: argparse.Namespace) -> None:
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
         seed=args.seed, fonts=fonts, tokens=args.tokens, minutes=args.minutes, reading=args.reading, rate=args.rate,
         words_rate=args.words_rate if run.words else 0.0, word_tokens=args.word_tokens,
+        words_kept=args.words_kept if run.words else 0.0,
         seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip
     feeder = Feeder(pictures, lambda block: prepared(block, args.device), args.seed, again=args.workers > 0)
@@ -258,6 +263,9 @@ def train(args: argparse.Namespace) -> None:
     if not finished:
         return
     if run.words:
+        average(run.words, before, args.words_kept)
+        run.publish()
+        save(args.out, run, progress, args)
         export.export(args.out, args.model)
         export.add_facts(args.words / state.LOG_FILE, args.model)
     export.add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
@@ -331,6 +339,18 @@ def save(out: Path, run: Run, progress: EyesProgress, args: argparse.Namespace) 
     os.replace(partial, path)
 
 
+@torch.no_grad()
+def average(words: Optimizer, before: dict[str, Tensor], kept: float) -> None:
+    """Moves the master weights of the text model back by the share `kept` of the way from `before`."""
+    for name, tensor in before.items():
+        words.state[name].lerp_(tensor.to(words.state[name].device), kept)
+
+
+def masters(words: Optimizer) -> dict[str, Tensor]:
+    """A copy on the CPU."""
+    return {name: tensor.cpu().clone() for name, tensor in words.state.items() if name.startswith("master.")}
+
+
 def restore(out: Path, run: Run) -> None:
     if run.words:
         state.restore(out / state.CHECKPOINT, run.text, run.words)
@@ -384,6 +404,7 @@ def main() -> None:
     add("--words", type=Path, metavar="RUN", help="directory of the text model's training: the text model learns too")
     add("--words-rate", type=float, default=5e-4, help="peak learning rate of the text model, with --words")
     add("--words-decay", type=float, default=0.1, help="weight decay of the text model, with --words")
+    add("--words-kept", type=float, default=KEPT, help="share of the text model's weights before, with --words")
     add("--word-tokens", type=int, default=16384, help="tokens of text in a step, with --words")
     add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
@@ -398,8 +419,8 @@ def main() -> None:
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     add("--score-count", type=int, default=256, help="problems per kind and split of the scores (0: none)")
     args = parser.parse_args()
-    if args.tokens < LONGEST or args.minutes <= 0:
-        parser.error(f"--tokens must be at least {LONGEST}, and --minutes positive")
+    if args.tokens < LONGEST or args.minutes <= 0 or not 0 <= args.words_kept < 1:
+        parser.error(f"--tokens must be at least {LONGEST}, --minutes positive, and --words-kept from 0 to less than 1")
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model} has no config.json: export the text model there first")
     if args.fonts is not None and not args.fonts.is_dir():

@@ -41,7 +41,7 @@ too: of {fonts} font files one in five was kept apart. In those, structural othe
 """
 FROZEN = "The text model was frozen: what it does with text is what it did before."
 LEARNT = """In the last {through:,} steps the text model learnt too, at a peak rate of {words_rate:g},
-from pictures and from its own text."""
+from pictures and from its own text; {words_kept:.0%} of its weights are those of before."""
 STRUCTURE = "wordings, words\nand pairs of colours that training never shows"
 
 
@@ -78,6 +78,7 @@ def trained(log: Path, model: Path) -> Row:
         "times": round((fresh + again) / fresh, 1),
         "through": stop["through"],
         "words_rate": start["words_rate"],
+        "words_kept": start["words_kept"],
         "structural": score["exact"],
         "structural_count": score["count"],
     }

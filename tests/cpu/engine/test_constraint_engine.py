@@ -378,7 +378,10 @@ class TestClosed:
         constraint = constrain(nano, tools=parse_tools(tools), choice="required")
         assert constraint is not None
         prompt = ask(path, nano, "Please call your tool now.", tools)[-200:]
-        requests = [Submit(i, prompt, hot(nano, i, constraint.least + 4), constraint) for i in range(6)]
+        long = {nano.encode("a")[0]: 30.0}  # a text that would not end
+        requests = [
+            Submit(i, prompt, hot(nano, i, constraint.least + 4, logit_bias=long), constraint) for i in range(6)
+        ]
         ends = self.ends(engine, requests)
         assert all(ids[-1] == nano.special("<|im_end|>") for ids, *_ in ends.values())
         assert ["length", True] in [how for _, *how in ends.values()]

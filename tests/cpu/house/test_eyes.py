@@ -46,12 +46,12 @@ NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled text model with a tower of random weights."""
     path = tmp_path_factory.mktemp("model")
-    shutil.copytree(NANO, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("drafter", EYES_FILE))
+    shutil.copytree(NANO, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("drafter"))
     before = {f.name: hashlib.sha256(f.read_bytes()).digest() for f in path.glob("*.safetensors")}
     torch.manual_seed(3)
     add_eyes(path, {name: p.detach().bfloat16() for name, p in Eyes(configuration(384), len(MARKS)).stored()})
     after = {f.name: hashlib.sha256(f.read_bytes()).digest() for f in path.glob("*.safetensors")}
-    assert before == {name: value for name, value in after.items() if name != EYES_FILE}
+    assert {name for name, value in after.items() if value != before.get(name)} == {EYES_FILE}
     return path
 
 
@@ -184,7 +184,7 @@ def test_the_text_model_learns_too(words: Path, tmp_path: Path, monkeypatch: pyt
         return finished
 
     monkeypatch.setattr(eyes, "steps", steps)
-    settings = {"out": out, "words": words, "words_rate": 1.0, "reading": 0.0, "minutes": 60.0}
+    settings = {"out": out, "words": words, "words_rate": 1.0, "reading": 0.0, "minutes": 60.0, "words_kept": 0.25}
     eyes.train(arguments(model, **settings, pause_after=0.01))
     rows = [json.loads(line) for line in (out / "eyes.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["kind"] == "step")
@@ -194,7 +194,9 @@ def test_the_text_model_learns_too(words: Path, tmp_path: Path, monkeypatch: pyt
     eyes.train(arguments(model, **settings | {"minutes": 1e-6}, resume=True))
     assert (model / EYES_FILE).is_file()
     after = export.read_back(model).state_dict()
-    assert all(torch.allclose(after[name], kept[name], atol=0, rtol=2**-8) for name in after)
+    for name in after:  # biases of routers are not averaged; experts are, before they are rounded
+        wanted = kept[name] if name.endswith("_bias") else kept[name].lerp(before[name], 0.25)
+        assert ".experts." in name or torch.allclose(after[name], wanted, atol=1e-6, rtol=2**-8), name
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     assert "embed_tokens.weight" in moved and any(".experts." in name for name in moved)
 
@@ -259,7 +261,7 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
         model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
-        device="cpu", words=None, words_rate=5e-4, words_decay=0.1, word_tokens=2048,
+        device="cpu", words=None, words_rate=5e-4, words_decay=0.1, word_tokens=2048, words_kept=0.0,
         tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))
@@ -277,6 +279,7 @@ def test_the_card_says_what_pictures_get(tmp_path: Path, model: Path) -> None:
         "fonts": 50,
         "minutes": 4.5,
         "words_rate": 5e-4,
+        "words_kept": 0.2,
     }
     stop = {
         "kind": "stop",
