@@ -103,12 +103,13 @@ and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward p
 repeat all of it, this card included:
 
 ```sh
-sh runs/kimi-nano.sh [DOCS [FONTS]]   # DOCS: the documentation's *.rst.txt sources, FONTS: TrueType fonts
+sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   # the documentation's sources, TrueType fonts, public data sets
 ```
 
 The schedule is a time, not a number of steps, so a repetition gives a similar model, not the same bits.
 
-**Licence**: Apache-2.0. The weights were trained on the project's own generated data and on text under the PSF License.
+**Licence**: Apache-2.0. The weights were trained on the project's own generated data and on what is named under
+Data above, with its licences.
 """
 
 
