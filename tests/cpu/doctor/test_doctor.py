@@ -68,7 +68,7 @@ def test_a_healthy_checkpoint_prints_a_short_page(nano):
     code, page = run(nano)
     assert code == 0 and len(page.splitlines()) < 45
     assert "wrong" not in page and "warning" not in page
-    assert "sound: 805 tensors" in page and "values of all tensors" in page
+    assert "sound: 888 tensors" in page and "values of all tensors" in page
     assert "router bias          float32" in page and "weight_shape         int64" in page
     code, text = run(nano, "--json")
     data = json.loads(text)
@@ -96,7 +96,7 @@ def test_a_repository_is_checked_by_its_headers(nano, monkeypatch):
 
     monkeypatch.setattr(hub, "headers", headers)
     code, page = run("org/tiny", "--revision", "v1")
-    assert code == 0 and "805 tensors by name, shape and type; vocabulary of 4,096" in page
+    assert code == 0 and "888 tensors by name, shape and type; vocabulary of 4,096" in page
     assert hub.is_repository("org/tiny") and not hub.is_repository(str(nano)) and not hub.is_repository("kimi-nano")
     with pytest.raises(ConfigError, match="does not exist"):
         run("no-such-model")

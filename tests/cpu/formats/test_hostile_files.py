@@ -142,6 +142,7 @@ def test_doctor_names_a_fifo(nano: Path, name: str) -> None:
 
 def test_other_files_of_a_directory_may_be_no_files(nano: Path, tmp_path: Path) -> None:
     for name in ("preprocessor_config.json", "conversion.json"):
+        (nano / name).unlink(missing_ok=True)
         os.mkfifo(nano / name)
         assert any(name in f.text for f in examined(nano).findings)
         (nano / name).unlink()
