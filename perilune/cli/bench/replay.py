@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from perilune.bench import microscope, replay, trace_formats, traces
+from perilune.bench import microscope, replay, replay_plot, trace_formats, traces
 from perilune.bench.decode import described, footprint
 from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
@@ -146,7 +146,7 @@ def command(
     head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
     head["tiers"] = [k for k in TIERS if values.get(k) is not None]
     if plot is not None:
-        _write(plot, replay.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
+        _write(plot, replay_plot.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
     finish([head | row | where], directory)
 
 
