@@ -25,7 +25,7 @@ PART = """
 
 {parameters:,} parameters of MoonViT with its projector: {layers} layers, {width} wide, patches of 14 pixels. They were
 trained in {minutes:.1f} minutes on one {device}, {steps:,} steps of {pictures:,} pictures in all, each used {times}
-times. {how}
+times.{before} {how}
 Pictures are shrunk to about 200 patches: text that then has fewer than 14 pixels cannot be read.
 
 {table}
@@ -79,6 +79,7 @@ def trained(log: Path, model: Path) -> Row:
         "through": stop["through"],
         "words_rate": start["words_rate"],
         "words_kept": start["words_kept"],
+        "before": " They began with the tower of an earlier training." if start.get("tower") else "",
         "structural": score["exact"],
         "structural_count": score["count"],
     }
