@@ -122,7 +122,7 @@ def part(facts: Row | None, ledger: Path) -> str:
     if facts is None:
         return ""
     return PART.format(
-        **facts,
+        **{"before": ""} | facts,
         how=LEARNT.format(**facts) if facts["words_rate"] else FROZEN,
         layers=VISION["vt_num_hidden_layers"],
         width=VISION["vt_hidden_size"],
