@@ -165,7 +165,7 @@ def table_scene(rng: Random, split: str, size: Frame) -> Scene:
     most = min(5, size.slots // 8, int(size.height / (1.3 * SMALLEST_TEXT * size.unit)))
     count = min(most, 2 + int(rng.random() * (most - 1)))
     if split == "train":
-        names = []
+        names: list[str] = []
         while len(names) < count:
             name = wider.label(rng, ITEMS, KEPT)
             names += [] if name in names else [name if rng.random() < 0.8 else name.capitalize()]
