@@ -146,7 +146,7 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const auto pair = [&](int n, int i) { return narrow(o[n][i] * by[i / 2], o[n][i + 1] * by[i / 2]); };
-    // A rehearsal's results may not overwrite the tile: they go to the scores, which nobody reads any more.
+    // A rehearsal's results may not overwrite the tile: they go to the scores, all of which are read.
     char* to = rehearsal ? scratch : own;
     store_matrices(to, 0, j * 8, pair(j, 0), pair(j, 2), pair(j + 1, 0), pair(j + 1, 2));
   }
