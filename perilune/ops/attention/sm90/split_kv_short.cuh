@@ -39,12 +39,11 @@ struct Short {
 
 // By warps 0 to 7, once the predecessors have finished. `keys` is the tile, there when `arrived()` returns; `scratch`
 // shared memory; q the first of `rows` rows; unseen(r): row r sees positions before it. at: the tile's first position,
-// end: its last's successor. partial, weights: of the first row, with `slots` weights to a row. rehearsal: all of it
-// without effect but on `scratch`, so that the instructions are there when it counts.
+// end: its last's successor. partial, weights: of the first row, with `slots` weights to a row.
 template <typename S, typename Arrived, typename Unseen>
 __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* keys, char* scratch, int at, int end,
                                                float scale, bf16* partial, float* weights, int slots,
-                                               Arrived arrived, Unseen unseen, bool rehearsal = false) {
+                                               Arrived arrived, Unseen unseen) {
   constexpr int BLOCKS = WIDTH / 32 / 2;  // of 32 values of k, in half of the width
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int GROUPS = S::COUNT / 16;
@@ -59,10 +58,10 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
     const bf16* from = q + part * (WIDTH / 2) + t * 8;
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
-      low[n] = __ldcg(reinterpret_cast<const uint4*>(from + min(g, rows - 1) * WIDTH + n * 32));
-      high[n] = __ldcg(reinterpret_cast<const uint4*>(from + min(g + 8, rows - 1) * WIDTH + n * 32));
+      low[n] = *reinterpret_cast<const uint4*>(from + min(g, rows - 1) * WIDTH + n * 32);
+      high[n] = *reinterpret_cast<const uint4*>(from + min(g + 8, rows - 1) * WIDTH + n * 32);
     }
-    if (!rehearsal) arrived();
+    arrived();
     const int key = g / 2 + g % 2 * 4;  // column g of the products: so that two rows of 64 bytes share no bank
     float d[2][2][4] = {};
 #pragma unroll
@@ -86,7 +85,7 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
     }
   }
   named_sync(3, 256);
-  if (!rehearsal) arrived();  // for those who have not multiplied
+  arrived();  // for those who have not multiplied
 
   // A row's scores by 16 threads.
   const int row = threadIdx.x / 16, first = threadIdx.x % 16 * 4, seen = unseen(row) - at;
@@ -115,12 +114,11 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
   }
   if (first == 0) {
     inverses[row] = sum > 0 ? __frcp_rn(sum) : 0;
-    if (!rehearsal) weights[row * slots] = top + __log2f(sum);
+    weights[row * slots] = top + __log2f(sum);
   }
   // Past the end lies anything, nan included, and a probability of 0 does not hide that.
   for (int i = threadIdx.x; i < (S::COUNT - (end - at)) * (LATENT / 8); i += 256) {
     const int past = end - at + i / (LATENT / 8), piece = i % (LATENT / 8);
-    if (rehearsal) break;
     *reinterpret_cast<uint4*>(keys + S::place(past) + piece / 8 * S::STRIDE + piece % 8 * 16) = uint4{};
   }
   named_sync(3, 256);
@@ -146,13 +144,11 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const auto pair = [&](int n, int i) { return narrow(o[n][i] * by[i / 2], o[n][i + 1] * by[i / 2]); };
-    // A rehearsal's results may not overwrite the tile: they go to the scores, all of which are read.
-    char* to = rehearsal ? scratch : own;
-    store_matrices(to, 0, j * 8, pair(j, 0), pair(j, 2), pair(j + 1, 0), pair(j + 1, 2));
+    store_matrices(own, 0, j * 8, pair(j, 0), pair(j, 2), pair(j + 1, 0), pair(j + 1, 2));
   }
   shared_writes_visible();
   __syncwarp();
-  if (!rehearsal && elected()) {
+  if (elected()) {
     bulk_store(partial + warp * (ROWS * 64), own, rows * 128);
     bulk_stores_read();
   }
@@ -192,35 +188,23 @@ __global__ void __maxnreg__(FEW_REGISTERS)
     return;
   }
   __syncthreads();
-  int found = 0;  // the row of the cache of group `lane`
-  const auto bring = [&](bool late) {  // what predecessors may write comes late
+  if (warp == 7) {  // one of the two that have no scores to make
+    const int position = at + min(lane, groups - 1) * GROUP, page = quotient(position, block);
+    const int found = kept(tables + page) * block + (position - page * block);
+    if (elected()) barrier_expect(&full, groups * GROUP_BYTES);
     for (int n = 0; n < groups; ++n) {
-      if ((at + (n + 1) * GROUP >= known) != late) continue;
+      if (at + (n + 1) * GROUP >= known) wait_for_predecessor();  // which may write the last
       const int row = __shfl_sync(EVERYONE, found, n);
       if (elected()) tensor_load(few_memory + n * GROUP_BYTES, &latents, 0, row, 0, &full);
       __syncwarp();
     }
-  };
-  if (warp == 7) {  // one of the two that have no scores to make
-    const int position = at + min(lane, groups - 1) * GROUP, page = quotient(position, block);
-    found = kept(tables + page) * block + (position - page * block);
-    if (elected()) barrier_expect(&full, groups * GROUP_BYTES);
-    bring(false);
   }
+  wait_for_predecessor();
   const bf16* q = rows + (static_cast<int64_t>(token) * H + skipped) * WIDTH;
-#pragma unroll 1
-  for (bool rehearsal = true;; rehearsal = false) {
-    if (!rehearsal) {
-      wait_for_predecessor();
-      if (warp == 7) bring(true);
-    }
-    attend_quarter<Few>(q, min(QUARTER, H), few_memory, few_memory + Few::TILE, at, end, scale,
-                        partials + static_cast<int64_t>(range) * PARTIAL + skipped * 64,
-                        weights + skipped * slots + range, slots, [&] { barrier_wait(&full, 0); },
-                        [&](int) { return end; }, rehearsal);
-    if (!rehearsal) return;
-    named_sync(3, FEW_THREADS);  // the scores are written again
-  }
+  attend_quarter<Few>(q, min(QUARTER, H), few_memory, few_memory + Few::TILE, at, end, scale,
+                      partials + static_cast<int64_t>(range) * PARTIAL + skipped * 64,
+                      weights + skipped * slots + range, slots, [&] { barrier_wait(&full, 0); },
+                      [&](int) { return end; });
 }
 
 }  // namespace mla
