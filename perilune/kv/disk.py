@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ HEADER_BYTES = 4096
 _MAGIC = b"PRLNKV01"
 _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sQQ")
 _CRC = struct.Struct("<I")
+_local = threading.local()
 
 
 class DamagedFile(Exception):
@@ -129,7 +131,7 @@ class Directory:
             size = os.fstat(file.fileno()).st_size
             if size != self.file_bytes:
                 raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
-            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # aligned to a page, as O_DIRECT needs it
+            header = _header_of_thread()
             if not _fill(file.fileno(), header, payload):
                 raise DamagedFile(f"{path.name} ended while it was read")
             with contextlib.suppress(OSError):
@@ -232,6 +234,15 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
             if not direct or e.errno != errno.EINVAL:  # O_DIRECT: not on this file system, or not at these addresses
                 raise
     raise AssertionError("the second way returns or raises")
+
+
+def _header_of_thread() -> memoryview:
+    """Memory for a header, one per thread: mapping new memory for each file stops the threads of the process briefly.
+    Aligned to a page, as O_DIRECT needs it."""
+    if not hasattr(_local, "header"):
+        _local.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    header: memoryview = _local.header
+    return header
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
