@@ -196,6 +196,8 @@ class Scheduler:
                 if self.blocks.waits(missing, alone=turn == len(self._running) - 1 == 0):
                     count = 0
                     break
+                if self.blocks.take_kept():
+                    continue
                 victim = self._running.pop()
                 assert victim is not request or turn > 0, f"request {request.rid} does not fit the empty pool"
                 self._preempt(victim)
@@ -427,6 +429,7 @@ class Scheduler:
             return  # it is in no queue; blocks being restored for it enter the prefix cache when they arrive
         if request.slot is None:
             self._queue.remove(request)
+            self.blocks.drop_kept(request)
         else:
             self._running.remove(request)
             self._give_back(request)

@@ -28,8 +28,8 @@ from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Writt
 from perilune.ops.rows import host_rows
 
 STAGED_ROWS = 64  # staging rows for blocks from files
-# Staging rows whose blocks are being copied to the pages; the others are being read or wait for a reading thread. Blocks
-# are copied in order, so reads that end early must not leave their threads without work.
+# Staging rows of blocks that are being copied to the pages; the others are being read or wait for a reading thread.
+# Blocks are copied in order, so reads that end early must not leave their threads without work.
 COPIED_ROWS = 8
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
 CHECKING_THREADS = 8  # threads that compute checksums: at most so many, and half of the processors
