@@ -152,7 +152,8 @@ class Scheduler:
 
     def adopt(self, tokens: Sequence[int]) -> list[int]:
         """Registers a block for each full block of `tokens` and returns them; the caller writes the KV. A prompt that
-        begins with `tokens` then finds them cached. Fewer blocks are returned when no block is free."""
+        begins with `tokens` then finds them cached. Fewer blocks are returned when none is free; with tiers the caller
+        may then ask again after a step, which copies other cached blocks to a tier."""
         return self.blocks.adopt(tokens)
 
     def cancel(self, rid: int) -> None:

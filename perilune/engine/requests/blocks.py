@@ -137,8 +137,8 @@ class RequestBlocks:
             request.kept = []
 
     def take_kept(self, rank: tuple[float, ...] = ()) -> bool:
-        """Releases the restored blocks of the waiting request of the latest rank, because one of this rank, or a running
-        one (no rank), lacks blocks. False: no waiting request of a later rank has any."""
+        """Releases the restored blocks of the waiting request of the latest rank, because one of this rank, or a
+        running one (no rank), lacks blocks. False: no waiting request of a later rank has any."""
         last = max(self._kept, key=lambda request: request.rank, default=None)
         if last is None or last.rank <= rank:
             return False
@@ -176,7 +176,7 @@ class RequestBlocks:
         held = self.tree.match(digests)
         self.tree.acquire(held)
         for digest in digests[len(held) :]:
-            if not self.tree.available:
+            if not (self.tree.available if self.offload is None else self.tree.num_free):
                 break
             block = self.tree.allocate()
             kept = self.tree.insert(held[-1] if held else None, digest, block)
