@@ -75,6 +75,7 @@ class Transfer:
             ThreadPoolExecutor(READING_THREADS, "perilune-kv-read") if directory is not None else self._check
         )
         self._workers = workers
+        self._reader = host_rows.file_reader()
         self.steps_run = False  # set by the engine; while true, copies leave a share of the link to steps
         self._paces = 0.0, 0.0  # seconds per block while steps run: of storing and of restoring
         if device.type == "cuda":
@@ -251,7 +252,7 @@ class Transfer:
         """Reads a block's file into a row; what is wrong with the file, None: nothing."""
         assert self._directory is not None
         try:
-            stored = self._directory.read(name, row.data)
+            stored = self._directory.read(name, row.data, self._reader)
         except (DamagedFile, OSError) as e:
             return _line(e)
         (found,) = host_rows.checksums([row], [name.digest])
