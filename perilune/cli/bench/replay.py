@@ -211,7 +211,8 @@ def _local(
 
 def _require_answers(row: dict[str, Any], calls: Sequence[replay.Call]) -> None:
     if not row["requests"]:
-        why = next((call.error for call in calls if call.error), "no turn began")
+        none = "it ended before the first token" if row["cut"] else "no turn began"
+        why = next((call.error for call in calls if call.error), none)
         raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
 
 
