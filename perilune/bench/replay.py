@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from perilune.bench.ledger import percentile
 from perilune.bench.traces import Piece, Session, Turn
 from perilune.client.endpoint import Endpoint
-from perilune.core.errors import PeriluneError, RequestError
+from perilune.core.errors import ConfigError, PeriluneError, RequestError
 from perilune.core.messages import Delta, EngineStats, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
@@ -25,6 +25,7 @@ from perilune.kv.tiers import HOST
 
 WORDS = ["stone", "river", "glass", "light", "north", "paper", "green", "seven", "table", "under", "house", "water"]
 STALLED_SECONDS = 5.0  # without more pinned memory, after which a replay begins with what there is
+ADOPT_SECONDS = 0.001  # between two looks whether blocks are free
 Report = Callable[[str], None]
 
 
@@ -44,6 +45,7 @@ class Call:
     ideal: float = 0.0  # of the prompt, the share that a cache without bound would have had
     error: str | None = None
     warm_up: bool = False  # before the clock starts
+    cut: bool = False  # the replay ended before the answer did
 
     @property
     def ttft(self) -> float:
@@ -69,6 +71,10 @@ class Conversation(Protocol):
         """Goes on with the conversation, and fills in the call as the answer comes."""
         ...
 
+    async def adopt(self, turn: Turn, call: Call) -> None:
+        """Takes the turn's prompt as cached, without an answer and without computing it. ConfigError if it cannot."""
+        ...
+
 
 class Target(Protocol):
     def conversation(self, seed: int) -> Conversation: ...
@@ -80,7 +86,10 @@ class Options:
     speed            of the trace's clock; 0: no waiting between turns
     ttft_limit, inter_token_limit   seconds within which a request counts as good
     seconds          after which no turn begins
+    end_seconds      after which requests that have not ended are cut: their tokens count until then
     warm_up          the first turns of all sessions are played before the clock starts
+    adopt            those are not computed: the cache is taken to hold them. For random weights, where what the cache
+                     holds is as random as what would be computed
     """
 
     concurrency: int | None = None
@@ -88,7 +97,9 @@ class Options:
     ttft_limit: float = 5.0
     inter_token_limit: float = 0.1
     seconds: float = float("inf")
+    end_seconds: float = float("inf")
     warm_up: bool = False
+    adopt: bool = False
 
 
 # ---- the two kinds of target
@@ -140,6 +151,22 @@ class Local:
                 call.error = delta.error
                 return out
 
+    async def adopt(self, prompt: list[int]) -> None:
+        """The cache takes all full blocks of a prompt as computed."""
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._adopt, prompt)
+
+    def _adopt(self, prompt: list[int]) -> None:
+        size, scheduler = self.engine.config.block_size, self.engine.scheduler
+        assert size is not None
+        known, since = 0, time.perf_counter()
+        while (now := len(scheduler.adopt(prompt))) < len(prompt) // size:
+            if now > known:
+                known, since = now, time.perf_counter()
+            elif time.perf_counter() - since > STALLED_SECONDS:
+                raise ConfigError(f"the cache has no room for a session of {len(prompt)} tokens: give more kv_blocks")
+            self.engine.step()  # copies others' blocks to a tier
+            time.sleep(ADOPT_SECONDS)
+
     async def _loop(self) -> None:
         while True:
             await self._wake.wait()
@@ -170,11 +197,19 @@ class LocalConversation:
         self._target = target
         self._ids: list[int] = []
 
-    async def ask(self, turn: Turn, call: Call) -> None:
+    async def adopt(self, turn: Turn, call: Call) -> None:
+        self._say(turn)
+        await self._target.adopt(self._ids)
+        call.prompt_tokens, call.arrivals = len(self._ids), [(time.perf_counter(), 0)]
+
+    def _say(self, turn: Turn) -> None:
         if turn.whole:
             self._ids = []
         for piece in turn.pieces:
             self._ids += self._target.ids(piece)
+
+    async def ask(self, turn: Turn, call: Call) -> None:
+        self._say(turn)
         room = self._target.engine.info.max_model_len - len(self._ids)
         if room < 1:
             call.error = (
@@ -199,6 +234,9 @@ class RemoteConversation:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._messages: list[dict[str, str]] = []
+
+    async def adopt(self, turn: Turn, call: Call) -> None:
+        raise ConfigError("an endpoint's cache cannot be filled without computing")
 
     async def ask(self, turn: Turn, call: Call) -> None:
         if turn.whole:
@@ -251,9 +289,10 @@ class _Player:
         self.session, self._number = session, number
         self._conversation = target.conversation(number)
         self._text, self._said, self._turn = 0, list[tuple[int, int]](), 0
+        self.asking: Call | None = None  # the call that has not ended
 
-    async def ask(self, *, warm_up: bool = False) -> Call:
-        """Plays the next turn."""
+    async def ask(self, *, warm_up: bool = False, adopt: bool = False) -> Call:
+        """Plays the next turn. `adopt`: its prompt is taken as cached instead."""
         turn = self.session.turns[self._turn]
         call = Call(self._number, self._turn, warm_up=warm_up)
         self._turn += 1
@@ -263,14 +302,15 @@ class _Player:
             self._text = hash((self._text, piece.name))
             self._said.append((self._text, piece.tokens or max(len(piece.name) // 4, 1)))
         call.prompt = list(self._said)
-        call.begin = time.perf_counter()
+        call.begin, self.asking = time.perf_counter(), call
         try:
-            await self._conversation.ask(turn, call)
+            await (self._conversation.adopt if adopt else self._conversation.ask)(turn, call)
         except PeriluneError as e:
             call.error = str(e)
         if call.error is None and call.arrivals:
             call.answer = self._text = hash((self._text, "answer", self._number))
             self._said.append((self._text, call.tokens))
+        self.asking = None
         return call
 
 
@@ -290,7 +330,7 @@ async def play(
 
     async def turn(player: _Player, *, warm_up: bool = False) -> bool:
         """Whether the session goes on."""
-        call = await player.ask(warm_up=warm_up)
+        call = await player.ask(warm_up=warm_up, adopt=warm_up and options.adopt)
         calls.append(call)
         if call.error is not None or not call.arrivals:
             report(f"{player.session.name}, turn {call.turn + 1}: {call.error or 'no answer'}")
@@ -317,10 +357,22 @@ async def play(
         going = await asyncio.gather(*(warm(player) for player in players))
         players = [player for player, goes_on in zip(players, going) if goes_on]
         wall = time.perf_counter() - begin
-        report(f"what {len(players)} sessions had said before was computed in {wall:.0f} s; now the clock starts")
+        how = "taken as cached" if options.adopt else "computed"
+        report(f"what {len(players)} sessions had said before was {how} in {wall:.0f} s; now the clock starts")
     begin = time.perf_counter()
     started()
-    await asyncio.gather(*(one(player) for player in players))
+    tasks = [asyncio.create_task(one(player)) for player in players]
+    limit = None if options.end_seconds == float("inf") else options.end_seconds
+    ended, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    for task in ended:
+        task.result()
+    for player in players if late else ():
+        if player.asking is not None:
+            player.asking.cut = True
+            calls.append(player.asking)
     return calls
 
 
@@ -335,7 +387,8 @@ def judge(calls: Sequence[Call]) -> None:
     for call in calls:
         for text, _ in call.prompt:
             known[text] = min(known.get(text, call.arrivals[0][0]), call.arrivals[0][0])
-        known[call.answer] = call.arrivals[-1][0]
+        if not call.cut:
+            known[call.answer] = call.arrivals[-1][0]
     for call in calls:
         found, total = 0, sum(tokens for _, tokens in call.prompt)
         for text, tokens in call.prompt:
@@ -368,9 +421,10 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     good = [call for call in calls if call.error is None and call.arrivals]
     judge(good)
     good = [call for call in good if not call.warm_up]
-    failed = sum(call.error is not None or not call.arrivals for call in calls)
+    cut = sum(call.cut for call in calls)
+    failed = sum(call.error is not None or not (call.arrivals or call.cut) for call in calls)
     if not good:
-        return {"requests": 0, "failed": failed}
+        return {"requests": 0, "failed": failed, "cut": cut}
     hit, ideal = shares(good)
     wall = max(c.arrivals[-1][0] for c in good) - min(c.begin for c in good)
     between = [gap for c in good if (gap := c.inter_token) is not None]
@@ -378,7 +432,7 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     kept = [
         c for c in good if c.ttft <= options.ttft_limit and (c.inter_token or 0.0) <= options.inter_token_limit
     ]  # fmt: skip
-    found: dict[str, Any] = {"requests": len(good), "failed": failed}
+    found: dict[str, Any] = {"requests": len(good), "failed": failed, "cut": cut}
     said = any(c.says_cached for c in good)
     found |= {"prompt_tokens": sum(c.prompt_tokens for c in good), "hit_share": hit if said else None}
     found["ideal_share"] = ideal
@@ -408,7 +462,7 @@ def tier_shares(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 def describe(row: dict[str, Any]) -> str:
     """A few lines for people."""
-    failed = f"{row['failed']} failed" if row.get("failed") else ""
+    failed = ", ".join(f"{row[name]} {name}" for name in ("failed", "cut") if row.get(name))
     if not row.get("requests"):
         return f"no request was answered{f', {failed}' if failed else ''}"
     tiers = ", ".join(f"{name} {share:.1%}" for name, share in (row.get("hit_share_by_tier") or {}).items())

@@ -68,6 +68,7 @@ class Request:
     turn: int = 0  # index of this turn in its conversation, as far as the cache knows: see kv/retention.py
     restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
     restores: int = 0  # restores from a tier that were begun
+    kept: list[int] = field(default_factory=list)  # its restored blocks, referenced until it starts
     refused: bool = False  # its KV is in a tier, but computing it again is faster
     restored: tuple[int, int] = (0, 0)  # tokens that the last restore brought from host memory and from disk
     pictures: tuple[Placed, ...] = ()

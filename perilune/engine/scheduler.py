@@ -152,7 +152,8 @@ class Scheduler:
 
     def adopt(self, tokens: Sequence[int]) -> list[int]:
         """Registers a block for each full block of `tokens` and returns them; the caller writes the KV. A prompt that
-        begins with `tokens` then finds them cached. Fewer blocks are returned when no block is free."""
+        begins with `tokens` then finds them cached. Fewer blocks are returned when none is free; with tiers the caller
+        may then ask again after a step, which copies other cached blocks to a tier."""
         return self.blocks.adopt(tokens)
 
     def cancel(self, rid: int) -> None:
@@ -196,6 +197,8 @@ class Scheduler:
                 if self.blocks.waits(missing, alone=turn == len(self._running) - 1 == 0):
                     count = 0
                     break
+                if self.blocks.take_kept():
+                    continue
                 victim = self._running.pop()
                 assert victim is not request or turn > 0, f"request {request.rid} does not fit the empty pool"
                 self._preempt(victim)
@@ -427,6 +430,7 @@ class Scheduler:
             return  # it is in no queue; blocks being restored for it enter the prefix cache when they arrive
         if request.slot is None:
             self._queue.remove(request)
+            self.blocks.drop_kept(request)
         else:
             self._running.remove(request)
             self._give_back(request)

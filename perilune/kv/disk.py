@@ -15,9 +15,10 @@ import itertools
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +33,9 @@ HEADER_BYTES = 4096
 _MAGIC = b"PRLNKV01"
 _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sQQ")
 _CRC = struct.Struct("<I")
+_local = threading.local()
+ENDED = -1  # instead of a file's size
+Reader = Callable[[Path, memoryview, memoryview], int]
 
 
 class DamagedFile(Exception):
@@ -121,19 +125,15 @@ class Directory:
                 part.unlink()
             raise
 
-    def read(self, name: Name, payload: memoryview) -> int:
+    def read(self, name: Name, payload: memoryview, reader: "Reader | None" = None) -> int:
         """Fills `payload` with the block's bytes and returns their checksum, which the caller compares. DamagedFile if
-        the header is not that of this block for this engine; OSError."""
-        path = self._path(name)
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self.file_bytes:
-                raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
-            header = memoryview(mmap.mmap(-1, HEADER_BYTES))  # aligned to a page, as O_DIRECT needs it
-            if not _fill(file.fileno(), header, payload):
-                raise DamagedFile(f"{path.name} ended while it was read")
-            with contextlib.suppress(OSError):
-                os.utime(file.fileno())  # the file's time is its last use, from which its age counts after a restart
+        the header is not that of this block for this engine; OSError. `reader`: instead of read_file."""
+        path, header = self._path(name), _header_of_thread()
+        size = (reader or read_file)(path, header, payload)
+        if size == ENDED:
+            raise DamagedFile(f"{path.name} ended while it was read")
+        if size != self.file_bytes:
+            raise DamagedFile(f"{path.name} has {size:,} bytes instead of {self.file_bytes:,}")
         (crc,) = _CRC.unpack_from(header, _HEADER.size)
         magic, fingerprint, digest, first, length, checksum = _HEADER.unpack_from(header)
         if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
@@ -209,6 +209,19 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
     return lock
 
 
+def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
+    """The size of a regular file; ENDED if it became shorter meanwhile. A file that is as long as both is read into
+    `header` and `payload`, and its time of last use is now, from which its age counts after a restart. OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == len(header) + len(payload):
+            if not _fill(file.fileno(), header, payload):
+                return ENDED
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno())
+    return size
+
+
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
     """Reads a file's header and payload; False if the file is shorter. Reads from the page cache if all of the file is
     there, else with O_DIRECT: the kernel's read-ahead of 128 KB is slower (docs/LOG.md has the speeds)."""
@@ -232,6 +245,15 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
             if not direct or e.errno != errno.EINVAL:  # O_DIRECT: not on this file system, or not at these addresses
                 raise
     raise AssertionError("the second way returns or raises")
+
+
+def _header_of_thread() -> memoryview:
+    """Memory for a header, one per thread: mapping new memory for each file stops the threads of the process briefly.
+    Aligned to a page, as O_DIRECT needs it."""
+    if not hasattr(_local, "header"):
+        _local.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    header: memoryview = _local.header
+    return header
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -3,7 +3,7 @@
 Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
 checksum is computed when it has arrived and compared whenever it is read, by several threads, because one thread does
 about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: one is copied while the thread waits for the one
-before. Blocks from files go through staging rows: half of these are filled from files while the others are copied to
+before. Blocks from files go through staging rows: most of these are filled from files while COPIED_ROWS are copied to
 the pages.
 """
 
@@ -27,10 +27,13 @@ from perilune.kv.host_memory import ALIGNED_BYTES, Bytes, HostMemory
 from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.ops.rows import host_rows
 
-STAGED_ROWS = 64  # staging rows for blocks from files: half are being read ahead, half being copied to the pages
+STAGED_ROWS = 64  # staging rows for blocks from files
+# Staging rows of blocks that are being copied to the pages; the others are being read or wait for a reading thread.
+# Blocks are copied in order, so reads that end early must not leave their threads without work.
+COPIED_ROWS = 8
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
 CHECKING_THREADS = 8  # threads that compute checksums: at most so many, and half of the processors
-READING_THREADS = STAGED_ROWS // 2  # Fewer: fewer reads in flight, so a slower disk.
+READING_THREADS = 32  # Fewer: fewer reads in flight, so a slower disk.
 MIN_SHARE_BLOCKS = 16  # Blocks for a checksum thread, at least. Fewer: it mostly waits for the GIL.
 MEASURED_BLOCKS = 64  # blocks copied in each direction at the start, to measure the link
 MEASUREMENTS = 3  # measurements of which the fastest counts
@@ -72,6 +75,7 @@ class Transfer:
             ThreadPoolExecutor(READING_THREADS, "perilune-kv-read") if directory is not None else self._check
         )
         self._workers = workers
+        self._reader = host_rows.file_reader()
         self.steps_run = False  # set by the engine; while true, copies leave a share of the link to steps
         self._paces = 0.0, 0.0  # seconds per block while steps run: of storing and of restoring
         if device.type == "cuda":
@@ -218,7 +222,7 @@ class Transfer:
     def _restore_files(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
         if not pieces:
             return {}
-        ahead, staged = self._staged // 2, self._staged
+        ahead, staged = self._staged - COPIED_ROWS, self._staged
         reading: deque[_Read] = deque()
         marks: list[object] = []  # of the copy of each piece
         for at in range(len(pieces) + ahead):
@@ -248,7 +252,7 @@ class Transfer:
         """Reads a block's file into a row; what is wrong with the file, None: nothing."""
         assert self._directory is not None
         try:
-            stored = self._directory.read(name, row.data)
+            stored = self._directory.read(name, row.data, self._reader)
         except (DamagedFile, OSError) as e:
             return _line(e)
         (found,) = host_rows.checksums([row], [name.digest])

@@ -53,6 +53,7 @@ def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
         "output_tokens_per_s": lambda: 1e3 * ACCEPTED / cycle(),
         "output_tokens_per_s plain": lambda: 1e3 / step(1, sizes.prompt),
         "ttft_s of the longest": longest,
+        "draft ms": lambda: forecast.draft_ms(DRAFTS),
     }
     found |= {f"verify ms at {c}": partial(verify, c) for c in (sizes.short, sizes.prompt)}
     for n in sizes.batches:

@@ -16,7 +16,7 @@ CACHED_SHARE = 0.9  # of a prompt that an earlier one began with
 DECODING = 8  # users that decode while others' prompts come
 # Of the cache where ranks have all KV: room for 64 requests of 1,024 tokens that decode for a while and prompts beside
 # them. Larger: does not fit four GPUs, least of all beside a draft model. Smaller: requests are preempted.
-KV_TOKENS = {"whole": 110_000, "served": 96_000, "plain": 96_000}
+KV_TOKENS = {"whole": 110_000, "served": 96_000, "plain": 96_000, "drafting": 96_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,11 @@ PARTS = {
         Part("d", "whole", 90, "16 and 64 requests, and their pace while prompts come"),
         Part("a", "sharded", 240, "a request as long as the context, its KV sharded over ranks"),
         Part("h", "plain", 60, "as f without drafts"),
+        Part("v", "drafting", 30, "what three drafts of one request take in a cycle"),
     )
 }
-STARTS = ("served", "whole", "sharded", "plain")  # in this order
-USUAL = "febcpda"  # h repeats b over HTTP
+STARTS = ("served", "whole", "sharded", "plain", "drafting")  # in this order
+USUAL = "febcpda"  # h repeats b over HTTP; f has what v takes apart
 START_SECONDS = 200.0  # an engine's start may take: 540 GB of weights made on four GPUs, and graphs
 
 
@@ -130,8 +131,8 @@ class Setting:
             config |= {"kv_blocks": KV_TOKENS[start] // 64, "block_size": 64}
         if start == "whole":
             return config | {"max_num_seqs": max(sizes.batches) + 2, "max_model_len": max(longest, 2 * sizes.prompt)}
-        config |= {"max_num_seqs": 1 if start == "plain" else DECODING + 8}
-        if start == "served":
+        config |= {"max_num_seqs": DECODING + 8 if start == "served" else 1}
+        if start != "plain":
             # Prompts beside users come at once, as fast as they can: part d bounds users' intervals instead.
             config |= {"decode_stretch": 0, "draft": "eagle3", "draft_tokens": DRAFTS}
             config |= {} if self.model else {"declared_acceptance": ACCEPTED}

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 def rows(engine: Engine, setting: Setting, part: str) -> Iterator[Row]:
     """The rows of one part, each as soon as it is measured."""
     found: dict[str, Callable[[Engine, Setting], Iterator[Row]]] = {
-        "a": _longest, "b": _one, "c": _verifying, "d": _many, "p": _prompts
+        "a": _longest, "b": _one, "c": _verifying, "d": _many, "p": _prompts, "v": _drafting
     }  # fmt: skip
     common = over_ranks.common_keys(engine, setting.shape or engine.info.model, _layers(engine)) | setting.keys()
     if setting.shape is None:
@@ -76,6 +76,22 @@ def _verifying(engine: Engine, setting: Setting) -> Iterator[Row]:
             yield row
     finally:
         engine.speculator = None
+
+
+def _drafting(engine: Engine, setting: Setting) -> Iterator[Row]:
+    """A cycle verifies drafts and then drafts anew; its verification alone is one graph."""
+    engine.runner.zero(engine.info.num_blocks)
+    timed = over_ranks.timed(engine, 1, setting.sizes.prompt, drafts=DRAFTS)
+    cycle, verify = 1e3 * timed.step, None if timed.device is None else 1e3 * timed.device
+    spent = None if verify is None else round(cycle - verify, 4)
+    yield {
+        "batch": 1, "context": setting.sizes.prompt, "draft": DRAFTS, "draft_source": "eagle3",
+        "acceptance_length": engine.config.declared_acceptance, "acceptance": "declared", "step_ms": round(cycle, 4),
+        "verify_graph_ms": None if verify is None else round(verify, 4), "draft_ms": spent,
+        "figure": "draft ms", "measured": round(cycle, 4) if spent is None else spent,
+        "method": "median of cycles of the engine less the graph of a verification, replayed on all ranks at once; "
+        "without graphs the whole cycle",
+    }  # fmt: skip
 
 
 def _many(engine: Engine, setting: Setting) -> Iterator[Row]:

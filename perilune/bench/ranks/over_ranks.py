@@ -189,13 +189,15 @@ def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, i
     return row
 
 
-def timed(engine: Engine, batch: int, context: int) -> Timed:
-    """`batch` requests decode from `context` tokens on, which are taken to be in the cache."""
+def timed(engine: Engine, batch: int, context: int, *, drafts: int = 0) -> Timed:
+    """`batch` requests decode from `context` tokens on, which are taken to be in the cache; a step brings up to
+    1 + `drafts` tokens of each."""
     rng, model = random.Random(batch), engine.runner.model
     vocabulary = model.config.vocab_size
     for rid in range(batch):
         prompt = tuple(rng.randrange(vocabulary) for _ in range(context))
-        params = SamplingParams(temperature=1.0, top_k=50, seed=rid, max_tokens=WARM_UP + STEPS + 16, ignore_eos=True)
+        most = (WARM_UP + STEPS + 16) * (1 + drafts)
+        params = SamplingParams(temperature=1.0, top_k=50, seed=rid, max_tokens=most, ignore_eos=True)
         engine.scheduler.adopt(prompt[:-1])
         engine.submit(Submit(rid, prompt, params))
     waiting, ends = set(range(batch)), list[float]()

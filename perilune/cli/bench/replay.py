@@ -13,7 +13,7 @@ from perilune.bench import microscope, replay, replay_plot, trace_formats, trace
 from perilune.bench.decode import described, footprint
 from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
-from perilune.cli.shared.rows import finish, ledger_option, say
+from perilune.cli.shared.rows import finish, keep, ledger_option, say
 from perilune.client.endpoint import Endpoint, is_url
 from perilune.client.target import run
 from perilune.core.config import EngineConfig, build
@@ -25,6 +25,8 @@ from perilune.text.tokenizer import Tokenizer
 
 AGENTS = "agents"
 TIERS = ("kv_host_gb", "kv_disk", "kv_disk_gb")
+# (key, unit) of what a row also has of the run without tiers
+COMPARED = (("ttft_p50", "_s"), ("tokens_per_s", ""), ("hit_share", ""), ("wall", "_s"), ("requests", ""), ("cut", ""))
 Measured = tuple[dict[str, Any], list[replay.Call]]
 
 
@@ -57,9 +59,16 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     "--begin-after",
     type=click.IntRange(1),
     default=None,
-    help="Sessions have gone on for so many turns, which are one prompt, computed before the clock starts.",
+    help="Sessions have gone on for so many turns, which are one prompt, computed before the clock starts (with "
+    "--shape taken as cached: what random weights would compute is random too).",
 )
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, help="Begin no turn after so long.")
+@click.option(
+    "--end-after",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="End after so many seconds: what has not ended is cut, and counts with the tokens that it has.",
+)
 @click.option(
     "--compare",
     is_flag=True,
@@ -89,6 +98,7 @@ def command(
     inter_token_limit: float,
     begin_after: int | None,
     seconds: float | None,
+    end_after: float | None,
     compare: bool,
     shape: str | None,
     layers: int,
@@ -112,10 +122,19 @@ def command(
     made = _cut(trace_formats.sessions_of(lines, scale=scale), sessions, turns)
     if begin_after is not None:
         made = [traces.begun(session, begin_after) for session in made]
+    forever = float("inf")
     limits = replay.Options(
-        concurrency, speed, ttft_limit, inter_token_limit, seconds or float("inf"), begin_after is not None
-    )
+        concurrency, speed, ttft_limit, inter_token_limit, seconds or forever, end_after or forever,
+        begin_after is not None, shape is not None,
+    )  # fmt: skip
     values = options.engine_values(engine, assignments, {})
+    head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
+    head |= {
+        "concurrency": concurrency,
+        "begin_after": begin_after,
+        "tiers": [k for k in TIERS if values.get(k) is not None],
+    }
+    head["begun"] = None if begin_after is None else "computed" if shape is None else "taken as cached"
     if compare and not is_url(model) and all(values.get(k) is None for k in TIERS):
         raise ConfigError("--compare needs KV tiers to compare with: give --kv-host-gb or --kv-disk")
     if is_url(model):
@@ -124,27 +143,26 @@ def command(
         row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
         _require_answers(row, calls)
         say(replay.describe(row))
+        where = origin(model)
     else:
+        where = (
+            {"shape": shape, "layers": layers, **circumstances()}
+            if shape
+            else {"model": model} | origin(model, [f"{name}={value}" for name, value in values.items()])
+        )
         weights = None if shape is None else microscope.Bench(shape, layers)
         row, calls = _local(partial(_engine, model, weights, values), made, limits)
         _require_answers(row, calls)
         say(replay.describe(row))
         if compare:
+            keep([head | row | where], directory)  # should the second run not end
             say("once more without KV tiers")
             without = {k: v for k, v in values.items() if k not in TIERS}
             plain, _ = _local(partial(_engine, model, weights, without), made, limits)
             say(replay.describe(plain))
-            row |= {"ttft_p50_no_tiers_s": plain.get("ttft_p50_s"), "tokens_per_s_no_tiers": plain.get("tokens_per_s")}
-            row["hit_share_no_tiers"] = plain.get("hit_share")
+            row |= {f"{key}_no_tiers{unit}": plain.get(key + unit) for key, unit in COMPARED}
             if row.get("tokens_per_s") and plain.get("tokens_per_s"):
                 say(f"with KV tiers {row['tokens_per_s'] / plain['tokens_per_s']:.2f} times the tokens/s of answers")
-    where = (
-        {"shape": shape, "layers": layers, **circumstances()}
-        if shape
-        else {"model": model} | origin(model, [f"{name}={value}" for name, value in values.items()])
-    )
-    head = {"bench": "replay", "trace": trace, "sessions": len(made), "scale": scale, "speed": speed, "seed": seed}
-    head["tiers"] = [k for k in TIERS if values.get(k) is not None]
     if plot is not None:
         _write(plot, replay_plot.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
     finish([head | row | where], directory)
@@ -193,7 +211,8 @@ def _local(
 
 def _require_answers(row: dict[str, Any], calls: Sequence[replay.Call]) -> None:
     if not row["requests"]:
-        why = next((call.error for call in calls if call.error), "no turn began")
+        none = "it ended before the first token" if row["cut"] else "no turn began"
+        why = next((call.error for call in calls if call.error), none)
         raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
 
 

@@ -2,7 +2,9 @@
 
 A request with blocks in a tier that are not on the GPU leaves the queue while they are copied back; other requests run
 meanwhile. When all blocks have arrived and their checksums agree, they enter the prefix tree, and the request returns
-to its place in the queue, where they are prefix hits. If one block is missing or damaged, none is used.
+to its place in the queue, where they are prefix hits. It keeps a reference to them until it starts: else copies that
+free blocks ahead of need, and restores of younger requests, would evict them first. If one block is missing or damaged,
+none is used.
 """
 
 import logging
@@ -21,7 +23,7 @@ from perilune.kv.worth import Worth
 log = logging.getLogger("perilune.kv")
 
 SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
-MAX_RESTORES = 3  # of one request. If its blocks are evicted again before it runs, it is then computed instead.
+MAX_RESTORES = 3  # of one request. If others need its blocks each time before it runs, it is then computed instead.
 LIMIT_SECONDS = 60.0  # A restore that takes longer is given up, and the request computed: its disk may never answer.
 
 
@@ -105,8 +107,9 @@ class Offload:
         self._tickets += 1
         return True
 
-    def poll(self, committed_steps: int, soon: int) -> list[Request]:
-        """Takes in finished copies and begins others; returns the requests that go back to the queue. `soon`: number of
+    def poll(self, committed_steps: int, soon: int) -> list[tuple[Request, list[int]]]:
+        """Takes in finished copies and begins others; returns the requests that go back to the queue, each with the
+        blocks of its prefix, to which the caller now has the reference; none if the restore failed. `soon`: number of
         blocks that running requests will want."""
         for ticket, restoring in self._restoring.items():
             if not restoring.sent and committed_steps >= restoring.after:
@@ -114,19 +117,23 @@ class Offload:
         freed, ended = self._tiers.poll()
         for block in freed:
             self._tree.release((block,))
-        back = []
+        back: list[tuple[Request, list[int]]] = []
         for outcome in ended:
             restoring = self._restoring.pop(outcome.ticket)
+            request = restoring.request
+            known = outcome.complete and self._register(restoring)
+            held = [*restoring.hits, *restoring.blocks]
             if outcome.complete:
-                self._register(restoring)
                 self.worth.restored(outcome.host, outcome.disk, outcome.seconds)
                 size = self._block_size
-                restoring.request.restored = outcome.host * size, outcome.disk * size
+                request.restored = outcome.host * size, outcome.disk * size
                 self._seconds += outcome.seconds
-            self._tree.release([*restoring.hits, *restoring.blocks])
+            if not known or request.finished or restoring.given_up:
+                self._tree.release(held)
+                held = []
             if not restoring.given_up:
-                back.append(restoring.request)
-        back += self._lost(committed_steps)
+                back.append((request, held))
+        back += [(request, []) for request in self._lost(committed_steps)]
         if not self._off:
             self._make_room(max(self._spare, soon))
         self._switch()
@@ -198,14 +205,15 @@ class Offload:
                 back.append(restoring.request)
         return back
 
-    def _register(self, restoring: Restoring) -> None:
-        """Inserts the restored blocks into the prefix tree, after the hits."""
+    def _register(self, restoring: Restoring) -> bool:
+        """Inserts the restored blocks into the prefix tree, after the hits. False: these were forgotten meanwhile."""
         above = restoring.hits[-1] if restoring.hits else None
         for index, digest in enumerate(restoring.digests):
             block = self._tree.insert(above, digest, restoring.blocks[index], self._tiers.turn(digest))
             if block is None:
-                return
+                return False
             restoring.blocks[index] = above = block
+        return True
 
     def _make_room(self, blocks: int) -> None:
         """Evicts cached blocks until `blocks` are free or being copied to a tier."""

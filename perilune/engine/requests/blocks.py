@@ -25,6 +25,7 @@ class RequestBlocks:
         self._block_size = block_size
         self._prefix_cache = prefix_cache
         self.offload: Offload | None = None
+        self._kept: list[Request] = []  # waiting requests with restored blocks, by the time of their restore
         if tiers is not None:
             self.offload = Offload(
                 tiers, self.tree, block_size=block_size, blocks=num_blocks, spare_blocks=spare_blocks
@@ -121,9 +122,28 @@ class RequestBlocks:
         if self.offload is None:
             return []
         back = self.offload.poll(committed_steps, sum(map(self.lookahead, running)))
-        for request in back:
+        for request, blocks in back:
             request.restoring = False
-        return back
+            if blocks:
+                request.kept = blocks
+                self._kept.append(request)
+        return [request for request, _ in back]
+
+    def drop_kept(self, request: Request) -> None:
+        """Releases the restored blocks of a waiting request, which may then be evicted."""
+        if request.kept:
+            self._kept.remove(request)
+            self.tree.release(request.kept)
+            request.kept = []
+
+    def take_kept(self, rank: tuple[float, ...] = ()) -> bool:
+        """Releases the restored blocks of the waiting request of the latest rank, because one of this rank, or a
+        running one (no rank), lacks blocks. False: no waiting request of a later rank has any."""
+        last = max(self._kept, key=lambda request: request.rank, default=None)
+        if last is None or last.rank <= rank:
+            return False
+        self.drop_kept(last)
+        return True
 
     def has_room(self, request: Request, hits: list[int], budget: int) -> bool:
         """Whether the blocks for the first step of a waiting request, of up to `budget` tokens, are free. Its hits are
@@ -142,6 +162,7 @@ class RequestBlocks:
         if first and hits:
             request.turn = self.tree.turn(hits[-1]) + 1
         self.tree.acquire(hits)
+        self.drop_kept(request)
         request.start(slot, hits, self._block_size)
         if first and self.offload is not None:
             self.offload.count(request)
@@ -155,7 +176,7 @@ class RequestBlocks:
         held = self.tree.match(digests)
         self.tree.acquire(held)
         for digest in digests[len(held) :]:
-            if not self.tree.available:
+            if not (self.tree.available if self.offload is None else self.tree.num_free):
                 break
             block = self.tree.allocate()
             kept = self.tree.insert(held[-1] if held else None, digest, block)
@@ -177,7 +198,7 @@ class RequestBlocks:
         elsewhere: list[list[int]] = []
         if self.offload is not None:
             self.offload.check()
-            elsewhere = self.offload.tables
+            elsewhere = self.offload.tables + [request.kept for request in self._kept]
         self.tree.check([*(r.blocks for r in running), *elsewhere])
         for request in running:
             assert self.missing(request, request.planned + request.drafted) == 0, request

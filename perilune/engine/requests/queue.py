@@ -84,6 +84,8 @@ class RequestQueue:
             room = min(tokens, shares.get(request.rid, tokens))
             hits = self._blocks.match(request)
             if not self._blocks.fits(request, hits, reserve):
+                if self._blocks.take_kept(request.rank):
+                    continue
                 return None
             if stored := self._blocks.find_stored(request, hits):
                 if not self._blocks.restore(request, hits, stored, planned_steps):

@@ -94,12 +94,18 @@ def test_parts_in_an_engine_of_this_process() -> None:
             found += steps.rows(longest, ON_CPU, "a")
         finally:
             longest.close()
+        drafting = Engine(path, build(EngineConfig, ON_CPU.engine("drafting")))
+        try:
+            (cycle,) = steps.rows(drafting, ON_CPU, "v")
+        finally:
+            drafting.close()
     figures = {row["figure"] for row in found}
     assert {"tokens_per_s", "verify ms at 64", "prefill ms a layer", "p99 over median of 4"} < figures
     assert all(row["measured"] > 0 and row["prefill_chunk_tokens"] == 128 for row in found)
     verifying = next(row for row in found if row["figure"] == "verify ms at 64")
     assert (verifying["draft"], verifying["part"], verifying["kv_dtype"]) == (3, "c", "fp8")
     assert (found[-1]["context"], found[-1]["decoded_tokens"]) == (300, 4)
+    assert (cycle["draft"], cycle["acceptance_length"], cycle["draft_ms"]) == (3, 2.88, None) and cycle["measured"] > 0
 
 
 def test_a_prompt_with_another_end_has_as_many_words_before_it() -> None:
@@ -117,7 +123,9 @@ def test_the_pace_of_users_while_prompts_come() -> None:
 
 
 def test_an_unknown_part_says_which_there_are() -> None:
-    with pytest.raises(ConfigError, match="'z' is no part: give some of f, e, b, c, p, d, a, h, separated by commas"):
+    with pytest.raises(
+        ConfigError, match="'z' is no part: give some of f, e, b, c, p, d, a, h, v, separated by commas"
+    ):
         script._letters("b, z")
 
 

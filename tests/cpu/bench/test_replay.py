@@ -18,8 +18,10 @@ from perilune.bench.replay import Call, Options, judge, percentile, summary
 from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import Agents, Piece, generate, read
 from perilune.cli.main import cli
+from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import EngineStats
+from perilune.engine.engine import Engine
 from perilune.kv.tiers import HOST
 from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
 
@@ -271,6 +273,73 @@ def test_the_clock_starts_after_the_warm_up_and_ends(tiny: Path, monkeypatch: py
     monkeypatch.setattr(replay, "time", SimpleNamespace(perf_counter=lambda: next(milliseconds) / 1000))
     short, _ = invoke("agents", str(tiny), *small, "--begin-after", "2", "--draft", "off", "--seconds", "0.02")
     assert short["requests"] < 15 and short["failed"] == 0
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_sessions_that_the_cache_is_taken_to_hold(tiny: Path) -> None:
+    """Nothing is computed before the clock starts, and hits are as if it had been; what pages have no room for is in
+    host memory."""
+    config = {"device": "cpu", "draft": "off", "kv_host_gb": 0.05, "max_num_seqs": 1, "threads": 1}
+    engine = Engine(tiny, build(EngineConfig, {**config, "kv_blocks": 40, "block_size": 8, "max_model_len": 240}))
+    engine.runner.zero(40)
+    made = [traces.begun(s, 2) for s in sessions_of(generate(Agents(sessions=5, turns=4)), scale=0.008)]
+    lines: list[str] = []
+
+    async def played() -> tuple[dict[str, Any], list[Call]]:
+        async with replay.Local(engine) as target:
+            return await replay.measure(target, made, Options(speed=0.0, warm_up=True, adopt=True), lines.append)
+
+    try:
+        row, calls = asyncio.run(played())
+        assert engine.stats().prompt_tokens == row["prompt_tokens"] == sum(c.prompt_tokens for c in calls if c.turn)
+    finally:
+        engine.close()
+    assert row["requests"] == 10 and row["failed"] == row["cut"] == row["blocks_dropped"] == 0
+    assert row["hit_share"] >= 0.85 * row["ideal_share"] > 0.6 and row["hit_share_by_tier"]["host"] > 0.1
+    assert any("what 5 sessions had said before was taken as cached" in line for line in lines)
+
+
+def test_a_session_that_the_cache_has_no_room_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "STALLED_SECONDS", 0.05)
+    engine = Engine(tiny, build(EngineConfig, {"device": "cpu", "draft": "off", "kv_blocks": 4, "block_size": 8}))
+
+    async def adopted() -> None:
+        async with replay.Local(engine) as target:
+            await target.adopt(list(range(50)))
+
+    try:
+        with pytest.raises(ConfigError, match="no room for a session of 50 tokens: give more kv_blocks"):
+            asyncio.run(adopted())
+    finally:
+        engine.close()
+
+
+class Slow:
+    """A target of which every second session answers two tokens and then no more."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def conversation(self, seed: int) -> "Slow":
+        return self
+
+    async def adopt(self, turn: traces.Turn, call: Call) -> None: ...
+
+    async def ask(self, turn: traces.Turn, call: Call) -> None:
+        self.asked += 1
+        call.prompt_tokens, call.arrivals = 10, [(call.begin + 0.5, 1), (call.begin + 1.0, 1)]
+        if self.asked % 2 == 0:
+            await asyncio.Event().wait()
+
+
+def test_what_has_not_ended_is_cut_and_counts_until_then() -> None:
+    made = sessions_of([{"session_id": f"s{n}", "input_length": 10, "output_length": 2} for n in range(4)])
+    options = Options(speed=0.0, end_seconds=0.05)
+    row, calls = asyncio.run(replay.measure(Slow(), made, options, lambda line: None))
+    assert (row["requests"], row["failed"], row["cut"]) == (4, 0, 2) and sum(c.tokens for c in calls) == 8
+    assert "4 in 1.0 s, 2 cut" in replay.describe(row)
+    silent = [Call(0, 0, cut=True), *calls]
+    assert summary(silent, options)["failed"] == 0 and summary(silent[:1], options)["cut"] == 1
 
 
 def test_weka_traces_of_agents_and_their_subagents(tmp_path: Path) -> None:

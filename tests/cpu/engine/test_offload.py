@@ -158,8 +158,9 @@ def test_a_copy_into_blocks_waits_for_the_steps_that_may_still_write_them() -> N
     assert offload.begin(request, [], [b"d" * 16], planned_steps=7)
     for committed in (5, 6):
         assert offload.poll(committed, 0) == [] and not mover.queue, "step 7 is in flight"
-    assert [offload.poll(7, 0) for _ in range(20)].count([request]) == 1
-    tree.check([])
+    (back,) = [ended for _ in range(20) for ended in offload.poll(7, 0)]
+    assert back == (request, [0]), "with the reference to its block"
+    tree.check([[0]])
 
 
 def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
@@ -220,7 +221,9 @@ def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
     model alone, and after every call each block, row and slot is accounted for."""
     rng = random.Random(seed)
     drafts = rng.random() < 0.6
+    pacer = Pause() if rng.random() < 0.5 else None
     rig = TieredRig(
+        pacer=pacer,
         seed=seed,
         rows=rng.choice([3, 12, 60]),
         disk=rng.random() < 0.6,
@@ -232,6 +235,8 @@ def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
         trails=random.Random(seed) if drafts else None,
         drafter=(lambda prompt, at: [rng.randrange(29) for _ in range(3)]) if drafts else None,
     )
+    if pacer is not None:
+        rig.may_wait = lambda: True
     texts = [[rng.randrange(29) for _ in range(rng.randrange(4, 16))] for _ in range(6)]
     live: dict[int, int] = {}
     cancelled = set()
@@ -242,6 +247,8 @@ def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
         rig.submit(rid, texts[session], max_tokens=rng.randrange(1, 6))
         live[rid] = session
         for _ in range(rng.randrange(8)):
+            if pacer is not None:
+                pacer.tokens = rng.choice([0, 0, 3, 64])
             rig.tick()
         if rng.random() < 0.1:
             victim = rng.choice(list(live))
@@ -253,27 +260,96 @@ def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
             texts[session] = [*texts[session], *rig.answers[done].tokens, rng.randrange(29)]
             if len(texts[session]) > 50:
                 texts[session] = [rng.randrange(29) for _ in range(4)]
+    if pacer is not None:
+        pacer.tokens = 64
     rig.finish()
     for rid in rig.answers:
         if rid not in cancelled:
             rig.expect(rid)
 
 
-def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
-    class Pause(Pacer):
-        tokens = 64
+class Pause(Pacer):
+    """While requests decode, a step computes `tokens` tokens of prompts."""
 
-        def prompt_tokens(self, decoding: int, prompts) -> int:
-            return self.tokens if decoding else 64
+    def __init__(self) -> None:
+        super().__init__(2.0, 64, 2.0)
+        self.tokens = 64
 
-    pacer = Pause(2.0, 64, 2.0)
-    rig = TieredRig(num_blocks=16, rows=40, disk=False, pacer=pacer)
+    def prompt_tokens(self, decoding: int, prompts) -> int:
+        return self.tokens if decoding else 64
+
+
+def paused(num_blocks: int, max_tokens: int) -> tuple[TieredRig, Pause]:
+    """PROMPTS are in host memory, request 10 decodes, and others' prompts wait."""
+    pacer = Pause()
+    rig = TieredRig(num_blocks=num_blocks, rows=40, disk=False, pacer=pacer)
     rig.may_wait = lambda: True
     for rid, prompt in enumerate(PROMPTS):
         ask(rig, rid, prompt)
-    rig.submit(10, [3, 3, 3], max_tokens=40)
+    rig.submit(10, [3, 3, 3], max_tokens=max_tokens)
     rig.tick()
     pacer.tokens = 0
+    return rig, pacer
+
+
+def test_restored_blocks_are_kept_until_the_request_starts() -> None:
+    """Neither copies that free blocks ahead of need nor restores of younger requests evict them."""
+    rig, pacer = paused(num_blocks=18, max_tokens=30)
+    asked = (11, 12, 13, 14, 15)
+    rig.mover.restores = False
+    for rid in asked:
+        rig.submit(rid, PROMPTS[rid - 11], max_tokens=4)
+        for _ in range(4):
+            rig.tick()
+    requests = [rig.scheduler._live[rid] for rid in asked]
+    assert [r.restoring for r in requests] == [True, True, False, False, False], "there is room for two"
+    rig.mover.restores = True
+    for _ in range(8):
+        rig.tick()
+    assert [len(r.kept) for r in requests] == [4, 4, 0, 0, 0]
+    pacer.tokens = 64
+    rig.finish()
+    assert [r.restores for r in requests] == [1] * 5
+    for rid in asked:
+        rig.expect(rid, cached=16)
+    assert rig.scheduler.stats().tiers[0][1] == 5 * 16
+
+
+def test_a_running_request_takes_restored_blocks_of_the_youngest_that_waits() -> None:
+    rig, pacer = paused(num_blocks=16, max_tokens=40)
+    rig.mover.restores = False
+    for rid in (11, 12):
+        rig.submit(rid, PROMPTS[rid - 11], max_tokens=4)
+    while rig.scheduler.offload.restoring < 2:
+        rig.tick()
+    rig.mover.restores = True
+    older, younger = (rig.scheduler._live[rid] for rid in (11, 12))
+    while len(rig.answers[10].tokens) < 38:
+        rig.tick()
+    assert (len(older.kept), older.restores, len(younger.kept), younger.restores) == (4, 1, 0, 1)
+    assert rig.scheduler.stats().preemptions == 0
+    pacer.tokens = 64
+    rig.finish()
+    rig.expect(10)
+    rig.expect(11, cached=16)
+    rig.expect(12)
+
+
+def test_a_request_cancelled_after_its_restore_keeps_nothing() -> None:
+    rig, _ = paused(num_blocks=16, max_tokens=20)
+    rig.submit(11, PROMPTS[0], max_tokens=4)
+    for _ in range(10):
+        rig.tick()
+    (request,) = rig.scheduler._queue.requests
+    assert len(request.kept) == 4
+    rig.cancel(11)
+    assert not request.kept
+    rig.scheduler.check_integrity()
+    rig.finish()
+
+
+def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
+    rig, pacer = paused(num_blocks=16, max_tokens=40)
     rig.submit(11, PROMPTS[0], max_tokens=4)
     for _ in range(20):
         rig.tick()
