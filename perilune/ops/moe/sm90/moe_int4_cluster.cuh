@@ -177,7 +177,8 @@ int product(Args a, const Maps& maps, int processors, void* stream) {
                 Shared<GATE_UP>::BYTES, stream, CLUSTER, a, maps);
 }
 
-// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D].
+// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: its sums are made
+// later, from position and slabs.
 // Workspace: plan int32 [12 + 3 (T k / 96 + E)], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows of
 // down), h bf16 [8 groups, I]. 8 groups >= T k + 7 min(E, T k) + 96 rows.
 struct Block {
@@ -213,7 +214,7 @@ int run(const Block& b) {
   if (failed) return failed;
   a = {static_cast<const uint8_t*>(b.h), {b.slabs, b.groups, D}, static_cast<const bf16*>(b.down_row), plan, I, 0};
   failed = product<false, COMPACT>(a, back, sms, b.stream);
-  if (failed) return failed;
+  if (failed || !b.y) return failed;
   return launch(combine_kernel<true, float>, dim3(tokens, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
                 static_cast<const bf16*>(b.slabs), static_cast<const int*>(position),
                 static_cast<const float*>(b.weights), static_cast<const bf16*>(b.shared), k, D,
