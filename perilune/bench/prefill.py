@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,11 @@ def measure(
     expert_format: str = FORMATS[0],
     rest: str = RESTS[0],
     kernels: bool = False,
+    ops: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens. With a `rest` of
-    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good."""
+    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good. `ops`: {op: implementation}
+    for those that are not to be chosen as usual; the row names them."""
     assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
@@ -68,6 +70,7 @@ def measure(
             kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
             block_size=BLOCK,
             prefix_cache=cached > 0,
+            ops=dict(ops or {}),
             **rest_settings(rest),
         )
         try:
@@ -97,6 +100,7 @@ def measure(
         "expert_format": expert_format,
         "rest_dtype": rest,
         "kv_dtype": "bf16",
+        **({"ops": dict(ops)} if ops else {}),
         "ms_per_layer": round(per_layer, 3),
         "floor_ms_per_layer": round(floor, 3),
         "fraction": round(floor / per_layer, 4),

@@ -41,6 +41,7 @@ from perilune.ops.attention.mla_decode import mla_decode
 from perilune.ops.attention.mla_decode_output import mla_decode_output
 from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
+from perilune.ops.attention.mla_prefill_w8a8 import mla_prefill_w8a8
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
@@ -311,6 +312,12 @@ def mla(
         q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
         q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
         return _attend(w, q_full, span, latents.pages, scale, sharded)
+    alone = step.absorbed is None and sharded is None
+    if alone and (span := step.plain) is not None and linear_w8a8.applies(w.o, qkv):
+        q, ckv = _queries(w, qkv, norm_eps)
+        mla_rotate_query(q, ckv, w.kv_a_norm, rotary, latents, norm_eps)
+        rounded = mla_prefill_w8a8(q, latents.pages, w.w_uk, w.w_uv, span, scale)
+        return linear_w8a8.linear_w8a8(*rounded, w.o, qkv.dtype == torch.float32)
     return apply(w.o, mla_heads(w, qkv, rotary, step, latents, norm_eps, scale, sharded))
 
 
@@ -325,11 +332,8 @@ def mla_heads(
     sharded: ShardedKv | None,
 ) -> Tensor:
     """As `mla` before the product with `w.o`: the outputs of the heads [T, H v]."""
-    (heads, _, _), pages = w.w_uk.shape, latents.pages
-    q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
-    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
-    q = q.view(len(qkv), heads, q.shape[1] // heads)
-    out = []
+    pages, out = latents.pages, []
+    q, ckv = _queries(w, qkv, norm_eps)
     if (span := step.absorbed) is not None:
         q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
         q_full = mla_absorb_query(q_rows, ckv_rows, w.kv_a_norm, turn, w.w_uk, places, norm_eps)
@@ -345,6 +349,14 @@ def mla_heads(
         else:
             out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
     return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1)
+
+
+def _queries(w: Attention, qkv: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """(queries [T, H, n + r] before their rotation, ckv [T, R + r])."""
+    q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
+    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
+    heads = len(w.w_uk)
+    return q.view(len(qkv), heads, q.shape[1] // heads), ckv
 
 
 def _apply_rows(w: Matrix, x: Tensor) -> Rows:
