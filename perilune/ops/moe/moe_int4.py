@@ -41,11 +41,18 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequant
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, Rows
 from perilune.ops.layouts.int4 import GROUP
-from perilune.ops.layouts.operands import Matrix, Mlp
+from perilune.ops.layouts.operands import Matrix, Mlp, Pairs
 from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_cluster, moe_int4_grouped, moe_int4_tall
+from perilune.ops.moe import (
+    combine_add_rmsnorm,
+    experts_int4,
+    experts_int4_compact,
+    moe_int4_cluster,
+    moe_int4_grouped,
+    moe_int4_tall,
+)
 from perilune.ops.moe.chosen import Chosen, Publication, mailbox
 from perilune.ops.moe.experts import Case as Routed
 from perilune.ops.moe.experts import chosen
@@ -422,6 +429,21 @@ def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix,
         return None
     rest = None if shared is None else functools.partial(_shared, w=shared)
     return moe_int4_grouped.in_pieces(x, chosen, gate_up, down, rest)
+
+
+def moe_int4_pairs(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Pairs | None:
+    """What `moe_int4` adds up, for combine_add_rmsnorm.py. None if the implementation for these arguments gives sums
+    only."""
+    _check(x, chosen, gate_up, down, shared)
+    if len(x) < combine_add_rmsnorm.MIN_TOKENS:
+        return None
+    run = op.choice(x, chosen, gate_up, down, shared, False)
+    if run is cuda_cluster:
+        return moe_int4_cluster.unsummed(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+    if run is cuda_prefill and len(x) <= moe_int4_grouped.CHUNK:
+        rest = None if shared is None else functools.partial(_shared, w=shared)
+        return moe_int4_grouped.unsummed(x, chosen, gate_up, down, rest)
+    return None
 
 
 def _check(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> None:
