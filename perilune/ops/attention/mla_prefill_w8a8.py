@@ -71,7 +71,6 @@ def _attend() -> Any:
     when=lambda a, device: build.on_hopper(
         SOURCE, device, *needs(a.q, a.w_uk, a.w_uv), (a.q.shape[0] > 0, "rows"), (K2.value == GROUP, "heads as groups")
     ),
-    unmeasured=True,
 )
 def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor]:
     q = rows_apart(q)
