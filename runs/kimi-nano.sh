@@ -7,7 +7,8 @@
 # sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                              FONTS: a directory with TrueType fonts for pictures, or ''
 #                                              SETS: a directory with clones of public data sets, whose sentences are
-#                                              learnt too: openai/grade-school-math, sonos/nlu-benchmark, xliuhw/NLU-Evaluation-Data and
+#                                              learnt too: openai/grade-school-math, arkilpatel/SVAMP, sonos/nlu-benchmark,
+#                                              xliuhw/NLU-Evaluation-Data, uci-soe/FairytaleQAData and
 #                                              google-research-datasets/dstc8-schema-guided-dialogue of GitHub
 # PYTHON=python3.12 sh runs/kimi-nano.sh   another Python than .venv's
 set -eu

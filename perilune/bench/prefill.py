@@ -3,14 +3,20 @@
 As in microscope.py, two engines on the same weights, `STEP` layers apart, and the difference of their steps. A prompt
 may continue a prefix with KV in the cache already. The floor is the larger of two times: the layer's products and
 causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
+
+Both engines compute prompts on end for `WARM_SECONDS` before prompts are timed, also before kernels are traced: a GPU
+that has rested runs at a clock that its power limit does not allow for long. With pauses between prompts the shorter
+steps would have the higher clock, and the difference would count the rest of the model's time at the lower one, too.
 """
 
 import copy
 import dataclasses
 import itertools
+import math
 import random
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +25,7 @@ from perilune.bench import ledger
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, Bench, Report
 from perilune.bench.shapes import shape
 from perilune.core import cost
+from perilune.core.errors import EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
@@ -26,7 +33,10 @@ from perilune.model.config import KimiConfig
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Layer, Moe, Weights
 
 BLOCK = 64  # tokens of a cache block
-PROMPTS = 5  # the first warms up
+PROMPTS = 5  # at least: the first warms up, the others are timed on end
+WARM_SECONDS = 0.25  # Of prompts on end before those that are timed: the power limit is reached after some 0.04 s.
+TIMED_SECONDS = 0.25  # of prompts that are timed, if they are more than PROMPTS - 1
+TRACED_SEED = 1 << 20  # of the prompts that are traced
 MARK = "plan_kernel"  # begins the experts of a layer
 FORMATS = ("int4-g32", "int4-compact")
 RESTS = ("bf16", "fp8", "w8a8")
@@ -41,9 +51,11 @@ def measure(
     expert_format: str = FORMATS[0],
     rest: str = RESTS[0],
     kernels: bool = False,
+    ops: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens. With a `rest` of
-    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good."""
+    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good. `ops`: {op: implementation}
+    for those that are not to be chosen as usual; the row names them."""
     assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
@@ -58,15 +70,16 @@ def measure(
             kv_blocks=(cached + 2 * tokens) // BLOCK + 4,
             block_size=BLOCK,
             prefix_cache=cached > 0,
+            ops=dict(ops or {}),
             **rest_settings(rest),
         )
         try:
             prefix = random_prompt(engine, cached, 0)
             engine.scheduler.adopt(prefix)
-            seconds = [_seconds(engine, prefix + random_prompt(engine, tokens, n)) for n in range(1, PROMPTS + 1)]
-            ms[layers] = statistics.median(seconds[1:]) * 1e3
+            ms[layers] = _sustained_seconds(engine, prefix, tokens) * 1e3
             if kernels and layers == bench.layers:
-                for line in step_kernels(engine, prefix + random_prompt(engine, tokens, PROMPTS + 1)):
+                others = range(TRACED_SEED, TRACED_SEED + 1 + math.ceil(WARM_SECONDS * 1e3 / ms[layers]))
+                for line in step_kernels(engine, [prefix + random_prompt(engine, tokens, n) for n in others]):
                     report(line)
         finally:
             engine.close()
@@ -87,6 +100,7 @@ def measure(
         "expert_format": expert_format,
         "rest_dtype": rest,
         "kv_dtype": "bf16",
+        **({"ops": dict(ops)} if ops else {}),
         "ms_per_layer": round(per_layer, 3),
         "floor_ms_per_layer": round(floor, 3),
         "fraction": round(floor / per_layer, 4),
@@ -95,8 +109,8 @@ def measure(
         "tokens_per_s": round(tokens / ms[bench.layers] * 1e3, 1),
         "ceiling_tflops": CEILING_TFLOP_S,
         "measured_tflops": round(bench.product_tflop_s, 1),
-        "method": f"(step of {bench.layers} layers - step of {bench.layers - STEP}) / {STEP}, medians of {PROMPTS - 1} "
-        "prompts; random zero-mean weights and KV",
+        "method": f"(step of {bench.layers} layers - step of {bench.layers - STEP}) / {STEP}, medians of prompts on "
+        f"end after {WARM_SECONDS} s of them; random zero-mean weights and KV",
         **ledger.circumstances(),
     }
     behind = f" behind {cached}" if cached else ""
@@ -150,28 +164,49 @@ def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
 
 
-def _seconds(engine: Engine, prompt: tuple[int, ...]) -> float:
-    engine.submit(Submit(len(prompt), prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> float:
+    """Of one prompt among others on end, the median."""
+
+    def some(first: int, count: int) -> list[float]:
+        return _seconds(engine, [prefix + random_prompt(engine, tokens, first + n) for n in range(count)])
+
+    some(1, 1)  # compiles kernels
+    (about,) = some(2, 1)
+    warm, timed = (math.ceil(s / about) for s in (WARM_SECONDS, TIMED_SECONDS))
+    return statistics.median(some(3, warm + max(timed, PROMPTS - 1))[warm:])
+
+
+def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+    """Computes prompts that are all there at the beginning: of each, from the end of the one before to its own."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    for rid, prompt in enumerate(prompts):
+        engine.submit(Submit(rid, prompt, params))
     engine.runner.call(torch.cuda.synchronize)
-    begin = time.perf_counter()
+    ends = [time.perf_counter()]
     while engine.busy:
-        engine.step()
-    return time.perf_counter() - begin
+        for delta in engine.step():
+            if delta.error:
+                raise EngineError(f"the measured prompt fails: {delta.error}")
+            if delta.tokens:
+                ends.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def step_kernels(engine: Engine, prompt: tuple[int, ...]) -> list[str]:
-    """What each kernel adds, from its predecessor's end to its own, from the experts of the last MoE layer but one to
-    those of the last; and the sums of the layers before.
+def step_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+    """What each kernel of the last of these prompts adds, from its predecessor's end to its own, from the experts of
+    the last MoE layer but one to those of the last; and the sums of the layers before. All prompts are traced, because
+    the start of a trace is a pause.
 
     The part of it in which nothing ran at all is given apart: the host, or the start of a kernel.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _seconds(engine, prompt)
+        _seconds(engine, prompts)
         engine.runner.call(torch.cuda.synchronize)
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
     events = [e for e in profile.events() if e.device_type == cuda]
     spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
     marks = [i for i, (*_, name) in enumerate(spans) if MARK in name]
+    marks = marks[-(len(marks) // len(prompts)) :]  # of the last prompt
     if len(marks) < 2:
         return [f"(no breakdown: {MARK} is not among the {len(spans)} kernels of the trace)"]
     first, last = marks[-2], marks[-1]

@@ -41,13 +41,14 @@ from perilune.ops.attention.mla_decode import mla_decode
 from perilune.ops.attention.mla_decode_output import mla_decode_output
 from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
+from perilune.ops.attention.mla_prefill_w8a8 import mla_prefill_w8a8
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness.tensors import Rows
 from perilune.ops.layouts import operands
-from perilune.ops.layouts.operands import Gate, Latents, Norm, Rotary, Routing
+from perilune.ops.layouts.operands import Gate, Latents, Norm, Pairs, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.add_rmsnorm_quantize import add_rmsnorm_quantize
 from perilune.ops.linear.linear import linear
@@ -55,11 +56,13 @@ from perilune.ops.linear.linear_fp8 import fp8_in_pieces, linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
+from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
+from perilune.ops.moe.combine_add_rmsnorm_quantize import combine_add_rmsnorm_quantize
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
 from perilune.ops.moe.mla_decode_router import mla_decode_router
-from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces
+from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces, moe_int4_pairs
 from perilune.ops.moe.router import router
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed_norm import embed_norm
@@ -145,7 +148,7 @@ class KimiK2:
         num_hidden_layers: as it leaves the last.
         """
         h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
-        out: Tensor | Rows = x  # from layer 1 on: the output of the layer before, not yet added to h
+        out: Tensor | Rows | Pairs = x  # from layer 1 on: the output of the layer before, not yet added to h
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
@@ -159,6 +162,7 @@ class KimiK2:
                 q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             else:
                 qkv = apply(w.qkv_a, x) if i == 0 else self._add_project(h, out, layer.input_norm, w.qkv_a)
+            del out  # pairs of a long prompt are a gigabyte, which the next layer's experts need
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is not None:
@@ -208,17 +212,22 @@ class KimiK2:
         h[where] = values.to(h.dtype)
         return h, rmsnorm(h, norm, self.eps), rotary
 
-    def _add(self, h: Tensor, x: Tensor | Rows, norm: Tensor) -> Tensor:
+    def _add(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
+        if isinstance(x, Pairs):
+            return combine_add_rmsnorm(h, x, norm, self.eps)
         if not isinstance(x, Tensor):
             assert self.pieces is not None
             return add_in_pieces(h, x, norm, self.eps, self.pieces)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
-    def _add_project(self, h: Tensor, x: Tensor | Rows, norm: Tensor, w: Matrix) -> Tensor:
+    def _add_project(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor, w: Matrix) -> Tensor:
         """As `_add`, then the product with w."""
-        if self.peers is None and isinstance(x, Tensor) and linear_w8a8.applies(w, h):
-            rounded = add_rmsnorm_quantize(h, total(self.group, x), norm, self.eps)
+        if self.peers is None and isinstance(x, Tensor | Pairs) and linear_w8a8.applies(w, h):
+            if isinstance(x, Pairs):
+                rounded = combine_add_rmsnorm_quantize(h, x, norm, self.eps)
+            else:
+                rounded = add_rmsnorm_quantize(h, total(self.group, x), norm, self.eps)
             return linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
         return apply(w, self._add(h, x, norm))
 
@@ -234,7 +243,7 @@ class KimiK2:
     def _attention(self, w: Attention, qkv: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
-    def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor:
+    def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor | Pairs:
         """As `_ffn`, after attention with these queries, which is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
@@ -246,9 +255,18 @@ class KimiK2:
         x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
         return _mixture(ffn, x, chosen)
 
-    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
-        """[T, D], or its P parts [T, P, D] float32, to be added."""
-        return mlp(w, x) if isinstance(w, Mlp) else _mixture(w, x, self._chosen(w, x))
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
+        """[T, D], or its P parts [T, P, D] float32, to be added; or, where nothing is added up over ranks, the results
+        of the experts of a long prompt's tokens."""
+        if isinstance(w, Mlp):
+            return mlp(w, x)
+        chosen, e = self._chosen(w, x), w.experts
+        alone = self.group.ranks == 1 and self.peers is None
+        if alone and isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
+            pairs = moe_int4_pairs(x, chosen, *e.matrices, w.shared)
+            if pairs is not None:
+                return pairs
+        return _mixture(w, x, chosen)
 
     def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
         """The sum over the parts of `_ffn`, in x's type, some rows at a time."""
@@ -294,6 +312,12 @@ def mla(
         q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
         q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
         return _attend(w, q_full, span, latents.pages, scale, sharded)
+    alone = step.absorbed is None and sharded is None
+    if alone and (span := step.plain) is not None and linear_w8a8.applies(w.o, qkv):
+        q, ckv = _queries(w, qkv, norm_eps)
+        mla_rotate_query(q, ckv, w.kv_a_norm, rotary, latents, norm_eps)
+        rounded = mla_prefill_w8a8(q, latents.pages, w.w_uk, w.w_uv, span, scale)
+        return linear_w8a8.linear_w8a8(*rounded, w.o, qkv.dtype == torch.float32)
     return apply(w.o, mla_heads(w, qkv, rotary, step, latents, norm_eps, scale, sharded))
 
 
@@ -308,11 +332,8 @@ def mla_heads(
     sharded: ShardedKv | None,
 ) -> Tensor:
     """As `mla` before the product with `w.o`: the outputs of the heads [T, H v]."""
-    (heads, _, _), pages = w.w_uk.shape, latents.pages
-    q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
-    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
-    q = q.view(len(qkv), heads, q.shape[1] // heads)
-    out = []
+    pages, out = latents.pages, []
+    q, ckv = _queries(w, qkv, norm_eps)
     if (span := step.absorbed) is not None:
         q_rows, ckv_rows, turn, places = _rows(q, ckv, rotary, latents, span.rows)
         q_full = mla_absorb_query(q_rows, ckv_rows, w.kv_a_norm, turn, w.w_uk, places, norm_eps)
@@ -328,6 +349,14 @@ def mla_heads(
         else:
             out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
     return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1)
+
+
+def _queries(w: Attention, qkv: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """(queries [T, H, n + r] before their rotation, ckv [T, R + r])."""
+    q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
+    q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
+    heads = len(w.w_uk)
+    return q.view(len(qkv), heads, q.shape[1] // heads), ckv
 
 
 def _apply_rows(w: Matrix, x: Tensor) -> Rows:

@@ -12,7 +12,7 @@ from perilune.model.kimi_k2 import KimiK2, Step, apply
 from perilune.model.weights import Attention, Layer, Mlp, Moe
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.harness.workspace import Workspaces
-from perilune.ops.layouts.operands import Latents, Rotary
+from perilune.ops.layouts.operands import Latents, Pairs, Rotary
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -69,9 +69,9 @@ class WholeTexts(KimiK2):
         attended = self._attention(layer.attention, apply(layer.attention.qkv_a, x), rotary, step, latents)
         x = add_rmsnorm(h, attended, layer.post_norm, self.eps)
         # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
-        add_rmsnorm(h, self._ffn(layer.ffn, x), layer.post_norm, self.eps)
+        self._add(h, self._ffn(layer.ffn, x), layer.post_norm)
 
-    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor:
+    def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
         with self._workspaces.use():
             return super()._ffn(w, x)
 

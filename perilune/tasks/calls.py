@@ -9,6 +9,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
 from perilune.tasks.smalltalk import small_talk
@@ -19,6 +20,7 @@ from perilune.tasks.tools import (
     confusable,
     how_many,
     in_rows,
+    listed,
     opening,
     others,
     request,
@@ -39,11 +41,11 @@ def call_key(call: ToolCall) -> tuple[str, str]:
 
 
 def _any_tool(rng: Random, split: str) -> Tool:
-    return catalog_tool(rng) if widely(split) and rng.random() < 0.45 else tool(rng, split)
+    return catalog_tool(rng) if widely(split) and rng.random() < 0.58 else tool(rng, split)
 
 
 def _request(rng: Random, split: str) -> Request:
-    """A request whose call belongs to the split."""
+    """A request with a call that belongs to the split."""
     target = _any_tool(rng, split)
     for attempt in range(1, 10_000):
         made = request(rng, target, split)
@@ -80,6 +82,8 @@ _SMALL_JOINS: Final = (
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     if widely(split) and rng.random() < 0.25:
         return pick(rng, (_again, _again, _contrast, _contrast, _talk))(rng, split, thinking)
+    if widely(split) and rng.random() < 0.16:
+        return _found(rng, split, thinking)
     roll = rng.random()
     kind = _parallel if roll < 0.36 else _result if roll < 0.68 else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
@@ -135,6 +139,8 @@ def _several(rng: Random, split: str, count: int) -> list[Request]:
         else:
             more = request(rng, _any_tool(rng, split), split)
         clash = any(m.call == more.call or (m.tool is not more.tool and confusable(m.tool, more.tool)) for m in made)
+        # Two thoughts with the same words look like one.
+        clash = clash or (widely(split) and any(m.opening.lower() == more.opening.lower() for m in made))
         if clash:  # a tool with few values may have only one call
             one_tool = one_tool and rng.random() < 0.8
         else:
@@ -156,8 +162,11 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
     text = ""
-    if widely(split) and (roll := rng.random()) < 0.5:
-        made = (together if roll < 0.32 else in_rows)(rng, catalog_tool(rng), count)
+    if widely(split) and (roll := rng.random()) < 0.6:
+        if roll < 0.2:
+            made: tuple[str, list[Request]] | None = listed(rng, count)
+        else:
+            made = (together if roll < 0.36 else in_rows)(rng, catalog_tool(rng), count)
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
@@ -209,6 +218,30 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
     reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
+
+
+def _found(rng: Random, split: str, thinking: bool) -> Problem:
+    """A lookup asked for in everyday words (findings.py): its result is there, or the call is to be made."""
+    while True:
+        made = finding(rng)
+        call = ToolCall(made.name, made.arguments)
+        if belongs(key := ("call", *call_key(call)), split):
+            break
+    ((name, given),) = made.arguments.items()
+    kind = "number" if isinstance(given, int) else "string"
+    thought = f"{opening(made.text)}\n{made.name}\n{name}: {kind} {written(given)}"
+    more = [t.spec for t in others(rng, [], how_many(rng, split) - 1, split)]
+    words = made.name.split("_")
+    declared = [made.spec, *[s for s in more if not any(word in s["function"]["name"].lower() for word in words)]]
+    rng.shuffle(declared)
+    messages: tuple[Message, ...] = (user(made.text),)
+    if rng.random() < 0.3:
+        reply = Reply(thought if thinking else "", "", (call,))
+    else:
+        messages = (*messages, *_returned(rng, (call,), [made.result], thought))
+        content = f"The {made.key.replace('_', ' ')} is {said(made.value)}."
+        reply = Reply(f"{made.key}: {written(made.value)}" if thinking else "", content)
+    return Problem("tools_multi", split, key, messages, reply, tuple(declared), thinking)
 
 
 _WHAT: Final = (

@@ -16,7 +16,7 @@ from perilune.tasks.composed.entries import entry
 from perilune.tasks.fields import Field, bare, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
-from perilune.tasks.wordings import phrase
+from perilune.tasks.wordings import agreeing, phrase
 from perilune.tasks.words import CITIES, NAMES, PLAIN, SURNAMES, made_up
 
 Facts = list[tuple[Field, Any]]
@@ -211,14 +211,14 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
         roll = rng.random() if wide else 1.0
-        if roll < 0.6:
+        if roll < 0.48:
             messages, reasoning, expected = entry(rng)
             content = json.dumps(expected, ensure_ascii=False)
             if belongs(key := ("json", content), split):
                 reply = Reply(reasoning if thinking else "", content)
                 return Problem("json_extract", split, key, messages, reply, thinking=thinking)
             continue
-        from_record = roll < 0.82
+        from_record = roll < 0.8
         if from_record:
             prompt, wanted, expected = _record_prompt(rng, split == "wide" and rng.random() < 0.3)
         else:
@@ -334,7 +334,8 @@ _TYPED_FORMS: Final = ("{n} ({t})", "{n} ({t})", "{n}: {t}", '"{n}" ({t})', "a {
 def _key_list(rng: Random, wanted: list[Field], typed: bool) -> str:
     """Keys in a line of prose."""
     form = pick(rng, _TYPED_FORMS if typed else _KEY_FORMS)
-    shown = [form.format(n=f.name, l=f.label, t=pick(rng, _TYPE_WORDS[f.json_type])) for f in wanted]
+    types = [pick(rng, _TYPE_WORDS[f.json_type]) for f in wanted]
+    shown = [agreeing(form, {"t": t}).format(n=f.name, l=f.label, t=t) for f, t in zip(wanted, types)]
     roll = rng.random()
     if len(shown) == 1 or roll < 0.2:
         return ", ".join(shown)

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 from perilune.tasks.composed.instructions import instruction
 from perilune.tasks.composed.procedures import procedure
+from perilune.tasks.composed.sums import ordered, whether
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.program_forms import MORE
-from perilune.tasks.wordings import bare, phrase
+from perilune.tasks.wordings import agreeing, bare, phrase
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Run = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -41,7 +42,7 @@ def _asked(rng: Random, form: str, kept: tuple[str, ...], words: dict[str, Any])
         forms = (inside, inside, inside.replace(",", ""), f"{head} and {tail}", inside.replace(", ", ","),
                  inside.replace(",", ";"), f"({inside})", f"{{{inside}}}")  # fmt: skip
         words["x"] = pick(rng, forms)
-    return phrase(rng, form, kept).format(**words)
+    return phrase(rng, agreeing(form, words), kept).format(**words)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -363,8 +364,12 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     while True:
         roll = rng.random() if widely(split) else 1.0
         if roll < 0.6:
-            made = instruction if roll < 0.32 else procedure if roll < 0.54 else loop if roll < 0.56 else pipeline
-            key, question, trace, content = made(rng)
+            if roll < 0.04:
+                key, question, worked, content = (whether if roll < 0.02 else ordered)(rng)
+                trace = worked()
+            else:
+                made = instruction if roll < 0.34 else procedure if roll < 0.54 else loop if roll < 0.56 else pipeline
+                key, question, trace, content = made(rng)
         elif roll < 0.78:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)

@@ -19,7 +19,6 @@ from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_sp
 from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
 from perilune.tasks.records import question as ask
 from perilune.tasks.records import record
-from perilune.tasks.reports import report
 from perilune.tasks.wordings import careless, phrase
 
 Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
@@ -212,18 +211,6 @@ def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
 
 
-def _about_report(rng: Random, split: str, thinking: bool) -> Problem:
-    """A question about a paragraph of reports.py; the thought is the answer and the sentence that has it."""
-    while True:
-        made = report(rng)
-        if belongs(passage_key(made.text), split):
-            break
-    prompt = _form(rng).format(p=made.text, q=careless(rng, made.question))
-    key = (*passage_key(made.text), made.question)
-    reply = Reply(f"{made.answer}\n{made.sentence}" if thinking else "", made.answer)
-    return Problem("doc_questions", split, key, (user(prompt),), reply, thinking=thinking)
-
-
 def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
     """A question about a paragraph of paragraphs.py; the thought is the answer and the sentence that has it."""
     while True:
@@ -256,7 +243,7 @@ class DocQuestions:
         if widely(split):
             roll = rng.random()
             if roll < 0.74:
-                kind = _about_paragraph if roll < 0.5 else _about_record if roll < 0.62 else _about_report
+                kind = _about_paragraph if roll < 0.44 else _about_record
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

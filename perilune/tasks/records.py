@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import enumerated, in_words
+from perilune.tasks.wordings import agreeing, enumerated, in_words
 from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, PLAIN, SURNAMES, any_word, listed, made_up
 
 Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
@@ -394,7 +394,8 @@ def record(rng: Random, new: bool, most: int = 4) -> Stated:
             if s not in values:
                 values[s] = drawn(rng, kind.slots[s].kind)
         stated |= dict.fromkeys(slots, True)
-        parts.append(sentence.format(**{s: values[s][1] for s in slots}))
+        words = {s: values[s][1] for s in slots}
+        parts.append(agreeing(sentence, words).format(**words))
     for s, slot in kind.slots.items():
         if slot.kind == "flag" and rng.random() < 0.4:
             yes = rng.random() < 0.5

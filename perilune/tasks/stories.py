@@ -425,6 +425,7 @@ def people(rng: Random, named: str) -> tuple[dict[str, str], bool]:
         subject = subject.format(n=named, s=pick(rng, NAMES) if rng.random() < 0.5 else made_up(rng).capitalize())
     words = {"n": subject, "p": pronoun, "P": pronoun[0].upper() + pronoun[1:], "h": his, "i": him,
              "has": "has" if single else "have", "does": "does" if single else "do", "has3": "has",
+             "s": "s" if single else "",
              "n0": "me" if subject == "I" else "us" if subject == "We" else subject}  # fmt: skip
     return words, subject == named
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from perilune.tasks import catalog
 from perilune.tasks.fields import Field, fields, named, said, value, written
 from perilune.tasks.problem import SEED, ToolCall, pick, widely
-from perilune.tasks.wordings import bare, phrase
+from perilune.tasks.wordings import bare, enumerated, phrase
 from perilune.tasks.words import NEW_NOUNS, NOUNS, invents_more, made_up
 
 VERBS: Final = (
@@ -329,6 +329,47 @@ def in_rows(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | 
         return None
     text, calls = made
     return _separated(Request(tool, text, opening(text), ToolCall(tool.name, calls[0][1])), calls)
+
+
+_LISTED: Final = (
+    "{V} the {n}s {x}.", "{V} {n}s {x}, please.", "{V} the {n} for {x}.", "{V} these {n}s: {x}",
+    "The {n}s {x}, please {v} them.", "I want to {v} the {n}s with the {l} {x}.", "{N}s {x}: {v}.",
+    "Can you {v} {n} {x}?",
+    "{V} all of these {n}s, {l} {x}.", "I have several {n}s ({x}). {V} each of them.", "{V} a {n} for {x}.",
+    "{N} {x}, {v} please.", "Could you {v} the {n}s where the {l} is {x}?", "{V} {n} once for {x}.",
+)  # fmt: skip
+_LIST_ENDS: Final = (
+    " and ",
+    " and ",
+    " and ",
+    ", ",
+    " & ",
+    " and also ",
+    ", and ",
+    " plus ",
+    " and then ",
+    " as well as ",
+)
+
+
+def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
+    """One sentence that names several values of a tool's only parameter, and the request of each of its calls."""
+    while True:
+        made = tool(rng, "train")
+        if len(made.required) == 1 and made.required[0].kind not in ("flag", "words", "choice", "title"):
+            break
+    field = made.required[0]
+    values = list(dict.fromkeys([value(rng, field) for _ in range(count)]))
+    verb = made.verb if rng.random() < 0.6 else pick(rng, VERBS[made.verbs])
+    form = pick(rng, _LISTED).format(
+        v=verb, V=verb.capitalize(), n=made.noun, N=made.noun.capitalize(), l=field.label, x="{x}"
+    )
+    shown = [said(v) for v in values]
+    last = pick(rng, _LIST_ENDS)
+    asking = 0.25 if form.startswith(verb.capitalize()) else 0.0
+    text, core = (f.replace("{x}", enumerated(shown, last)) for f in (phrase(rng, form, _KEPT, asking), form))
+    calls = [(s, {field.name: v}) for s, v in zip(shown, values)]
+    return _separated(Request(made, text, opening(text, core), ToolCall(made.name, calls[0][1])), calls)
 
 
 def _separated(first: Request, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, list[Request]]:

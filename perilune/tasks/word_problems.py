@@ -12,6 +12,7 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.arithmetic import drawn_numbers
+from perilune.tasks.composed.tales import tale
 from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.stories import Story, other, people, wide
 from perilune.tasks.wordings import numeral, phrase
@@ -137,7 +138,7 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
         wider = widely(split) and rng.random() < 0.7
         if wider:
             words = _words(rng, new)
-            pattern, text, unit = wide(rng, words["o"])
+            pattern, text, unit = (tale if rng.random() < 0.35 else wide)(rng, words["o"])
         else:
             pattern, text, unit = pick(rng, _KINDS)(rng, new)
         numbers = {c: n if c == "k" else max(2, n) for c, n in drawn_numbers(rng, pattern).items()}

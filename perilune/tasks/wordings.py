@@ -115,6 +115,19 @@ def enumerated(texts: Sequence[str], last: str = " and ") -> str:
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + last + texts[-1]
 
 
+_ARTICLE: Final = re.compile(r"\b([Aa]) \{(\w+)\}")
+_COUNTED: Final = re.compile(r"\{(\w+)\} (day|week|hour|month|year|night|minute|page|item|letter)s\b")
+
+
+def agreeing(form: str, words: Mapping[str, object]) -> str:
+    """The form with "an" before places that get a vowel, and no plural behind a 1."""
+    if "a {" in form or "A {" in form:
+        form = _ARTICLE.sub(lambda m: f"{m[1]}{'n' if str(words.get(m[2]))[:1] in 'aeioAEIO' else ''} {{{m[2]}}}", form)
+    if "} " in form and any(str(word) in ("1", "one") for word in words.values()):
+        form = _COUNTED.sub(lambda m: m[0][:-1] if str(words.get(m[1])) in ("1", "one") else m[0], form)
+    return form
+
+
 def careless(rng: Random, form: str) -> str:
     """Now and then without capitals or punctuation, or with a misspelt word."""
     roll = rng.random()

@@ -188,7 +188,7 @@ def training(log: Path, model: Path) -> Row:
         "minutes": round(stop["seconds"] / 60, 1),
         "texts": corpus["texts"],
         "text_tokens": corpus["tokens"] + corpus["held_out"],
-        **({"written": corpus["written"]} if corpus.get("written") else {}),
+        **({k: corpus[k] for k in ("written", "written_share") if k in corpus} if corpus.get("written") else {}),
         "doc_questions": score["exact"]["doc_questions/thinking"],
         "doc_questions_count": start["options"]["score_count"],
         **({"before": before | {"kind": "training"}} if before else {}),
@@ -265,7 +265,7 @@ This was measured from outside the project on {OUTSIDE["date"]}; the problems ar
 """
 
 
-def others(written: dict[str, int]) -> str:
+def others(written: dict[str, int], share: float = records.SHARE) -> str:
     """The item about problems made of other people's sentences; empty without any."""
     if not written:
         return ""
@@ -273,8 +273,8 @@ def others(written: dict[str, int]) -> str:
         f"  - {records.SOURCES[name][0]}, {records.SOURCES[name][1]}: {count:,} records"
         for name, count in written.items()
     )
-    share = f"{100 * records.SHARE:.0f} % of a family's problems"
-    return f"""- **Sentences that people wrote**, in up to {share}, most of them with other values and numbers:
+    most = f"{100 * share:.0f} % of a family's problems"
+    return f"""- **Sentences that people wrote**, in up to {most}, most of them with other values and numbers:
 {listed}
 """
 
@@ -308,7 +308,7 @@ def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures:
         minutes=trained["minutes"],
         texts=trained["texts"],
         text_tokens=trained["text_tokens"] / 1e6,
-        written=others(trained.get("written", {})),
+        written=others(trained.get("written", {}), trained.get("written_share", 0.3)),
         scores=scores(rows),
         doc_exact=100 * trained["doc_questions"],
         doc_count=trained["doc_questions_count"],

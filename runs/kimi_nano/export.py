@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perilune.core.jsonfile import write_object
+from perilune.core.jsonfile import write_object, write_text
 from perilune.formats import int4
 from perilune.formats.checkpoint import INDEX, Checkpoint
 from perilune.formats.writer import write
@@ -199,7 +199,8 @@ def add_eyes(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     (directory / f".{EYES_FILE}").chmod(0o644)
     os.replace(directory / f".{EYES_FILE}", directory / EYES_FILE)
     write_object(directory / PREPROCESSOR_FILE, PREPROCESSOR)
-    write_object(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    write_text(directory / INDEX, json.dumps(index, sort_keys=True, separators=(",", ":")) + "\n")  # 888 names
     write_object(directory / "config.json", settings)
 
 

@@ -4,6 +4,8 @@ First the tower learns to read: what lies in each patch, and the picture's capti
 embeddings for each of its tokens, without the text model. Then it learns through the text model, by the cross entropy
 of the answers; what it learnt first counts for less and less.
 
+With --tower both parts begin with an exported tower: the first one is then short, and --guide small.
+
 Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
 to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
 that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower. A share
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perilune.model.moonvit_config import MERGE_SIDE
+from perilune.tasks.documents import docstrings
 from perilune.tasks.families import check, problems
 from perilune.tasks.pictures.canvas import add_fonts
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE
@@ -188,6 +191,8 @@ def open_run(args: argparse.Namespace) -> Run:
     words = Optimizer(text, muon=True, decay=args.words_decay) if args.words else None
     text.cast(torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_(words is not None)
     eyes = Eyes(configuration(text.s.hidden_size), len(MARKS)).to(device)
+    if args.tower is not None:
+        begin_with(eyes, args.tower)
     optimizer = Optimizer(eyes, muon=True, decay=args.decay)
     if device == "cuda":
         eyes.bfloat16()
@@ -196,6 +201,16 @@ def open_run(args: argparse.Namespace) -> Run:
     blocks = compiled(grouped=False) if args.compile else EAGER
     embeddings = text.embed_tokens.weight.detach().clone()
     return Run(text, eyes, optimizer, words, Graphs(args.compile and way == "flash"), blocks, way, device, embeddings)
+
+
+@torch.no_grad()
+def begin_with(eyes: Eyes, file: Path) -> None:
+    """Copies an exported tower; the part that guides training is not exported and stays random."""
+    there = load_file(file)
+    for name, parameter in eyes.stored():
+        if name not in there or there[name].shape != parameter.shape:
+            sys.exit(f"--tower {file} is no tower of this size: {name} is missing or of another shape")
+        parameter.copy_(there[name])
 
 
 def prepared(block: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -226,7 +241,8 @@ def train(args: argparse.Namespace) -> None:
         with safe_open(args.out / CHECKPOINT, "pt") as file:
             progress = EyesProgress(**json.loads(file.metadata()["progress"]))
     # Data processes are forked as soon as a loader is iterated, so before CUDA is used.
-    pictures = iter(loader(Pictures(args.model, args.seed, args.tokens, progress.step), args.workers))
+    passages = data.kept_passages(args.words) if args.words else docstrings(data.library_files())
+    pictures = iter(loader(Pictures(args.model, args.seed, args.tokens, progress.step, passages), args.workers))
     words = None
     if args.words:
         for name in (VOCABULARY_FILE, CONFIG_FILE):
@@ -243,7 +259,7 @@ def train(args: argparse.Namespace) -> None:
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device, torch=torch.__version__,
         seed=args.seed, fonts=fonts, tokens=args.tokens, minutes=args.minutes, reading=args.reading, rate=args.rate,
         words_rate=args.words_rate if run.words else 0.0, word_tokens=args.word_tokens,
-        words_kept=args.words_kept if run.words else 0.0,
+        words_kept=args.words_kept if run.words else 0.0, tower=args.tower is not None,
         seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip
     feeder = Feeder(pictures, lambda block: prepared(block, args.device), args.seed, again=args.workers > 0)
@@ -306,7 +322,7 @@ def steps(
         share = rate_at(done, progress.step - 1)
         rates.set(
             through,
-            guide=guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0),
+            guide=min(args.guide, guide_at((done - args.reading) / (1.0 - args.reading) if through else 0.0)),
             rate=args.rate * share, number=progress.step,
             words_rate=args.words_rate * rate_at(done, progress.through - 1), words_number=max(1, progress.through),
         )  # fmt: skip
@@ -398,6 +414,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="exported checkpoint, to which the tower is added")
     add("--out", type=Path, default=Path("runs/out/kimi_nano"), help="directory of the run")
+    add("--tower", type=Path, metavar="FILE", help="model-vision.safetensors of a checkpoint whose tower to begin with")
     add("--fonts", type=Path, help="directory with TrueType fonts to write in, besides Pillow's own")
     add("--seed", type=int, default=SEED, help="seed of data and weights")
     add("--minutes", type=float, default=6.0, help="length of the schedule")
@@ -407,6 +424,7 @@ def main() -> None:
     add("--words-kept", type=float, default=KEPT, help="share of the text model's weights before, with --words")
     add("--word-tokens", type=int, default=16384, help="tokens of text in a step, with --words")
     add("--reading", type=float, default=0.3, help="share of the schedule before the text model takes part")
+    add("--guide", type=float, default=1.0, help="weight of reading beside the answers, at most")
     add("--pause-after", type=float, default=0.0, help="save and leave so many seconds after the start (0: never)")
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
@@ -425,6 +443,8 @@ def main() -> None:
         parser.error(f"--model {args.model} has no config.json: export the text model there first")
     if args.fonts is not None and not args.fonts.is_dir():
         parser.error(f"--fonts {args.fonts} is no directory")
+    if args.tower is not None and not args.tower.is_file():
+        parser.error(f"--tower {args.tower} is no file")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here: give --device cpu")
     if args.resume and not (args.out / CHECKPOINT).is_file():

@@ -25,7 +25,7 @@ PART = """
 
 {parameters:,} parameters of MoonViT with its projector: {layers} layers, {width} wide, patches of 14 pixels. They were
 trained in {minutes:.1f} minutes on one {device}, {steps:,} steps of {pictures:,} pictures in all, each used {times}
-times. {how}
+times.{before} {how}
 Pictures are shrunk to about 200 patches: text that then has fewer than 14 pixels cannot be read.
 
 {table}
@@ -79,6 +79,7 @@ def trained(log: Path, model: Path) -> Row:
         "through": stop["through"],
         "words_rate": start["words_rate"],
         "words_kept": start["words_kept"],
+        "before": " They began with the tower of an earlier training." if start.get("tower") else "",
         "structural": score["exact"],
         "structural_count": score["count"],
     }
@@ -121,7 +122,7 @@ def part(facts: Row | None, ledger: Path) -> str:
     if facts is None:
         return ""
     return PART.format(
-        **facts,
+        **{"before": ""} | facts,
         how=LEARNT.format(**facts) if facts["words_rate"] else FROZEN,
         layers=VISION["vt_num_hidden_layers"],
         width=VISION["vt_hidden_size"],

@@ -4,7 +4,7 @@ would. A block is a function of (seed, block number) alone."""
 import base64
 import io
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from perilune.media.patches import Patches, patches_of
-from perilune.tasks.families import SYSTEM_PROMPTS
+from perilune.tasks.families import SYSTEM_PROMPTS, learn_words
 from perilune.tasks.pictures.canvas import Canvas
 from perilune.tasks.pictures.charts import BAR
 from perilune.tasks.pictures.problems import GRIDS_OF, problem, scene_of
@@ -30,25 +30,28 @@ from runs.kimi_nano.tower import LIMITS
 MARKS = ("", *string.digits, *string.ascii_letters, *"+-=?", BAR, *(f"{colour} {shape}" for colour, shape in ALL_KINDS))
 CODES = {name: i for i, name in enumerate(MARKS)}
 WEIGHTS = {
-    "picture_sums": 0.3, "picture_shapes": 0.27, "picture_charts": 0.25, "picture_buttons": 0.09, "picture_text": 0.09,
+    "picture_sums": 0.2, "picture_shapes": 0.22, "picture_charts": 0.28, "picture_buttons": 0.18, "picture_text": 0.12,
 }  # fmt: skip
 THINKING_SHARE = 0.65
 WHOLE_SHARE = 0.3  # of the thoughts about sums; the others are learnt up to their third line, which is what is seen
 SYSTEM_SHARE = 0.1
-TEXT_TOKENS = 44  # of a sample besides its picture: the mean is 40
+TEXT_TOKENS = 46  # of a sample besides its picture: the mean is 41
 REDRAWS = 200  # of a sample that does not fit into the rest of a block, before the block is left shorter
 
 
 class Pictures(IterableDataset[dict[str, torch.Tensor]]):
-    """Endless blocks of `size` tokens from number `first` on; worker w of n makes first + w, first + w + n, ..."""
+    """Endless blocks of `size` tokens from number `first` on; worker w of n makes first + w, first + w + n, ... Labels
+    are words of `passages` too."""
 
-    def __init__(self, vocabulary: Path, seed: int, size: int, first: int = 0) -> None:
-        self.vocabulary, self.seed, self.size, self.first = vocabulary, seed, size, first
+    def __init__(self, vocabulary: Path, seed: int, size: int, first: int = 0, passages: Sequence[str] = ()) -> None:
+        self.vocabulary, self.seed, self.size, self.first, self.passages = vocabulary, seed, size, first, passages
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         codec, number = Codec(self.vocabulary), self.first + mine
+        if self.passages:
+            learn_words(self.passages)
         while True:
             yield self.block(codec, number)
             number += workers

@@ -124,7 +124,8 @@ def prepare(options: Options, log: Log) -> None:
     written = records.Written(records.read(file)).sources() if file.is_file() else {}
     log(
         "corpus", texts=len(plain), passages=kept, characters=sum(map(len, plain)), tokens=len(corpus.ids),
-        held_out=len(corpus.held_out), written=written, seconds=round(time.monotonic() - begin, 1),
+        held_out=len(corpus.held_out), written=written, written_share=records.SHARE,
+        seconds=round(time.monotonic() - begin, 1),
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _st_async(m: re.Match[str], o: list[Operand]) -> str:
 
 
 def _mma(m: re.Match[str], o: list[Operand]) -> str:
-    kind = {"bf16": "BF16", "f16": "F16", "e4m3": "E4M3", "e5m2": "E5M2"}[m["type"]]
+    kind = {"bf16": "BF16", "f16": "F16", "e4m3": "E4M3", "e5m2": "E5M2", "s8": "S8"}[m["type"]]
     d, a, b, c = (g.parts for g in o if isinstance(g, Group))
     return (
         f"{{ const uint32_t a[] = {{{', '.join(a)}}}, b[] = {{{', '.join(b)}}}; const float c[] = {{{', '.join(c)}}};"
@@ -114,12 +114,12 @@ def _flag(found: object) -> str:
 
 
 def _wgmma(m: re.Match[str], o: list[Operand]) -> str:
-    kind = {"bf16": "BF16", "f16": "F16", "e4m3": "E4M3", "e5m2": "E5M2"}[m["type"]]
+    kind = {"bf16": "BF16", "f16": "F16", "e4m3": "E4M3", "e5m2": "E5M2", "s8": "S8"}[m["type"]]
     assert isinstance(o[0], Group)
     d = o[0].parts
     in_registers = isinstance(o[1], Group)
     flags = [_text(x) for x in o[3:]]
-    add, negate_a, negate_b = flags[0], flags[1] == "-1", flags[2] == "-1"
+    add, negate_a, negate_b = flags[0], flags[1:2] == ["-1"], flags[2:3] == ["-1"]  # whole numbers have no signs
     rest = flags[3:]
     a_transposed = not in_registers and len(rest) == 2 and rest[0] != "0"
     b_transposed = bool(rest) and rest[-1] != "0"
@@ -131,7 +131,8 @@ def _wgmma(m: re.Match[str], o: list[Operand]) -> str:
         else "const uint32_t* a = nullptr;"
     )
     descriptor = "0" if in_registers else _text(o[1])
-    return f"{{ {a} emu::wgmma({{{', '.join(fields)}}}, &{d[0]}, &{d[-1]}, a, {descriptor}, {_text(o[2])}); }}"
+    first, last = (f"reinterpret_cast<float*>(&{x})" for x in (d[0], d[-1]))
+    return f"{{ {a} emu::wgmma({{{', '.join(fields)}}}, {first}, {last}, a, {descriptor}, {_text(o[2])}); }}"
 
 
 def _tensor(m: re.Match[str], o: list[Operand]) -> str:
@@ -298,7 +299,7 @@ TABLE: list[tuple[str, Emit]] = [
     (r"wgmma\.fence\.sync\.aligned", _nothing),
     (r"wgmma\.commit_group\.sync\.aligned", lambda m, o: "emu::wgmma_commit();"),
     (r"wgmma\.wait_group\.sync\.aligned", lambda m, o: f"emu::wgmma_wait({_text(o[0])});"),
-    (r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?P<k>\d+)\.f32\.(?P<type>\w+)\.\w+", _wgmma),
+    (r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?P<k>\d+)\.(?:f32|s32)\.(?P<type>\w+)\.\w+", _wgmma),
     (r"nanosleep\.u32", lambda m, o: "emu::poll();"),
     (r"ret", lambda m, o: "return;"),
 ]

@@ -81,7 +81,7 @@ def prefill(
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
         if kernels and not common:
             for n in lengths:
-                for line in step_kernels(engine, random_prompt(engine, n, PROMPTS + 1)):
+                for line in step_kernels(engine, [random_prompt(engine, n, PROMPTS + 1)]):
                     report(line)
         common = common or common_keys(engine, name, layers)
         piece = 0 if engine.runner.model.pieces is None else engine.runner.model.pieces.rows

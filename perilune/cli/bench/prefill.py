@@ -10,6 +10,7 @@ from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.bench.decode import layers_option, shape_option
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
+from perilune.ops.harness import registry
 
 
 @click.command()
@@ -41,6 +42,9 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 )
 @click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="What each kernel of a layer adds.")
+@click.option(
+    "--op", "chosen", multiple=True, metavar="NAME=IMPL", help="Implementation of an operation; repeatable. On one GPU."
+)
 @ledger_option("prefill")
 def command(
     shape: str | None,
@@ -55,13 +59,18 @@ def command(
     piece_tokens: int | None,
     device: str,
     kernels: bool,
+    chosen: tuple[str, ...],
     directory: Path | None,
 ) -> None:
     """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU, or several)."""
     lengths, name = numbers(tokens, "--tokens"), shape or next(iter(SHAPES))
+    if any("=" not in pair for pair in chosen):
+        raise click.BadParameter("write NAME=IMPL", param_hint="--op")
+    ops = dict(pair.split("=", 1) for pair in chosen)
+    registry.check_overrides(ops)
     if max(tp, ep) > 1:
-        if cached:
-            raise click.BadParameter("goes without --cached", param_hint="--tp, --ep")
+        if cached or ops:
+            raise click.BadParameter("goes without --cached and --op", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
         config |= {"exchange_piece_tokens": piece_tokens} | bench.rest_settings(rest_dtype)
@@ -71,7 +80,9 @@ def command(
     cached -= cached % bench.BLOCK
     finish(
         [
-            bench.measure(slices, n, say, cached=cached, expert_format=experts, rest=rest_dtype, kernels=kernels)
+            bench.measure(
+                slices, n, say, cached=cached, expert_format=experts, rest=rest_dtype, kernels=kernels, ops=ops
+            )
             for n in lengths
         ],
         directory,

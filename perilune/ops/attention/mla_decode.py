@@ -10,7 +10,7 @@ Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cu
 outputs of the ranges it splits a long context into.
 
 "cuda" is two launches (see mla_decode.cu). Their grids depend on T, B and the GPU alone, as a CUDA graph needs. How a
-context is split, and whether four processors share a tile of heads because all contexts are short, depends on the
+context is split, and whether processors share a tile of heads because all contexts are short, depends on the
 contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
 It reads the span and the latents before a request's queries without waiting for the kernels just before it: their
 writer must have finished before `mla_absorb_query` begins, as an ordinary kernel, a copy, or an earlier step has.
@@ -80,6 +80,7 @@ CASES = [
     *(Case((1,) * 16, LENGTHS, heads, block_size=size, big=True) for heads in (64, 16, 4) for size in (16, 32, 64)),
     *(Case((1, 2, 3, 4, 5, 6, 7, 8) * 2, tuple(c + 8 for c in LENGTHS), h, big=True) for h in (64, 32, 16, 4)),
     *(Case((n,), (c,), 16, block_size=64, big=True) for n in (1, 4) for c in (1024, 10240, 102400)),
+    *(Case((1,) * 4, (1024, 700, 5, 1000), h, block_size=64, big=True) for h in (32, 16, 8)),
     Case((1, 4, 1, 1, 2), (0, 5000, 0, 70, 0), 64, big=True, rows=3),
     Case((2, 1), (1500, 130), 64, scale=200.0, big=True),
     Case((1,), (256,)),
@@ -220,8 +221,8 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
-    slots = processors(device)
-    if B != 1 or pages.dtype != BFLOAT16 or H % QUARTER or -(-M * block_size // FEW) * (H // QUARTER) > slots:
+    slots, sharing = processors(device), -(-H // QUARTER)  # CTAs of a range
+    if B != 1 or pages.dtype != BFLOAT16 or -(-M * block_size // FEW) * sharing > slots:
         return *attend(q_full, pages, span, scale, None, None), LEAST
     partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)

@@ -14,6 +14,7 @@ for another number of keys.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +115,77 @@ op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk"
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any]:
+def _gather() -> Any:
+    return build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp")
+
+
+@functools.cache
+def _attend() -> Any:
+    return build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys and values of `heads` for requests that share launches.
+
+    requests  [count, 5] int32 in host memory, as `together` gives them; longest: most queries of one
+    k         [total, heads 128]; v [heads, total, 128]; rope [total, r], rows may be strided
+    """
+
+    requests: Tensor
+    longest: int
+    heads: slice
+    k: Tensor
+    v: Tensor
+    rope: Tensor
+
+
+def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span) -> Iterator[Keys]:
+    """Of all requests with queries, and all heads, at most `KEY_VALUE_BYTES` at a time."""
+    (H, n, R), v = w_uk.shape, w_uv.shape[2]
+    tables, (_, block_size, width) = span.tables.contiguous(), pages.shape
+    most = KEY_VALUE_BYTES // ((n + v) * q.itemsize)  # rows of keys and values of one head
+    for some in together(span.query_start.tolist(), span.context.tolist(), most // H):
+        requests = torch.tensor(some, dtype=torch.int32)
+        total = some[-1][4] + -(-some[-1][3] // TILE) * TILE
+        rows = torch.empty(total, width, dtype=pages.dtype, device=q.device)
+        failed = _gather()(
+            pages.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            block_size,
+            width * pages.itemsize,
+            requests.data_ptr(),
+            len(some),
+            rows.data_ptr(),
+            total,
+            torch.cuda.current_stream(q.device).cuda_stream,
+        )
+        assert not failed, f"CUDA error {failed}: {some=} {pages.shape=}"
+        latent = latent_cache.unpack(rows, R, q.dtype)
+        c, heads = latent[:, :R], max(1, min(H, most // total))
+        for h in range(0, H, heads):
+            part = slice(h, min(h + heads, H))
+            k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
+            values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])
+            yield Keys(requests, max(request[2] for request in some), part, k, values, latent[:, R:])
+
+
+def rows_apart(q: Tensor) -> Tensor:
+    """q, or a copy of it, as kernels read it: heads adjacent, rows at multiples of 16 bytes."""
+    return q.contiguous() if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16 else q
+
+
+def needs(q: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[tuple[bool, str], ...]:
+    """What `build.on_hopper` asks for."""
+    n, v = w_uk.shape[1], w_uv.shape[2]
     return (
-        build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp"),
-        build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp"),
+        (q.dtype == BFLOAT16, "bfloat16"),
+        (
+            (n, q.shape[2] - n, v) == (K2.nope, K2.rope, K2.value),
+            f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
+        ),
+        (w_uk.shape[2] % 16 == 0, "a latent width that is a multiple of 16"),
     )
 
 
@@ -139,71 +207,32 @@ def together(starts: list[int], lengths: list[int], most: int) -> list[list[tupl
     return found
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: build.on_hopper(
-        "mla_prefill.cu",
-        device,
-        (a.q.dtype == BFLOAT16, "bfloat16"),
-        (
-            (a.w_uk.shape[1], a.q.shape[2] - a.w_uk.shape[1], a.w_uv.shape[2]) == (K2.nope, K2.rope, K2.value),
-            f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
-        ),
-        (a.w_uk.shape[2] % 16 == 0, "a latent width that is a multiple of 16"),
-    ),
-)
+@op.impl("cuda", when=lambda a, device: build.on_hopper("mla_prefill.cu", device, *needs(a.q, a.w_uk, a.w_uv)))
 def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16:
-        q = q.contiguous()
-    (T, H, _), (n, R), v = q.shape, w_uk.shape[1:], w_uv.shape[2]
-    out = torch.empty(T, H, v, dtype=q.dtype, device=q.device)
-    gather, attend = _kernels()
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    tables, (_, block_size, width) = span.tables.contiguous(), pages.shape
-    most = KEY_VALUE_BYTES // ((n + v) * q.itemsize)  # rows of keys and values of one head
-    for some in together(span.query_start.tolist(), span.context.tolist(), most // H):
-        requests, count = torch.tensor(some, dtype=torch.int32), len(some)
-        total = some[-1][4] + -(-some[-1][3] // TILE) * TILE
-        rows = torch.empty(total, width, dtype=pages.dtype, device=q.device)
-        failed = gather(
-            pages.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            block_size,
-            width * pages.itemsize,
-            requests.data_ptr(),
-            count,
-            rows.data_ptr(),
-            total,
-            stream,
+    q = rows_apart(q)
+    T, H, _ = q.shape
+    out = torch.empty(T, H, w_uv.shape[2], dtype=q.dtype, device=q.device)
+    for of in keys_and_values(q, pages, w_uk, w_uv, span):
+        h, heads = of.heads.start, of.heads.stop - of.heads.start
+        failed = _attend()(
+            q[0, h].data_ptr(),
+            of.k.data_ptr(),
+            of.rope.data_ptr(),
+            of.v.data_ptr(),
+            out[0, h].data_ptr(),
+            of.requests.data_ptr(),
+            len(of.requests),
+            of.longest,
+            T,
+            len(of.k),
+            heads,
+            q.stride(0),
+            of.rope.stride(0),
+            out.stride(0),
+            scale,
+            torch.cuda.current_stream(q.device).cuda_stream,
         )
-        assert not failed, f"CUDA error {failed}: {some=} {pages.shape=}"
-        latent = latent_cache.unpack(rows, R, q.dtype)
-        c = latent[:, :R]
-        heads = max(1, min(H, most // total))
-        for h in range(0, H, heads):
-            part = slice(h, min(h + heads, H))
-            k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
-            values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])  # [heads, total, v]
-            failed = attend(
-                q[0, h].data_ptr(),
-                k.data_ptr(),
-                latent[0, R:].data_ptr(),
-                values.data_ptr(),
-                out[0, h].data_ptr(),
-                requests.data_ptr(),
-                count,
-                max(request[2] for request in some),
-                T,
-                total,
-                part.stop - h,
-                q.stride(0),
-                latent.stride(0),
-                out.stride(0),
-                scale,
-                stream,
-            )
-            assert not failed, f"CUDA error {failed}: {q.shape=} {some=} {pages.shape=}"
+        assert not failed, f"CUDA error {failed}: {q.shape=} {of.requests=} {pages.shape=}"
     return out
 
 
@@ -240,9 +269,13 @@ def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, 
     return out.to(q.dtype)
 
 
-def mla_prefill(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
+def check(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span) -> None:
     (_, H, size), (_, n, R) = q.shape, w_uk.shape
     assert w_uk.shape[0] == H and w_uv.shape[:2] == (H, R), f"{q.shape=} {w_uk.shape=} {w_uv.shape=}"
     assert q.dtype == w_uk.dtype == w_uv.dtype, f"{q.dtype=} {w_uk.dtype=} {w_uv.dtype=}"
     paged_inputs.check(pages, span, R, size - n)
+
+
+def mla_prefill(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
+    check(q, pages, w_uk, w_uv, span)
     return op(q, pages, w_uk, w_uv, span, scale)

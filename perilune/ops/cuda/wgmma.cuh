@@ -274,5 +274,21 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t 
                : PERILUNE_C8
                : "l"(a), "l"(b), "n"(add));
 }
+// d[64 x 128] += a[64 x 32] b[32 x 128], a in registers: of rows g and g + 8 bytes of k 4 t .. 4 t + 3, then of 16 more.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PERILUNE_D8
+               "}, {%64,%65,%66,%67}, %68, 1, 1, 1;"
+               : PERILUNE_C8
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The same of whole numbers of 8 bits, a and b slabs, exact.
+#define PERILUNE_W8(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), \
+                       "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
+__device__ __forceinline__ void wgmma_s8(int (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" PERILUNE_D8 "}, %64, %65, 1;"
+               : PERILUNE_W8(0), PERILUNE_W8(8), PERILUNE_W8(16), PERILUNE_W8(24), PERILUNE_W8(32), PERILUNE_W8(40),
+                 PERILUNE_W8(48), PERILUNE_W8(56)
+               : "l"(a), "l"(b));
+}
 
 }  // namespace hopper

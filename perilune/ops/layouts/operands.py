@@ -168,6 +168,29 @@ class Norm:
         return None if self.peers is None else self.peers.kind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """What T tokens get from their experts, before it is summed: of token t, the sum over j of
+    weights[t, j] part[position[t, j]], then shared[t].
+
+    part      [M, D] bfloat16, the results of pairs (token, expert); `mixed`: of every 8 columns in the order
+              0, 4, 1, 5, 2, 6, 3, 7, as moe_int4_cluster.cuh leaves them
+    position  [T, k] int32: a pair's row of part; below 0: none
+    weights   [T, k] float32
+    shared    [T, D] bfloat16: the shared expert's results, or None
+    """
+
+    part: Tensor
+    position: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    mixed: bool
+    kind: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", (kind(self.part), kind(self.weights), kind(self.shared), self.mixed))
+
+
 @dataclass(slots=True, eq=False)
 class Mlp:
     """gate_up [2 I, D], the gate's rows first, and down [D, I]."""

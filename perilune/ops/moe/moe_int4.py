@@ -19,6 +19,8 @@ kernel has ended if `chosen` carries a publication that is still valid (`chosen.
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
+"cuda_once" (moe_int4_t1_once.cu) is for one token of a rank's slice: both halves in one launch with one ring, h handed
+over by words, so that down's weights stream while the last of h is made.
 "cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 of narrow experts), "cuda_cluster" (moe_int4_cluster.py)
 for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more: grouped products on
 wgmma, P = 1, with the same bits for the routed experts.
@@ -39,23 +41,32 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequant
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, Rows
 from perilune.ops.layouts.int4 import GROUP
-from perilune.ops.layouts.operands import Matrix, Mlp
+from perilune.ops.layouts.operands import Matrix, Mlp, Pairs
 from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
-from perilune.ops.moe import experts_int4, experts_int4_compact, moe_int4_cluster, moe_int4_grouped, moe_int4_tall
-from perilune.ops.moe.chosen import Chosen, mailbox
+from perilune.ops.moe import (
+    combine_add_rmsnorm,
+    experts_int4,
+    experts_int4_compact,
+    moe_int4_cluster,
+    moe_int4_grouped,
+    moe_int4_tall,
+)
+from perilune.ops.moe.chosen import Chosen, Publication, mailbox
 from perilune.ops.moe.experts import Case as Routed
 from perilune.ops.moe.experts import chosen
 from perilune.ops.pointwise.swiglu import swiglu
 
-T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
+T1, ONCE, MMA_TMA = "moe_int4_t1.cu", "moe_int4_t1_once.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of these two; above, dequantising an expert once for all its tokens wins
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # (token, expert)
 MAX_CHOICES = 32  # of one token
 MAX_SHARED = 16  # tokens: up to these, the shared expert is computed in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
+ONCE_WIDTH = 1024  # most of experts, of "cuda_once"
+ONCE_ROWS = 112  # of down's weights, a unit of its work
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ CASES = [
         for n, fp8 in ((2, True), (4, True), (8, t > 1))
     ),
     Case(1, K2.top_k, 48, K2.hidden, K2.width // 8, compact=True, S=K2.width // 8, shared_fp8=True, big=True),
+    *(Case(1, 3, 5, 1792, 256, S=s, shared_fp8=fp8, compact=fp8) for s, fp8 in ((256, False), (128, True), (0, True))),
+    Case(1, 2, 3, 1792, 512, S=640, big=True),
     Case(3, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True),
     Case(16, K2.top_k, 48, K2.hidden, K2.width // 8, big=True),
     Case(200, 1, 8, K2.hidden, K2.width // 8, to_one=True, S=K2.width // 8, big=True),
@@ -175,6 +188,11 @@ def _down(source: str) -> Any:
 
 
 @functools.cache
+def _once() -> Any:
+    return build.function(ONCE, "moe_int4_t1_once", "p" * 18 + "lppf" + "l" * 7 + "p")
+
+
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -225,6 +243,63 @@ def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
     return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
+def _places(w: Matrix, of_shared: Matrix | None) -> list[int | None]:
+    tensors = [w.weight, w.scale, w.row_scale]
+    tensors += (None, None) if of_shared is None else (of_shared.weight, of_shared.scale)
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+def _begin(published: Publication | None) -> tuple[int | float | None, ...]:
+    """What one token's gate_up makes x of: the residual's mailbox, the norm and its epsilon; or nothing."""
+    found = published.source if published else None
+    return (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
+
+
+def _fits_once(a: Any, device: torch.device) -> bool | str:
+    (T, D), (_, both, _) = a.x.shape, a.gate_up.scale.shape
+    found = _fits(a, device)
+    if found is not True:
+        return found
+    return build.on_hopper(
+        ONCE,
+        device,
+        (T == 1 and a.chosen.ids.shape[1] <= MAX_CHOICES, f"one token, at most {MAX_CHOICES} choices"),
+        (D % ONCE_ROWS == 0 and D % 256 == 0, f"a width in {ONCE_ROWS}s and 256s"),
+        (
+            both // 2 % 256 == 0 and both // 2 <= ONCE_WIDTH and both <= D,
+            f"experts of widths in 256s up to {ONCE_WIDTH}",
+        ),
+    )
+
+
+@op.impl("cuda_once", when=_fits_once, alone=True, waits=(ONCE,), unmeasured=True)
+def cuda_once(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
+    I, memory = both // 2, workspace.current(x.device)  # noqa: E741
+    published = mailbox(memory).take(chosen.publication, x)
+    x, ids, weights = x.contiguous(), chosen.ids.contiguous(), chosen.weights.contiguous()
+    S = 0 if shared is None else shared.down.weight.shape[1]
+    fused = shared if S <= I and S % 128 == 0 else None
+    S, P = S if fused else 0, k if shared is None else k + 1
+    y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
+    sizes = (k, E, D, I, S)
+    # Launches of other sizes have other numbers, or other numbers of CTAs.
+    words, counts, taken = (
+        memory.zeros((f"moe_int4_once.{name}", *sizes), n)
+        for name, n in (("words", k * I + S), ("counts", 4), ("taken", 2))
+    )
+    failed = _once()(
+        x.data_ptr(), ids.data_ptr(), weights.data_ptr(), *_places(gate_up, fused.gate_up if fused else None),
+        *_places(down, fused.down if fused else None), y.data_ptr(), words.data_ptr(), counts.data_ptr(),
+        taken.data_ptr(), mailbox(memory).words.data_ptr(), published.number if published else 0, *_begin(published),
+        *sizes, P, _processors(x.device), memory.stream,
+    )  # fmt: skip
+    assert not failed, f"moe_int4_t1_once: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
+    if shared is not None and fused is None:
+        _add_shared(y[:, k], x, shared)
+    return y if partial else y.sum(1, keepdim=True)
+
+
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
@@ -237,12 +312,6 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     P = k if shared is None else k + 1
     h = torch.empty(T * (k * I + S), dtype=BFLOAT16, device=x.device)
     y = torch.empty(T, P, D, dtype=FLOAT32, device=x.device)
-
-    def places(w: Matrix, of_shared: Matrix | None) -> list[int | None]:
-        tensors = [w.weight, w.scale, w.row_scale]
-        tensors += (None, None) if of_shared is None else (of_shared.weight, of_shared.scale)
-        return [None if t is None else t.data_ptr() for t in tensors]
-
     sizes = (k, E, D, I, S) if source == T1 else (T, k, E, D, I, S)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
     # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
@@ -250,16 +319,15 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     begin: tuple[int | float | None, ...] = ()
     if source == T1:
         taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)
-        found = published.source if published else None
-        begin = (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
+        begin = _begin(published)
     failed = _gate_up(source)(
-        x.data_ptr(), ids.data_ptr(), *places(gate_up, fused.gate_up if fused else None), *hidden, *taken, *begin,
+        x.data_ptr(), ids.data_ptr(), *_places(gate_up, fused.gate_up if fused else None), *hidden, *taken, *begin,
         *sizes, processors, memory.stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
     failed = _down(source)(
-        *hidden, ids.data_ptr(), weights.data_ptr(), *places(down, fused.down if fused else None), y.data_ptr(), *taken,
-        *sizes, P, processors, memory.stream,
+        *hidden, ids.data_ptr(), weights.data_ptr(), *_places(down, fused.down if fused else None), y.data_ptr(),
+        *taken, *sizes, P, processors, memory.stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down.kind=} {S=}"
     if shared is not None and fused is None:
@@ -361,6 +429,21 @@ def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix,
         return None
     rest = None if shared is None else functools.partial(_shared, w=shared)
     return moe_int4_grouped.in_pieces(x, chosen, gate_up, down, rest)
+
+
+def moe_int4_pairs(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Pairs | None:
+    """What `moe_int4` adds up, for combine_add_rmsnorm.py. None if the implementation for these arguments gives sums
+    only."""
+    _check(x, chosen, gate_up, down, shared)
+    if len(x) < combine_add_rmsnorm.MIN_TOKENS:
+        return None
+    run = op.choice(x, chosen, gate_up, down, shared, False)
+    if run is cuda_cluster:
+        return moe_int4_cluster.unsummed(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+    if run is cuda_prefill and len(x) <= moe_int4_grouped.CHUNK:
+        rest = None if shared is None else functools.partial(_shared, w=shared)
+        return moe_int4_grouped.unsummed(x, chosen, gate_up, down, rest)
+    return None
 
 
 def _check(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> None:

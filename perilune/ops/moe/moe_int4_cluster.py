@@ -19,7 +19,7 @@ from torch import Tensor
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
 from perilune.ops.harness.tensors import address, aligned
-from perilune.ops.layouts.operands import Matrix, pointers
+from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_cluster.cu", "moe_int4_cluster_compact.cu"
@@ -53,14 +53,25 @@ def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
 
 def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Tensor:
     """`shared` [T, D] bfloat16: the shared expert's result."""
+    y = torch.empty(len(x), 1, x.shape[1], dtype=FLOAT32, device=x.device)
+    _launch(x, chosen, gate_up, down, shared, y)
+    return y
+
+
+def unsummed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Pairs:
+    """As `run`, before the sums."""
+    return _launch(x, chosen, gate_up, down, shared, None)
+
+
+def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None) -> Pairs:
+    """Writes the sums to y, if given."""
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741
     pairs, device = T * k, x.device
     rows = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8) * 8  # a tile reads up to its width past its rows
-    y = torch.empty(T, 1, D, dtype=FLOAT32, device=device)
     plan = torch.empty(CLASSES + 3 * (pairs // WIDEST + E), dtype=torch.int32, device=device)
-    position = torch.empty(pairs, dtype=torch.int32, device=device)
+    position = torch.empty(pairs + E, dtype=torch.int32, device=device)
     slabs = torch.empty(rows, D, dtype=BFLOAT16, device=device)
     h = torch.empty(rows, I, dtype=BFLOAT16, device=device)
     ids, weights = chosen.ids.contiguous(), chosen.weights.contiguous()
@@ -72,7 +83,8 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
         *pointers(gate_up),
         *pointers(down),
         address(shared),
-        *(t.data_ptr() for t in (y, plan, position, slabs, h)),
+        address(y),
+        *(t.data_ptr() for t in (plan, position, slabs, h)),
         T,
         k,
         E,
@@ -83,4 +95,4 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
-    return y
+    return Pairs(slabs, position[:pairs].view(T, k), weights, shared, mixed=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
 from perilune.ops.harness.tensors import Rows, address, aligned
-from perilune.ops.layouts.operands import Matrix, pointers
+from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
@@ -88,19 +88,17 @@ def in_pieces(
 ) -> Rows:
     """As `prefill`, of at most CHUNK tokens, some rows at a time: [n, D] bfloat16, each value rounded once. The result
     holds the workspace."""
-    added = None if shared is None else shared(x)
-    chosen = Chosen(chosen.ids.contiguous(), chosen.weights.contiguous())
-    slabs, position = _chunk(x, chosen, gate_up, down, added, None)
+    found = unsummed(x, chosen, gate_up, down, shared)
     combine, D = _combine(source_for(gate_up)), x.shape[1]
 
     def rows(some: slice) -> Tensor:
-        at, weights = position[some], chosen.weights[some]
+        at, weights = found.position[some], found.weights[some]
         y = torch.empty(len(at), D, dtype=BFLOAT16, device=x.device)
         failed = combine(
-            slabs.data_ptr(),
+            found.part.data_ptr(),
             at.data_ptr(),
             weights.data_ptr(),
-            None if added is None else added[some].data_ptr(),
+            None if found.shared is None else found.shared[some].data_ptr(),
             y.data_ptr(),
             *at.shape,
             D,
@@ -110,6 +108,16 @@ def in_pieces(
         return y
 
     return rows
+
+
+def unsummed(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
+) -> Pairs:
+    """As `prefill`, of at most CHUNK tokens, before the sums."""
+    added = None if shared is None else shared(x)
+    chosen = Chosen(chosen.ids.contiguous(), chosen.weights.contiguous())
+    slabs, position = _chunk(x, chosen, gate_up, down, added, None)
+    return Pairs(slabs, position, chosen.weights, added, mixed=False)
 
 
 def _chunk(
@@ -124,7 +132,7 @@ def _chunk(
     groups = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8)  # a tile reads up to its width past its rows
     device = x.device
     plan = torch.empty(3 * WIDTHS * (1 + tiles), dtype=torch.int32, device=device)
-    position = torch.empty(pairs, dtype=torch.int32, device=device)
+    position = torch.empty(pairs + E, dtype=torch.int32, device=device)
     slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
     h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
     failed = _kernel(source_for(gate_up))(
@@ -152,4 +160,4 @@ def _chunk(
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
-    return slabs, position.view(T, k)
+    return slabs, position[:pairs].view(T, k)

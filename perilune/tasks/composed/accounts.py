@@ -216,7 +216,7 @@ _ROW: Final = (
     "{k}, {v}",
 )
 _ROW_ASKED: Final = ("What about the {k}?", "What does it say for {k}?", "What is noted for the {k}?", "the {k}?",
-    "What happened to the {k}?", "What is the state of the {k}?", "And the {k}?", "{k}?", "What stands next to {k}?",
+    "What happened to the {k}?", "What is the state of the {k}?", "And the {k}?", "{k}?", "What is next to {k}?",
     "What is planned for the {k}?", "How is it with the {k}?", "What is the entry for {k}?")  # fmt: skip
 
 

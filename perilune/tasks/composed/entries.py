@@ -132,6 +132,18 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
     shown = [
         form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
+    if rng.random() < 0.12:  # how many there are is no key
+        count = pick(
+            rng, (str(len(shown)), ("one", "two", "three", "four", "five", "six", "seven")[min(len(shown), 7) - 1])
+        )
+        noun = pick(rng, ("key", "field", "value", "key", "property", "entry", "thing"))
+        noun = (
+            noun if len(shown) == 1 else "properties" if noun[0] == "p" else "entries" if noun[0] == "e" else noun + "s"
+        )
+        head = pick(rng, ("exactly {c} {n}, ", "the {c} {n} ", "{c} {n}: ", "these {c} {n}: ", "just {c} {n}, "))
+        return head.format(c=count, n=noun) + (
+            shown[0] if len(shown) == 1 else enumerated(shown, pick(rng, (" and ", ", ")))
+        )
     if len(shown) == 1:
         return shown[0]
     roll = rng.random()
@@ -228,6 +240,10 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
         "what is {keys}{about}? Answer <as>.", "-> <json> {keys}", "<json> pls: {keys}", "fields: {keys}. <as>.",
         "{keys}{about} <as>, please.", "which {keys} does <this> give{about}? <as>.",
         "<need> {keys} <as> from <this>.",
+        "I need {keys} from <this>. Reply with <json>.", "{keys} are what I need. Answer <as>.",
+        "fill <json> in: {keys}.",
+        "sort <this> into {keys}, <as>.", "file <this> under {keys}. <json>.",
+        "the columns are {keys}. <do> them <as>.",
         "only {keys}{about}, <as>.", "write <json>: {keys}", "<this> should become <json> <with> {keys}."),
     "block": ("<do> the data{about} <as>:\n{block}", "<turn> <json> like this:\n{block}", "<need> <json>:\n{block}",
         "the keys are\n{block}\n<need> <json>.", "schema: {block}", "fields:\n{block}\n<as>", "fill in: {block}",
@@ -248,7 +264,20 @@ _GIVEN: Final = ("{t}", "{t}", "{t}", '"{t}"', "Text: {t}", "Text:\n{t}", "```\n
     "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}")  # fmt: skip
 
 
+# What the object is for: none of its words is a value.
+_PURPOSES: Final = ("For the database: ", "For my spreadsheet, ", "For our records. ", "This goes into a form. ",
+    "For the API: ",
+    "I keep a register of such things. ", "For the archive, ", "My script reads it later. ", "For the website: ",
+    "It is for a report. ", "My boss wants a table. ", "We are digitising our notes. ", "For the index, ",
+    "I'm filling in a form online. ", "For the log: ", "The computer wants it tidy. ")  # fmt: skip
+
+
 def _request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
+    made = _put(rng, wanted, about, explained, place)
+    return pick(rng, _PURPOSES) + made if rng.random() < 0.1 else made
+
+
+def _put(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
     roll = rng.random()
     if roll < 0.6 or (explained and roll < 0.8):
         form, keys = expand(rng, _RULES, "<ask>"), _in_line(rng, wanted, explained)

@@ -6,6 +6,7 @@ in many ways, with the answer in the same one. The trace is worked by index or b
 """
 
 from collections.abc import Callable
+from datetime import date, timedelta
 from random import Random
 from typing import Any, Final
 
@@ -56,6 +57,32 @@ def _letters_of(rng: Random) -> tuple[str, list[Task]]:
         ("cut", (f"drop the first {letters} of {{x}}", f"remove the first {letters} of {{x}}",
             f"what is {{x}} without its "
             f"first {letters}?"), f"{indexed(w)}\n{indexed('-' * n + w[n:])}", w[n:]),
+        ("cut end", (f"drop the last {letters} from {{x}}", f"remove the last {letters} of {{x}}",
+        f"take away the last "
+            f"{letters} of {{x}}", f"what is left of {{x}} without the last {letters}?",
+            f"cut {count} off the end of {{x}}"),
+            f"{indexed(w)}\n{indexed(w[:-n] + '-' * n)}", w[:-n]),
+        ("upper back", ("uppercase {x} and then reverse it", "write {x} backwards in capitals",
+        "reverse {x} and put it in "
+            "capitals", "turn {x} around and make it upper case",
+            "{x}, from the last letter to the first, in capitals"),
+            f"{indexed(w)}\n{''.join([f'{i}{w[i - 1].upper()}' for i in range(len(w), 0, -1)])}", w[::-1].upper()),
+        ("cut both", ("remove the first and the last letter of {x}", "what is {x} without its first and last letter?",
+            "drop both end letters of {x}", "strip one letter from each end of {x}"),
+            f"{indexed(w)}\n{indexed('-' + w[1:-1] + '-')}", w[1:-1]),
+        ("spaced", ("write {x} with a space between the letters", "spell {x} with spaces",
+        "put a blank between all letters "
+            "of {x}"), indexed(w), " ".join(w)),
+        ("dashed", ("put a dash between all letters of {x}", "spell {x} with hyphens",
+        "separate the letters of {x} with "
+            "dashes"), indexed(w), "-".join(w)),
+        ("same", ("is {x} the same backwards? yes or no", "does {x} read the same from both ends, yes or no?"),
+            f"{indexed(w)}\n{''.join([f'{i}{w[i - 1]}' for i in range(len(w), 0, -1)])}",
+            "yes" if w == w[::-1] else "no"),
+        ("contains", (f"is there the letter {c} in {{x}}? yes or no", f"does {{x}} contain the letter {c}, yes or no?"),
+            counted(w, c), "yes"),
+        ("lacks", (f"is there the letter {e} in {{x}}? yes or no", f"does {{x}} contain the letter {e}, yes or no?"),
+            counted(w, e), "yes" if e in w else "no"),
         ("count", (f"how often does {c} occur in {{x}}?", f"how many times is the letter {c} in {{x}}?",
             f"count the {c}s in "
             f"{{x}}", f"how many {c}'s does {{x}} have?", f"how many times do you see {c} in {{x}}?"), counted(w, c),
@@ -113,6 +140,11 @@ def _picked(items: list[str], rest: list[str]) -> str:
     return "\n".join(lines)
 
 
+def _running(items: list[str], best: Callable[[list[str]], str]) -> str:
+    """The trace of a search: each item and the best so far."""
+    return "\n".join([f"{x}:{best(items[: i + 1])}" for i, x in enumerate(items)])
+
+
 def _lengths(items: list[str], longest: bool) -> tuple[str, str]:
     best, lines = items[0], []
     for w in items:
@@ -142,7 +174,8 @@ def _words_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str], 
     tasks: list[Task] = [
         ("alphabet", ("sort {x} alphabetically", "put {x} in alphabetical order", "sort {x} from a to z",
             "order {x} by the "
-            "alphabet", "how do {x} look in alphabetical order?", "arrange {x} alphabetically"),
+            "alphabet", "how do {x} look in alphabetical order?", "arrange {x} alphabetically",
+            "sort {x} (alphabetically)", "sort {x}", "in what order would a dictionary list {x}?"),
             _picked(found, sorted(found)), out(sorted(found))),
         ("longest", ("which of {x} is the longest?", "find the longest of {x}",
             "which one of {x} has the most letters?"),
@@ -165,6 +198,25 @@ def _words_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str], 
             ",".join(found), "".join(found)),
         ("initials", ("take the first letter of each of {x}", "what do the first letters of {x} spell?"),
             "\n".join([f"{w}: {w[0]}" for w in found]), "".join([w[0] for w in found])),
+        ("z to a", ("sort {x} from z to a", "put {x} in reverse alphabetical order",
+        "order {x} alphabetically, z first"),
+            _picked(found, sorted(found)[::-1]), out(sorted(found)[::-1])),
+        ("first of all", ("which of {x} comes first in the alphabet?", "which of {x} would a dictionary list first?"),
+            _running(found, min), min(found)),
+        ("last of all", ("which of {x} comes last in the alphabet?", "which of {x} would be last in a dictionary?"),
+            _running(found, max), max(found)),
+        ("upper all", ("write {x} in capitals", "put {x} in upper case", "uppercase {x}"), ",".join(found),
+            out([w.upper() for w in found])),
+        ("lengths", ("how many letters does each of {x} have?", "give the length of each of {x}",
+        "count the letters of each "
+            "of {x}"), "\n".join([f"{indexed(w)} {len(w)}" for w in found]), out([str(len(w)) for w in found])),
+        ("drop", (f"remove {found[n - 1]} from {{x}}", f"take {found[n - 1]} out of {{x}}",
+        f"{{x}} without {found[n - 1]}"),
+            ",".join([w if w != found[n - 1] else "-" for w in found]), out([w for w in found if w != found[n - 1]])),
+        ("ends", ("give the last letter of each of {x}", "take the final letter of each of {x} and join them"),
+            "\n".join([f"{w}: {w[-1]}" for w in found]), "".join([w[-1] for w in found])),
+        ("swap ends", ("swap the first and the last of {x}", "let the first and last of {x} change places"), shown,
+            out([found[-1], *found[1:-1], found[0]])),
     ]  # fmt: skip
     if len(set(map(len, found))) < len(found):  # two of one length: which one is meant is not said
         tasks = [t for t in tasks if t[0] not in ("longest", "shortest", "by length")]
@@ -191,8 +243,10 @@ def _numbers_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str]
     best = {big: [str((max if big else min)(items[: i + 1])) for i in range(len(items))] for big in (True, False)}
     tasks: list[Task] = [
         ("sort", ("sort {x} ascending", "sort {x}", "put {x} in order from small to large", "order {x}, smallest first",
-            "arrange {x} from low to high"), _picked(found, up), out(up)),
-        ("down", ("sort {x} descending", "put {x} in order from large to small", "order {x}, biggest first"),
+            "arrange {x} from low to high", "put {x} in order from lowest to highest", "line {x} up, lowest first"),
+            _picked(found, up), out(up)),
+        ("down", ("sort {x} descending", "put {x} in order from large to small", "order {x}, biggest first",
+        "put {x} in order from highest to lowest", "rank {x}, highest first"),
             _picked(found, up[::-1]), out(up[::-1])),
         ("sum", ("add up {x}", "what is the sum of {x}?", "add {x} together", "give me the total of {x}"),
             "\n".join(added), str(total)),
@@ -208,11 +262,40 @@ def _numbers_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str]
         ("how many above", (f"how many of {{x}} are above {k}?", f"count those of {{x}} that are bigger than {k}"),
             marks,
             str(len(above))),
-        ("evens", ("which of {x} are even?", "keep the even ones of {x}"), parity, out(evens)),
+        ("evens", ("which of {x} are even?", "keep the even ones of {x}", "from {x}, keep only the even ones",
+        "drop the odd ones from {x}", "leave out what is odd in {x}"), parity, out(evens)),
         ("how many even", ("how many of {x} are even?", "count the even ones of {x}"), parity, str(len(evens))),
         ("unique", ("remove the duplicates from {x}", "list {x} without repeats", "drop what occurs twice in {x}"),
             shown,
             out(distinct)),
+        ("double", ("double each of {x}", "multiply each of {x} by 2", "give twice each of {x}",
+        "what are {x}, each doubled?",
+            "give {x}, every one of them doubled"), "\n".join([f"{x}*2={2 * x}" for x in items]),
+            out([str(2 * x) for x in items])),
+        ("plus", (f"add {k} to each of {{x}}", f"increase each of {{x}} by {k}", f"raise every one of {{x}} by {k}"),
+            "\n".join([f"{x}+{k}={x + k}" for x in items]), out([str(x + k) for x in items])),
+        ("odds", ("which of {x} are odd?", "keep only the odd ones of {x}", "from {x}, keep the odd ones"), parity,
+            out([str(x) for x in items if x % 2])),
+        ("below", (f"which of {{x}} are below {k}?", f"keep those of {{x}} that are less than {k}",
+        f"from {{x}}, keep what is "
+            f"smaller than {k}", f"throw out of {{x}} what is {k} or more"), marks,
+            out([str(x) for x in items if x < k])),
+        ("at least", (f"how many of {{x}} are at least {k}?", f"count those of {{x}} that are {k} or more"), marks,
+            str(sum(x >= k for x in items))),
+        ("in it", (f"is {k} among {{x}}? yes or no", f"does {k} occur in {{x}}, yes or no?"),
+            "\n".join([f"{x}{'=' if x == k else '!='}{k}" for x in items]), "yes" if k in items else "no"),
+        ("drop", (f"remove {found[1]} from {{x}}", f"take {found[1]} out of {{x}}", f"{{x}} without {found[1]}"),
+            ",".join([x if x != found[1] else "-" for x in found]),
+            out([x for x in found if x != found[1]]) if found.count(found[1]) == 1 else ""),
+        ("swap", ("swap the first and the last of {x}", "exchange the first and last of {x}"), shown,
+            out([found[-1], *found[1:-1], found[0]])),
+        ("two", ("give the first two of {x}", "keep only the first two of {x}",
+        "take the two at the beginning of {x}"), shown,
+            out(found[:2])),
+        ("spread", ("what is the difference between the largest and the smallest of {x}?",
+        "by how much does the largest of "
+            "{x} exceed the smallest?"), "\n".join([f"{x}:{a}:{b}" for x, a, b in zip(items, best[True], best[False])])
+            + f"\n{best[True][-1]}-{best[False][-1]}={max(items) - min(items)}", str(max(items) - min(items))),
         ("first", ("what is the first of {x}?", "give me the first of {x}"), f"{shown}\n1:{found[0]}", found[0]),
         ("last", ("what is the last of {x}?", "which of {x} comes last?"), f"{shown}\n{len(found)}:{found[-1]}",
             found[-1]),
@@ -268,8 +351,27 @@ def _put(rng: Random, form: str, thing: str, pronoun: str) -> str:
     return text.replace("{thing}", thing)
 
 
+def _days_before(rng: Random) -> Made:
+    """A date some days before another one, in the same month or the one before."""
+    day, n = date(1990 + int(rng.random() * 50), 1 + int(rng.random() * 12), 1 + int(rng.random() * 28)), 1 + int(
+        rng.random() * 27)  # fmt: skip
+    then = day - timedelta(n)
+    lines = [f"{day.day}-{n}={day.day - n}"]
+    if then.month != day.month:
+        length = (day.replace(day=1) - timedelta(1)).day
+        lines += [f"{then:%Y-%m} has {length}", f"{length}{day.day - n if day.day < n else '-0'}={then.day}"]
+    days = "1 day" if n == 1 else f"{n} days"
+    form = pick(rng, ("what date is {n} before {d}?", "which day is {n} earlier than {d}?", "subtract {n} from {d}",
+        "{d} minus {n}?", "today is {d}. What date was it {n} ago?", "go back {n} from {d}", "{n} before {d}?",
+        "the party is on {d}, the letters go out {n} before. On which date?"))  # fmt: skip
+    question = phrase(rng, capital(form)).format(n=days, d=day)
+    return ("days before", str(day), n), question, "\n".join([*lines, then.isoformat()]), then.isoformat()
+
+
 def _calendar(rng: Random) -> Made:
-    """Years and weekdays counted on or back."""
+    """Years and weekdays counted on or back, and dates counted back."""
+    if rng.random() < 0.3:
+        return _days_before(rng)
     back = rng.random() < 0.5
     if rng.random() < 0.5:
         year, n = 1900 + int(rng.random() * 140), 1 + int(rng.random() * 60)

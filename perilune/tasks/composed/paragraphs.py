@@ -15,7 +15,7 @@ from perilune.tasks.composed.accounts import passage
 from perilune.tasks.composed.subjects import Attribute, Sentence, Subject
 from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn, lines
-from perilune.tasks.wordings import capital, careless, in_words, small
+from perilune.tasks.wordings import agreeing, capital, careless, in_words, small
 from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, listed, made_up
 
 
@@ -91,8 +91,8 @@ def scene(rng: Random, taken: set[str]) -> tuple[str, list[_Asked]]:
             if value not in taken:
                 taken.add(value)
                 words[place] = value
-    text = capital(form.format(**words))
-    found = [(q.format(**words), a.format(**words)) for q, a in asked]
+    text = capital(agreeing(form, words).format(**words))
+    found = [(agreeing(q, words).format(**words), agreeing(a, words).format(**words)) for q, a in asked]
     return text, [(q, text, a if a in text else capital(a)) for q, a in found]
 
 

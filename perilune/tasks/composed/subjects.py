@@ -14,7 +14,7 @@ from typing import Final
 
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, drawn, lines
-from perilune.tasks.wordings import capital, careless, small
+from perilune.tasks.wordings import agreeing, capital, careless, small
 from perilune.tasks.words import CITIES, any_word, made_up
 
 _SPAN: Final = re.compile(r"(?:\[[^\]]*\])?\{v\}(?: \[[^\]]*\])?")
@@ -180,8 +180,12 @@ class Sentence:
     about: Subject
 
 
+def _filled(form: str, shown: str) -> str:
+    return agreeing(form, {"v": shown}).replace("{v}", shown)
+
+
 def _said(clause: Clause, shown: str) -> str:
-    return clause.text.replace("{v}", shown)
+    return _filled(clause.text, shown)
 
 
 def described(rng: Random, one: Subject) -> list[Sentence]:
@@ -197,7 +201,7 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
     def clause(noted: bool = False) -> str:
         at = rest.pop()
         made = pick(rng, at.notes if noted else at.predicates)
-        stated[at] = made.span.replace("{v}", one.facts[at][1])
+        stated[at] = _filled(made.span, one.facts[at][1])
         return _said(made, one.facts[at][1])
 
     while rest:

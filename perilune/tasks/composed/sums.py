@@ -239,6 +239,49 @@ def shared(rng: Random) -> Drawn:
     return ("expression", f"{a}/{k}"), question, lambda: head + solve_trace(solved[1]), f"{a} / {k} = {a // k}"
 
 
+_MORE: Final = (("bigger", "larger", "more", "greater", "higher"), ("smaller", "less", "lower", "below"))
+_YES_NO: Final = ("Is {a} {w} than {b}? yes or no", "Is {a} {w} than {b}, yes or no?",
+    "Yes or no: {a} is {w} than {b}.",
+    "True or false, in one word yes or no: {a} is {w} than {b}", "is {a} {w} than {b}? Answer yes or no.",
+    "Would you say {a} is {w} than {b}? yes/no")  # fmt: skip
+
+
+def whether(rng: Random) -> Drawn:
+    """Whether one number is larger or smaller than another one: yes or no."""
+    a = 10 + int(rng.random() * pick(rng, (90, 990, 9990)))
+    b = max(1, a + pick(rng, (-1, 1)) * (1 + int(rng.random() * pick(rng, (9, 90, a)))))
+    if rng.random() < 0.3:
+        b = int(str(a)[::-1]) if str(a)[::-1] != str(a) else a + 9
+    up = rng.random() < 0.5
+    word = pick(rng, _MORE[0 if up else 1])
+    form = pick(rng, _YES_NO).replace("{w} than", "below" if word == "below" else f"{word} than")
+    answer = "yes" if (a > b if up else a < b) else "no"
+    lines = [labelled(a), labelled(b), f"{a}{'>' if a > b else '<'}{b}"]
+    question = phrase(rng, form, asking=0.0).format(a=a, b=b)
+    return ("whether", up, a, b), question, lambda: "\n".join(lines), answer
+
+
+_ORDER: Final = ("Put {x} in order from {f} to {l}.", "Order {x}, {f} first.", "Sort {x} from {f} to {l}.",
+    "Write {x} from {f} to {l}.", "Arrange {x}: {f} to {l}.", "{x} - in order please, {f} first",
+    "List {x} with the {f} first.", "Which order do {x} go in, {f} to {l}?")  # fmt: skip
+
+
+def ordered(rng: Random) -> Drawn:
+    """A few numbers in order; the trace takes the best of what is left at each step."""
+    found = list(dict.fromkeys([10 + int(rng.random() * pick(rng, (90, 990))) for _ in range(pick(rng, (3, 3, 4)))]))
+    down = rng.random() < 0.4
+    names = pick(rng, (("smallest", "largest"), ("lowest", "highest"), ("small", "large"), ("least", "greatest")))
+    first, last = names[::-1] if down else names
+    left, lines = list(found), []
+    for best in sorted(found, reverse=down):
+        lines.append(f"{','.join(map(str, left))}:{best}")
+        left.remove(best)
+    shown = enumerated(list(map(str, found)), pick(rng, (" and ", ", ")))
+    form = phrase(rng, pick(rng, _ORDER[:5] if names[0] == "small" else _ORDER))
+    answer = ", ".join(map(str, sorted(found, reverse=down)))
+    return ("order", down, *found), form.format(x=shown, f=first, l=last), lambda: "\n".join(lines), answer
+
+
 def more(rng: Random) -> Drawn:
     """One of the above."""
     return pick(rng, (letter, letter, square, part, part, part, average, average, remainder, shared, shared))(rng)

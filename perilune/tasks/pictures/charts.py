@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
+from perilune.tasks.pictures import wider
 from perilune.tasks.pictures.canvas import (
     SMALLEST_TEXT,
     Canvas,
@@ -37,6 +38,7 @@ NEW_ITEMS: Final = (
     "melons", "pins", "rugs", "vases", "belts", "crates", "tiles", "towels", "mugs", "goats", "horses", "sleds", "Rosa",
     "Paul", "Tess", "Sven",
 )  # fmt: skip
+KEPT: Final = tuple(item.lower().rstrip("s") for item in NEW_ITEMS)
 VALUE: Final = (
     "What is the value of {name}?", "What value does {name} have?", "How much is {name}?", "value of {name}?",
     "Which number belongs to {name}?", "What is the number for {name}?", "Read the value of {name}.",
@@ -78,11 +80,11 @@ def some_words(rng: Random, known: Sequence[str], kept: Sequence[str], count: in
     return found
 
 
-def chart_scene(rng: Random, new: bool, size: Frame) -> Scene:
-    return (bar_scene if rng.random() < 0.5 else table_scene)(rng, new, size)
+def chart_scene(rng: Random, split: str, size: Frame) -> Scene:
+    return (bar_scene if rng.random() < 0.5 else table_scene)(rng, split, size)
 
 
-def bar_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def bar_scene(rng: Random, split: str, size: Frame) -> Scene:
     count = 2 + int(rng.random() * (min(6, size.slots // 5, int(size.width / (20 * size.unit))) - 1))
     values = rng.sample(range(1, 11), count)  # tenths of the highest possible bar
     printed = rng.random() < 0.6
@@ -98,24 +100,32 @@ def bar_scene(rng: Random, new: bool, size: Frame) -> Scene:
     roll = rng.random()
     if printed and roll < 0.5:
         name = pick(rng, names)
-        question, reasoning = pick(rng, NEW_VALUE if new else VALUE).format(name=name), f"{name} {held[name]}"
-        content = str(held[name])
+        question = wider.asked(rng, split, VALUE, NEW_VALUE, wider.VALUE).format(name=name)
+        reasoning, content = _up_to(lines, name), str(held[name])
     elif roll < 0.6:
-        question = pick(rng, NEW_HOW_MANY if new else HOW_MANY).format(what="bars")
+        question = wider.asked(rng, split, HOW_MANY, NEW_HOW_MANY, wider.COUNT).format(what="bars")
         reasoning, content = "\n".join(names), str(count)
     else:
         highest = rng.random() < 0.5
-        forms = (NEW_HIGHEST if new else HIGHEST) if highest else (NEW_LOWEST if new else LOWEST)
-        question, content = pick(rng, forms), order[0 if highest else -1]
-        reasoning = ">".join(order)
+        forms = (HIGHEST, NEW_HIGHEST, wider.HIGHEST) if highest else (LOWEST, NEW_LOWEST, wider.LOWEST)
+        question, content = wider.asked(rng, split, *forms), order[0 if highest else -1]
+        if printed:
+            reasoning = "\n".join([*lines, f"{'max' if highest else 'min'} {content}"])
+        else:
+            reasoning = ">".join(order) if highest else "<".join(order[::-1])
     return Scene(
         ("picture_charts", "bars", tuple(held.items()), printed, content),
         question,
         reasoning,
         content,
         "\n".join(lines),
-        lambda: _bars(rng, new, size, held, printed),
+        lambda: _bars(rng, split == "structural", size, held, printed),
     )
+
+
+def _up_to(lines: Sequence[str], name: str) -> str:
+    """The lines in reading order, up to that of `name`."""
+    return "\n".join(lines[: [line.split(" ")[0] for line in lines].index(name) + 1])
 
 
 def _bars(rng: Random, new: bool, size: Frame, held: dict[str, int], printed: bool) -> Canvas:
@@ -151,27 +161,34 @@ def _bars(rng: Random, new: bool, size: Frame, held: dict[str, int], printed: bo
     return canvas
 
 
-def table_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def table_scene(rng: Random, split: str, size: Frame) -> Scene:
     most = min(5, size.slots // 8, int(size.height / (1.3 * SMALLEST_TEXT * size.unit)))
     count = min(most, 2 + int(rng.random() * (most - 1)))
-    names = rng.sample(NEW_ITEMS, count) if new else some_words(rng, ITEMS, NEW_ITEMS, count)
+    if split == "train":
+        names: list[str] = []
+        while len(names) < count:
+            name = wider.label(rng, ITEMS, KEPT)
+            names += [] if name in names else [name if rng.random() < 0.8 else name.capitalize()]
+    else:
+        new = split == "structural"
+        names = rng.sample(NEW_ITEMS, count) if new else some_words(rng, ITEMS, NEW_ITEMS, count)
     held = {name: int(rng.random() * 10 ** pick(rng, (1, 2, 2, 3))) for name in names}
     lines = [f"{name} {value}" for name, value in held.items()]
     roll = rng.random()
     if roll < 0.1:
-        question = pick(rng, NEW_HOW_MANY if new else HOW_MANY).format(what="rows")
+        question = wider.asked(rng, split, HOW_MANY, NEW_HOW_MANY, wider.COUNT).format(what="rows")
         reasoning, content = "\n".join(names), str(count)
     else:
         name = pick(rng, names)
-        question, reasoning = pick(rng, NEW_VALUE if new else VALUE).format(name=name), f"{name} {held[name]}"
-        content = str(held[name])
+        question = wider.asked(rng, split, VALUE, NEW_VALUE, wider.VALUE).format(name=name)
+        reasoning, content = _up_to(lines, name), str(held[name])
     return Scene(
         ("picture_charts", "table", tuple(held.items()), content),
         question,
         reasoning,
         content,
         "\n".join(lines),
-        lambda: _table(rng, new, size, lines),
+        lambda: _table(rng, split == "structural", size, lines),
     )
 
 

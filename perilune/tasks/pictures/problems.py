@@ -34,7 +34,7 @@ FIRST_SHARE: Final = 0.85  # of questions after their picture
 def scene_of(name: str, rng: Random, split: str, grid: tuple[int, int]) -> Scene:
     """A scene of this family and split in a picture of this grid."""
     while True:
-        scene = MAKERS[name](rng, split == "structural", frame(rng, grid))
+        scene = MAKERS[name](rng, split, frame(rng, grid))
         if partition(scene.key) == split:
             return scene
 

@@ -30,7 +30,7 @@ class Scene:
     paint: Callable[[], Canvas]
 
 
-Make = Callable[[Random, bool, Frame], Scene]  # (rng, structurally new, size) -> scene
+Make = Callable[[Random, str, Frame], Scene]  # (rng, split, size) -> scene
 
 
 def shrinking(width: int, height: int) -> float:

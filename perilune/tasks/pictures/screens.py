@@ -6,7 +6,9 @@ Structure: labels that training lacks, pairs of colours that it lacks, questions
 from random import Random
 from typing import Final
 
+from perilune.tasks.pictures import wider
 from perilune.tasks.pictures.canvas import (
+    BUILT_IN,
     SMALLEST_TEXT,
     Canvas,
     Frame,
@@ -17,7 +19,7 @@ from perilune.tasks.pictures.canvas import (
     mixed,
     width_of,
 )
-from perilune.tasks.pictures.charts import ITEMS, NEW_ITEMS, some_words
+from perilune.tasks.pictures.charts import ITEMS, KEPT, NEW_ITEMS, some_words
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.pictures.shapes import COLOURS
 from perilune.tasks.pictures.sums import line
@@ -41,6 +43,7 @@ NEW_BUTTONS: Final = (
     "Ignore",
     "Import",
 )
+NEW_LABELS: Final = (*KEPT, *map(str.lower, NEW_BUTTONS))
 TITLES: Final = ("Settings", "Error", "Files", "Mail", "Notes", "Login", "Photos", "Update", "Print", "About", "Music")
 ONE: Final = (
     "Which button does the screenshot show?", "Which button is shown?", "What does the button say?",
@@ -63,40 +66,62 @@ READ: Final = (
 NEW_READ: Final = ("Type out what you see.", "Please copy the text in the image.")
 
 
-def button_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def button_scene(rng: Random, split: str, size: Frame) -> Scene:
+    wide, new = split == "train", split == "structural"
     count = 2 if size.slots >= 24 and rng.random() < 0.4 else 1
-    if new:
+    if wide:
+        count = 3 if count == 2 and size.width > 160 * size.unit and rng.random() < 0.3 else count
+        labels = list(dict.fromkeys(_label(rng, size, count) for _ in range(count)))
+    elif new:
         labels = rng.sample(NEW_BUTTONS, count)
     else:
         labels = [w[0].upper() + w[1:] for w in some_words(rng, BUTTONS, NEW_BUTTONS, count)]
     title = pick(rng, TITLES) if rng.random() < 0.6 else ""
+    heads = [title] if title else []
+    if wide:
+        if title and rng.random() < 0.6:
+            heads = [_label(rng, size, 1)]
+        if size.height > 5 * SMALLEST_TEXT * size.unit and rng.random() < 0.3:
+            heads.append(_label(rng, size, 1))
     if len(labels) == 1:
-        question, content = pick(rng, NEW_ONE if new else ONE), labels[0]
+        question, content = wider.asked(rng, split, ONE, NEW_ONE, wider.ONE), labels[0]
     else:
-        place = int(rng.random() * 2)
-        question = pick(rng, NEW_SIDE_OF if new else SIDE_OF).format(side=("left", "right")[place])
+        place = int(rng.random() * len(labels))
+        side = ("left", *["middle"] * (len(labels) - 2), "right")[place]
+        question = wider.asked(rng, split, SIDE_OF, NEW_SIDE_OF, wider.SIDE_OF).format(side=side)
         content = labels[place]
     caption = "".join(f"[{label}]" for label in labels)
     return Scene(
         ("picture_buttons", title, tuple(labels), content, int(rng.random() * 10**6)),
         question,
-        caption,
+        "\n".join(map(" ".join, content.split(" "))),  # letter by letter
         content,
-        f"{caption}\n{title}" if title else caption,
-        lambda: _window(rng, new, size, title, labels),
+        "\n".join([caption, *heads]),
+        lambda: _window(rng, new, size, title, heads, labels),
     )
 
 
-def _window(rng: Random, new: bool, size: Frame, title: str, labels: list[str]) -> Canvas:
+def _label(rng: Random, size: Frame, count: int) -> str:
+    """A word, at times two, that fits `count` times beside each other."""
+    while True:
+        text = wider.cased(rng, wider.label(rng, BUTTONS, NEW_LABELS, 12))
+        if " " not in text and rng.random() < 0.15:
+            text = f"{text} {wider.label(rng, ITEMS, NEW_LABELS, 6)}"
+        if width_of(text, BUILT_IN, SMALLEST_TEXT) * size.unit < 0.75 * size.width / count:
+            return text
+
+
+def _window(rng: Random, new: bool, size: Frame, title: str, heads: list[str], labels: list[str]) -> Canvas:
     fore, back = colours(rng, new)
     canvas, face, u = Canvas(size, back), any_font(rng, new), size.unit
     width, height = size.width, size.height
     bar = 0.0
-    if title:
-        points = min(int(rng.uniform(1.0, 1.3) * SMALLEST_TEXT * u), largest(title, face, 0.9 * width, 0.45 * height))
-        bar = 1.4 * points
-        canvas.draw.rectangle((0, 0, width, bar), mixed(back, fore, 0.15))
-        canvas.text(rng.uniform(1, 6) * u, 0.1 * points, title, face, points, fore)
+    for i, head in enumerate(heads):
+        points = min(int(rng.uniform(1.0, 1.3) * SMALLEST_TEXT * u), largest(head, face, 0.9 * width, 0.45 * height))
+        if title and not i:
+            canvas.draw.rectangle((0, 0, width, 1.4 * points), mixed(back, fore, 0.15))
+        canvas.text(rng.uniform(1, 6) * u, bar + 0.1 * points, head, face, points, fore)
+        bar += 1.4 * points
     room = width / len(labels)
     most = min(largest(label, face, 0.8 * room, 0.75 * (height - bar)) for label in labels)
     least = min(most, int(SMALLEST_TEXT * u))
@@ -117,14 +142,17 @@ def _window(rng: Random, new: bool, size: Frame, title: str, labels: list[str]) 
     return canvas
 
 
-def text_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def text_scene(rng: Random, split: str, size: Frame) -> Scene:
     """Words and numbers to be read: what the other kinds are made of."""
+    new = split == "structural"
     words = NEW_ITEMS + NEW_BUTTONS if new else ITEMS + BUTTONS
     parts = []
     for _ in range(pick(rng, (1, 2, 2, 3))):
         roll = rng.random()
-        if roll < 0.4:
+        if roll < (0.2 if split == "train" else 0.4):
             parts.append(str(int(rng.random() * 10 ** pick(rng, (1, 2, 3)))))
+        elif split == "train":
+            parts.append(wider.cased(rng, wider.label(rng, words, NEW_LABELS, 7 + 5 * (size.width > 150 * size.unit))))
         elif roll < 0.7:
             parts.append(pick(rng, words) if new else some_words(rng, words, NEW_ITEMS + NEW_BUTTONS, 1)[0])
         else:
@@ -132,5 +160,5 @@ def text_scene(rng: Random, new: bool, size: Frame) -> Scene:
     text = " ".join(parts)
     if width_of(text, "", int(SMALLEST_TEXT * size.unit)) > 0.8 * size.width:
         text = parts[0]
-    asked = pick(rng, NEW_READ if new else READ)
+    asked = wider.asked(rng, split, READ, NEW_READ, wider.READ)
     return Scene(("picture_text", text), asked, text, text, text, lambda: line(rng, text, size, new))

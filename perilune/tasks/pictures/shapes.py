@@ -9,6 +9,7 @@ from typing import Final
 
 from PIL import ImageDraw
 
+from perilune.tasks.pictures import wider
 from perilune.tasks.pictures.canvas import Canvas, Colour, Frame, Mark
 from perilune.tasks.pictures.scene import Scene
 from perilune.tasks.problem import pick
@@ -62,7 +63,8 @@ def counted(n: int, kind: Kind) -> str:
     return f"{n} {kind[0]} {kind[1] if n == 1 else several(kind[1])}"
 
 
-def shape_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def shape_scene(rng: Random, split: str, size: Frame) -> Scene:
+    new = split == "structural"
     across, down = (max(1, int(n / (SIDE * size.unit))) for n in (size.width, size.height))
     most = min(MOST_SHAPES, across * down)
     kinds = list(
@@ -75,7 +77,7 @@ def shape_scene(rng: Random, new: bool, size: Frame) -> Scene:
         counts[pick(rng, kinds)] += 1
     # In a fixed order, so that a picture has one caption.
     counts = {kind: counts[kind] for kind in ALL_KINDS if kind in counts}
-    question, reasoning, content = _asked(rng, new, counts)
+    question, reasoning, content = _asked(rng, split, counts)
     things = [kind for kind, n in counts.items() for _ in range(n)]
     return Scene(
         ("picture_shapes", tuple(counts.items()), reasoning),
@@ -91,14 +93,18 @@ def _kind(rng: Random, new: bool) -> Kind:
     return pick(rng, ALL_KINDS if new else KINDS[False])
 
 
-def _asked(rng: Random, new: bool, counts: dict[Kind, int]) -> tuple[str, str, str]:
+def _asked(rng: Random, split: str, counts: dict[Kind, int]) -> tuple[str, str, str]:
     """(question, reasoning, content)."""
     roll = rng.random()
     by_shape, by_colour = _totals(counts, 1), _totals(counts, 0)
     once = [(colour, shape) for (colour, shape) in counts if by_shape[shape] == 1]
     if roll < 0.2 and once:
         kind = pick(rng, once)
-        return pick(rng, NEW_COLOUR if new else COLOUR).format(shape=kind[1]), counted(1, kind), kind[0]
+        return (
+            wider.asked(rng, split, COLOUR, NEW_COLOUR, wider.COLOUR).format(shape=kind[1]),
+            counted(1, kind),
+            kind[0],
+        )
     if roll < 0.35:
         if rng.random() < 0.5:
             totals = {several(shape): n for shape, n in by_shape.items()}
@@ -108,11 +114,11 @@ def _asked(rng: Random, new: bool, counts: dict[Kind, int]) -> tuple[str, str, s
         if pairs:
             a, b = pick(rng, pairs)
             first, second = (a, b) if rng.random() < 0.5 else (b, a)
-            asked = pick(rng, NEW_MORE if new else MORE).format(a=first, b=second)
+            asked = wider.asked(rng, split, MORE, NEW_MORE, wider.MORE).format(a=first, b=second)
             return asked, f"{first}={totals[first]}\n{second}={totals[second]}", a
-    asked = pick(rng, NEW_COUNT if new else COUNT)
+    asked = wider.asked(rng, split, COUNT, NEW_COUNT, wider.COUNT)
     if roll < 0.35 + NONE_SHARE:
-        kind = _kind(rng, new)
+        kind = _kind(rng, split == "structural")
         n = counts.get(kind, 0)
         return asked.format(what=f"{kind[0]} {several(kind[1])}"), counted(n, kind), str(n)
     if roll < 0.7:

@@ -9,6 +9,7 @@ from typing import Final
 from perilune.tasks.arithmetic import number
 from perilune.tasks.pictures.canvas import SMALLEST_TEXT, Canvas, Frame, any_font, colours, largest, width_of
 from perilune.tasks.pictures.scene import Scene
+from perilune.tasks.pictures.wider import asked
 from perilune.tasks.problem import pick
 from perilune.tasks.working import add_trace, subtract_trace
 
@@ -26,18 +27,18 @@ NEW_ASKED: Final = (
 SHOWN: Final = ("{a} {op} {b}", "{a} {op} {b}", "{a}{op}{b}", "{a} {op} {b} =", "{a} {op} {b} = ?", "{a}{op}{b}=")
 
 
-def sum_scene(rng: Random, new: bool, size: Frame) -> Scene:
+def sum_scene(rng: Random, split: str, size: Frame) -> Scene:
     a, b = number(rng, pick(rng, (2, 3, 3))), number(rng, pick(rng, (2, 3, 3)))
     add = rng.random() < 0.5
     op = "+" if add else "-"
     shown = pick(rng, SHOWN).format(a=a, op=op, b=b)
     return Scene(
         ("picture_sums", a, op, b),
-        pick(rng, NEW_ASKED if new else ASKED),
+        asked(rng, split, ASKED, NEW_ASKED),
         add_trace(a, b) if add else subtract_trace(a, b),
         f"{a} {op} {b} = {a + b if add else a - b}",
         f"{a}{op}{b}",
-        lambda: line(rng, shown, size, new),
+        lambda: line(rng, shown, size, split == "structural"),
     )
 
 

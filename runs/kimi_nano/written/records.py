@@ -16,13 +16,22 @@ from typing import Any, Final
 
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
-from runs.kimi_nano.written import stories, utterances
+from runs.kimi_nano.written import questions, stories, utterances
 
-KINDS: Final[Mapping[str, ModuleType]] = {"stories": stories, "utterances": utterances}
+KINDS: Final[Mapping[str, ModuleType]] = {"stories": stories, "utterances": utterances, "questions": questions}
 FILE: Final = "written.jsonl.xz"
 # Source: what it is, its licence.
 SOURCES: Final[Mapping[str, tuple[str, str]]] = {
     stories.GSM8K: ("[GSM8K](https://github.com/openai/grade-school-math)'s training problems", "MIT"),
+    stories.MAWPS: (
+        "[MAWPS](https://github.com/sroy9/mawps), a training fold of it in "
+        "[SVAMP](https://github.com/arkilpatel/SVAMP)'s repository",
+        "MIT",
+    ),
+    questions.FAIRYTALES: (
+        "the training split of [FairytaleQA](https://github.com/uci-soe/FairytaleQAData)",
+        "Apache 2.0",
+    ),
     utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
     utterances.HOME: ("[requests to a robot at home](https://github.com/xliuhw/NLU-Evaluation-Data)", "CC BY 4.0"),
     utterances.DIALOGUES: (
@@ -33,9 +42,9 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
 }
 # Share of a family's training problems that are written ones, where there are at least ENOUGH records: fewer are drawn
 # in proportion, so that none is seen too often.
-SHARE: Final = 0.3
+SHARE: Final = 0.4
 ENOUGH: Final = 8000
-EVENING: Final = 0.7  # a source of n records is drawn with weight n ** EVENING: large sources do not hide small ones
+EVENING: Final = 0.5  # a source of n records is drawn with weight n ** EVENING: large sources do not hide small ones
 
 
 def write(root: Path, path: Path) -> Counter[str]:

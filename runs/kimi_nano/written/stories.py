@@ -1,17 +1,20 @@
-"""Word problems of people: GSM8K's training problems (openai/grade-school-math, MIT) whose solution is an expression
-that perilune.tasks.working can compute.
+"""Word problems of people: GSM8K's training problems (openai/grade-school-math, MIT) and those of MAWPS (a training
+fold of arkilpatel/SVAMP, MIT) whose solution is an expression that perilune.tasks.working can compute.
 
 The steps of a solution, <<48/2=24>> and so on, become one expression over the numbers of the text; a step's result that
 a later step uses is replaced by that step. Numbers that the text has as digits are drawn anew where the expression
-still has a whole result in every step.
+still has a whole result in every step. MAWPS has the expression itself, operator first; a problem that has a number
+which its expression lacks is left out, because several of those expressions are wrong.
 
 Records: {"family", "source", "text", "tokens"}: tokens of the expression as `solve` takes them, where ["#", i] is the
 i-th number of the text.
 """
 
+import csv
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -21,7 +24,7 @@ from perilune.tasks.wordings import phrase
 from perilune.tasks.words import NAMES, made_up
 from perilune.tasks.working import Tokens, solve, solve_trace
 
-GSM8K = "grade-school-math"
+GSM8K, MAWPS = "grade-school-math", "SVAMP"
 MOST_TOKENS = 13  # of an expression
 REDRAWN = 0.7  # of problems
 COMMON = {"2", "3", "4", "5", "6", "7", "8", "10", "12", "60"}  # numbers that a text means without digits
@@ -33,16 +36,66 @@ Expression = list[Any]  # of numbers, operators, parentheses and ["#", i]
 
 
 def read(root: Path) -> Iterator[dict[str, Any]]:
-    """The records of the training split, if the repository is there."""
+    """The records of the training splits of the repositories that are there."""
     file = root / GSM8K / "grade_school_math" / "data" / "train.jsonl"
-    if not file.is_file():
-        return
-    for line in file.read_text("utf-8").splitlines():
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
         given = json.loads(line)
         text = " ".join(given["question"].split())
         tokens = expression(text, given["answer"])
         if tokens is not None and "{" not in text:
             yield {"family": "word_problems", "source": GSM8K, "text": text, "tokens": tokens}
+    file = root / MAWPS / "data" / "cv_mawps" / "fold0" / "train.csv"
+    seen = set()
+    with file.open(encoding="utf-8", newline="") if file.is_file() else nullcontext(()) as lines:
+        for row in csv.DictReader(lines):
+            made = _of_mawps(row["Question"], row["Numbers"], row["Equation"], float(row["Answer"]))
+            if made is not None and made[0] not in seen:
+                seen.add(made[0])
+                yield {"family": "word_problems", "source": MAWPS, "text": made[0], "tokens": made[1]}
+
+
+_JOINED: Final = (
+    (r" ([.,?!;:%])", r"\1"),
+    (r" ?['’] ?(s|t|re|ll|ve)\b", r"'\1"),
+    (r"\$ (?=\d)", "$"),
+    (r"(?<=\w) - (?=[a-z])", "-"),
+)
+
+
+def _of_mawps(question: str, given: str, equation: str, value: float) -> tuple[str, Expression] | None:
+    """The text with its numbers in place and the expression; None if a number is no whole one or is not used."""
+    numbers, parts = [float(n) for n in given.split()], equation.split()
+    if any(n != int(n) or n < 1 for n in numbers) or {p for p in parts if p.startswith("number")} != {
+        f"number{i}" for i in range(len(numbers))
+    }:
+        return None
+    text = re.sub(r"number(\d+)", lambda m: str(int(numbers[int(m[1])])), " ".join(question.split()))
+    for pattern, shown in _JOINED:
+        text = re.sub(pattern, shown, text)
+    if re.findall(r"number(\d+)", question) != [str(i) for i in range(len(numbers))] or "{" in text:
+        return None
+    if [int(m[0].replace(",", "")) for m in _NUMBER.finditer(text)] != numbers:
+        return None
+    stack: list[Expression] = []
+    for part in reversed(parts):
+        if part not in ("+", "-", "*", "/"):
+            number = float(part.removeprefix("number"))
+            if number != int(number):
+                return None
+            stack.append([["#", int(number)] if part.startswith("number") else int(number)])
+            continue
+        sides = []
+        for side, loose in ((stack.pop(), "*/"), (stack.pop(), "-*/")):
+            signs = {t for t in side if isinstance(t, str)}
+            bound = (part in loose and signs & {"+", "-"}) or (sides and part == "/" and signs)
+            if bound and len(side) != 3:
+                return None
+            sides.append(["(", *side, ")"] if bound else side)
+        stack.append([*sides[0], part, *sides[1]])
+    if len(stack) != 1 or not 3 <= len(stack[0]) <= MOST_TOKENS or (" at " in text and "-" in equation):
+        return None  # several problems of speed are solved with a difference
+    solved = _solved(stack[0], [int(n) for n in numbers])
+    return (text, stack[0]) if solved is not None and solved[0] == value else None
 
 
 def expression(text: str, answer: str) -> Expression | None:

@@ -319,7 +319,7 @@ _QUESTIONS: Final = (
     "Give me the {l}.", "Which {l} does the text name?", "What does the text say about the {l}?", "What's the {l}?",
     "Please name the {l}.", "Do you know the {l}?", "I need the {l}.", "Which {l} do they talk about?",
 )  # fmt: skip
-_PLACED: Final = (
+PLACED: Final = (
     "{t}\n\n{q}", "{t} {q}", "{q}\n\n{t}", "Text: {t}\nQuestion: {q}", "Read this and answer.\n{t}\n{q}", '"{t}" {q}',
     "{t}\n{q}", "Conversation: {t}\n\n{q} Answer briefly.", "{q} {t}", "Here is a transcript: {t}\n{q}",
 )  # fmt: skip
@@ -331,7 +331,7 @@ def _question(text: str, found: dict[str, str], key: tuple[Any, ...], rng: Rando
     at = text.find(answer)
     begin = max([text.rfind(mark, 0, at) + len(mark) for mark in (". ", "? ", "! ") if mark in text[:at]], default=0)
     end = min([i + 1 for mark in ".?!" if (i := text.find(f"{mark} ", at + len(answer))) >= 0], default=len(text))
-    prompt = pick(rng, _PLACED).format(t=text, q=pick(rng, _QUESTIONS).format(l=label))
+    prompt = pick(rng, PLACED).format(t=text, q=pick(rng, _QUESTIONS).format(l=label))
     return Problem(
         "doc_questions", "train", key, (user(prompt),), Reply(f"{answer}\n{text[begin:end].strip()}", answer)
     )

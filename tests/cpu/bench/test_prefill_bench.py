@@ -1,6 +1,7 @@
 """The prefill benchmark: what a layer costs at least, and weights with compact scales. Widths of tiles of experts."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from perilune.bench import prefill
 from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import shape
+from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
+from perilune.engine.engine import Engine
 from perilune.loading.synthetic import random_weights
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe
 from perilune.ops.moe.moe_int4_grouped import NARROWEST, WIDEST, WIDTHS, classes
@@ -62,3 +65,20 @@ def test_tiles_are_little_wider_than_what_experts_get(T: int) -> None:
         size = -(-count // tiles)
         width = next(w for w in widths if w >= size)
         assert width - size < 8 or size <= NARROWEST, f"{count=} {size=} {width=}"
+
+
+@pytest.mark.parametrize("cached", [0, 128])
+def test_prompts_on_end_are_timed_one_by_one(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    weights = random_weights(TINY, dtype=torch.float32, device="cpu")
+    settings = {"max_num_seqs": 1, "max_model_len": cached + 256, "max_step_tokens": 64, "prefix_cache": cached > 0}
+    settings |= {"device": "cpu", "seed": 1, "draft": "off", "block_size": 64, "kv_blocks": cached // 64 + 6}
+    engine = Engine(Path("tiny"), build(EngineConfig, settings), source=lambda path, **_: (TINY, weights))
+    try:
+        prefix = prefill.random_prompt(engine, cached, 0)
+        engine.scheduler.adopt(prefix)
+        prompts = [prefix + prefill.random_prompt(engine, 64, n) for n in range(1, 6)]
+        seconds = prefill._seconds(engine, prompts)
+        assert len(seconds) == 5 and min(seconds) > 0
+    finally:
+        engine.close()

@@ -83,6 +83,47 @@ __global__ void wgmma_kernel(const __grid_constant__ CUtensorMap a, const __grid
   wgmma_wait<0>();
 }
 
+// The same of 8-bit numbers, b [128, 128]: whole ones with a [64, 128] as a tensor map brings it, sums on top of `first`;
+// or e4m3 with a of registers.
+template <bool WHOLE>
+__global__ void wgmma_bytes_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                                   uint32_t* y, int first) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ uint64_t full;
+  uint8_t* of_b = memory + 64 * 128;
+  if (threadIdx.x == 0) {
+    barrier_init(&full, 1);
+    barriers_visible();
+    barrier_expect(&full, (64 + 128) * 128);
+    tensor_load(memory, &a, 0, 0, 0, &full);
+    tensor_load(of_b, &b, 0, 0, 0, &full);
+  }
+  __syncthreads();
+  barrier_wait(&full, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float d[64] = {};
+  int n[64];
+  for (int i = 0; i < 64; i++) n[i] = first;
+  wgmma_fence();
+  for (int k = 0; k < 4; k++) {
+    if (WHOLE) {
+      wgmma_s8(n, slab_descriptor(memory) + 2 * k, slab_descriptor(of_b) + 2 * k);
+    } else {
+      uint32_t of_a[4];
+      for (int i = 0; i < 4; i++) {
+        const int row = 16 * warp + g + i % 2 * 8, at = row * 128 + k * 32 + i / 2 * 16 + t * 4;
+        of_a[i] = *reinterpret_cast<uint32_t*>(memory + (at ^ (row % 8 * 16)));
+      }
+      wgmma_e4m3(d, of_a, slab_descriptor(of_b) + 2 * k);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < 64; i++) {
+    y[(16 * warp + g + i / 2 % 2 * 8) * 128 + i / 4 * 8 + 2 * t + i % 2] = WHOLE ? n[i] : __float_as_uint(d[i]);
+  }
+}
+
 // A box of 16 rows as a tensor map brings it to CTA 0 or to both of a cluster: raw [2 CTAs][box].
 __global__ void tensor_kernel(const __grid_constant__ CUtensorMap map, uint8_t* raw, int x, int y, int bytes) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -135,6 +176,16 @@ API int golden_wgmma(const void* a, const void* b, void* y, void* raw, int64_t t
   }
   return launch(transposed ? wgmma_kernel<true> : wgmma_kernel<false>, dim3(1), dim3(128), (64 + 128) * 128, stream, 1,
                 of_a, of_b, static_cast<float*>(y), static_cast<uint4*>(raw), static_cast<int>(wait));
+}
+// a [64, 128] and b [128, 128] of bytes; whole: s8, sums begin at `first`; else e4m3.
+API int golden_wgmma_bytes(const void* a, const void* b, void* y, int64_t whole, int64_t first, void* stream) {
+  CUtensorMap of_a, of_b;
+  if (!maps::describe(&of_a, a, maps::SWIZZLED_BYTES, {128, 64, 1}, {128, 8192}, {128, 64, 1}) ||
+      !maps::describe(&of_b, b, maps::SWIZZLED_BYTES, {128, 128, 1}, {128, 16384}, {128, 128, 1})) {
+    return -1;
+  }
+  return launch(whole ? wgmma_bytes_kernel<true> : wgmma_bytes_kernel<false>, dim3(1), dim3(128), (64 + 128) * 128,
+                stream, 1, of_a, of_b, static_cast<uint32_t*>(y), static_cast<int>(first));
 }
 // x [24, 96] of bytes; a box of 16 rows of `width` bytes from (at_x, at_y); half: with the 64-byte swizzle.
 API int golden_tensor(const void* x, void* raw, int64_t at_x, int64_t at_y, int64_t width, int64_t half, void* stream) {

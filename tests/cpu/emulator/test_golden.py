@@ -62,6 +62,23 @@ def test_wgmma_of_what_tensor_maps_load(transposed: bool, mode: str) -> None:
     assert torch.equal(raw[rows, torch.arange(8) ^ rows % 8], a.view(64, 8, 8)), "chunk c of row r lies at c ^ r"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_wgmma_of_bytes(mode: str) -> None:
+    """Whole numbers of 8 bits on sums that begin as floats of 2^23; e4m3 with rows of a in registers."""
+    g, first = torch.Generator().manual_seed(4), 0x4B400000
+    a, b = (torch.randint(-128, 128, (n, 128), generator=g).to(torch.int8) for n in (64, 128))
+    y = torch.zeros(64, 128, dtype=torch.int32)
+    with emulated(mode=mode):
+        assert kernel("wgmma_bytes", "ppplll")(*places(a, b, y), 1, first, 0) == 0
+    want = a.double() @ b.double().T
+    assert torch.equal(y, (want + first).int())
+    assert torch.equal(y.view(torch.float32).double() - 12582912, want)
+    a, b = (torch.randint(-8, 9, (n, 128), generator=g).to(E4M3) for n in (64, 128))
+    with emulated(mode=mode):
+        assert kernel("wgmma_bytes", "ppplll")(*places(a, b, y), 0, 0, 0) == 0
+    assert torch.equal(y.view(torch.float32), a.float() @ b.float().T)
+
+
 @pytest.mark.parametrize(
     ("x", "y", "width", "half"), [(0, 0, 64, 1), (48, 16, 64, 1), (16, -3, 32, 0), (80, 20, 48, 0)]
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import perilune
 from perilune.core.config import ServerConfig
@@ -26,6 +27,7 @@ from perilune.media.patches import digest
 from perilune.model.moonvit import MoonVit, normalised
 from perilune.server.app import build_app
 from perilune.server.service import Service
+from perilune.tasks import words as task_words
 from perilune.tasks.families import problems
 from perilune.text.chat import ChatTemplate
 from runs.kimi_nano import export, eyes, eyes_card, feeder, state
@@ -249,6 +251,26 @@ def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Pat
     assert '"finished": true' in (out / "eyes.jsonl").read_text() and (model / EYES_FILE).read_bytes() != before
 
 
+def test_a_training_begins_with_a_tower(model: Path, tmp_path: Path) -> None:
+    run = eyes.open_run(arguments(model, tower=NANO / EYES_FILE, seed=2))
+    with Checkpoint.open(NANO) as stored:
+        for name, p in run.eyes.stored():
+            assert torch.equal(p.detach(), stored.read(name).float()), name
+    assert torch.equal(run.optimizer.state["master.reading.weight"], run.eyes.reading.weight)
+    part = load_file(NANO / EYES_FILE)
+    part.popitem()
+    save_file(part, tmp_path / "part.safetensors")
+    with pytest.raises(SystemExit, match="is no tower of this size"):
+        eyes.open_run(arguments(model, tower=tmp_path / "part.safetensors"))
+
+
+def test_words_of_passages_are_among_the_labels(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_words, "_learnt", ())
+    made = next(iter(Pictures(NANO, 1, 8192, 7, ("some kevasqu",))))
+    shown = "".join(codec.tokenizer.decode(ids) for ids in made["slots"].tolist()).lower()
+    assert "kevasqu" in shown and len(set(shown.split("\n"))) > 20
+
+
 def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor]:
     """The first pictures of a block."""
     tokens = block["slots"].shape[1]
@@ -261,8 +283,9 @@ def few(block: dict[str, torch.Tensor], pictures: int) -> dict[str, torch.Tensor
 def arguments(model: Path, **changes: object) -> argparse.Namespace:
     fixed = dict(
         model=model, out=Path(), fonts=None, seed=1, minutes=1.0, reading=0.3, pause_after=0.0, resume=False,
-        device="cpu", words=None, words_rate=5e-4, words_decay=0.1, word_tokens=2048, words_kept=0.0,
-        tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0, score_count=0,
+        device="cpu", tower=None, guide=1.0, words=None, words_rate=5e-4, words_decay=0.1, word_tokens=2048,
+        words_kept=0.0, tokens=2048, rate=2e-3, decay=0.05, compile=False, workers=0, every=1, save_every=60.0,
+        score_count=0,
     )  # fmt: skip
     return argparse.Namespace(**(fixed | changes))
 

@@ -26,7 +26,7 @@ MAX_PARAMETERS = 8  # of a public function, an op's implementation or a construc
 
 # <room>/sm90/<op>[_<method>].cu: how the kernel works. Ranges of tokens are tuning results and belong into `when`;
 # t1 only names a kernel that exists for one token.
-METHODS = {"mma", "wgmma", "gemv", "tma", "topk", "compact", "t1"}
+METHODS = {"mma", "wgmma", "gemv", "tma", "topk", "compact", "t1", "once"}
 
 # Rooms with constants that are tuned. A name there says its unit: by one of these words, or by a plural last word, the
 # things that are counted (MAX_GRAPHS). Negative numbers are marks and have none.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from perilune.tasks.families import FAMILIES, check
-from perilune.tasks.problem import Problem, answer_of
+from perilune.tasks.problem import Problem, Reply, answer_of
 from runs.kimi_nano import card as cards
-from runs.kimi_nano.written import records, stories, utterances
+from runs.kimi_nano.written import questions, records, stories, utterances
 from runs.kimi_nano.written.__main__ import main
 
 STORIES = [
@@ -21,6 +21,22 @@ STORIES = [
     ("Half a litre costs $3. What do 4 litres cost?", "3/0.5=<<3/0.5=6>>6\n4*6=<<4*6=24>>24\n#### 24"),
     ("Lou walks 5 km more than Ali. How far do both go?", "5+55=<<5+55=60>>60\n55+60=<<55+60=115>>115\n#### 115"),
 ]  # fmt: skip
+MAWPS = [
+    '"Ivo \'s crate has number0 figs , and number1 are eaten . How many are left ?",12.0 5.0,- number0 number1,7.0',
+    "number0 jars hold number1 plums and number2 figs each . How many ?,4.0 3.0 2.0,* number0 + number1 number2,20.0",
+    "Max had number0 bags of number1 nuts . He ate number2 . What is left ?,3.0 4.0 5.0,* number0 number1,12.0",
+    "number0 pens cost number1 euros each . How much ?,2.0 1.5,* number0 number1,3.0",
+]
+ASKED = [
+    "question_id,local-or-sum,cor_section,question,ex-or-im1,answer1",
+    "1,local,1,where did the fox hide ?,explicit,Under the bridge.",
+    "2,local,1,Why was he sad?,implicit,he was alone",
+    "3,local,1,Who came?,explicit,the hare",
+]
+TOLD = [
+    "section,text",
+    '1,"It was late. The fox hid under the bridge. Then the hare came, and the hare was wet. He was glad. Night fell."',
+]
 
 
 def _action(act: str, slot: str, value: str) -> dict[str, Any]:
@@ -29,7 +45,7 @@ def _action(act: str, slot: str, value: str) -> dict[str, Any]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory with four tiny repositories."""
+    """A directory with six tiny repositories."""
     snips = tmp_path / utterances.SNIPS / "2017-06-custom-intent-engines" / "OrderTea"
     snips.mkdir(parents=True)
     sentences = [
@@ -74,6 +90,13 @@ def root(tmp_path: Path) -> Path:
     gsm = tmp_path / stories.GSM8K / "grade_school_math" / "data"
     gsm.mkdir(parents=True)
     (gsm / "train.jsonl").write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in STORIES))
+    mawps = tmp_path / stories.MAWPS / "data" / "cv_mawps" / "fold0"
+    mawps.mkdir(parents=True)
+    (mawps / "train.csv").write_text("Question,Numbers,Equation,Answer\n" + "\n".join(MAWPS) + "\n")
+    tales = tmp_path / questions.FAIRYTALES / "data-by-train-split"
+    for folder, name, rows in (("questions", "fox-questions", ASKED), ("section-stories", "fox-story", TOLD)):
+        (tales / folder / "train").mkdir(parents=True)
+        (tales / folder / "train" / f"{name}.csv").write_text("\n".join(rows) + "\n")
     return tmp_path
 
 
@@ -131,16 +154,30 @@ def test_two_requests_give_two_calls_and_some_are_refused(written: records.Writt
 
 
 def test_solutions_with_fractions_or_numbers_from_nowhere_are_left_out(root: Path) -> None:
-    assert [r["tokens"] for r in stories.read(root)] == [
+    found = list(stories.read(root))
+    assert [r["tokens"] for r in found if r["source"] == stories.GSM8K] == [
         [["#", 0], "*", ["#", 1], "-", ["#", 2]], [["#", 0], "+", ["#", 0], "/", 3],
     ]  # fmt: skip
+    assert [(r["text"], r["tokens"]) for r in found if r["source"] == stories.MAWPS] == [
+        ("Ivo's crate has 12 figs, and 5 are eaten. How many are left?", [["#", 0], "-", ["#", 1]]),
+        ("4 jars hold 3 plums and 2 figs each. How many?", [["#", 0], "*", "(", ["#", 1], "+", ["#", 2], ")"]),
+    ]
+
+
+def test_questions_about_tales_have_their_answer_once_and_the_sentence_in_the_thought(root: Path) -> None:
+    (record,) = questions.read(root)
+    assert record["text"][record["first"] : record["end"]] == "under the bridge"
+    for seed in range(40):
+        made = questions.problem(record, Random(seed), {})
+        assert made.reply == Reply("under the bridge\nThe fox hid under the bridge.", "under the bridge")
+        assert "The fox hid under the bridge." in made.messages[0]["content"]
 
 
 def test_numbers_drawn_anew_are_those_of_the_text(written: records.Written) -> None:
     rng, answers = Random(5), set()
     for _ in range(100):
         made = written.draw("word_problems", rng)
-        if "jars" in made.messages[0]["content"]:
+        if "eats" in made.messages[0]["content"]:
             a, b, c = (int(m[0]) for m in list(stories._NUMBER.finditer(made.messages[0]["content"]))[:3])
             assert made.reply.content == str(a * b - c)
             answers.add(made.reply.content)

@@ -1,11 +1,13 @@
 """Problems that are composed: paragraphs of clauses, mentions beside any word, instructions."""
 
+import json
 import random
 import re
 from collections.abc import Callable
 
+from perilune.tasks import tools
 from perilune.tasks.arithmetic import drawn_numbers
-from perilune.tasks.composed import accounts, bills, instructions, mentions, sums
+from perilune.tasks.composed import accounts, bills, findings, instructions, mentions, sums, tales
 from perilune.tasks.fields import NEW_BASES
 
 
@@ -73,18 +75,24 @@ def test_instructions_are_carried_out_right() -> None:
         "reverse": lambda w: w[::-1], "length": lambda w: str(len(w)), "upper": str.upper, "twice": lambda w: w * 2,
         "vowels": lambda w: str(len(re.findall("[aeiou]", w))), "drop vowels": lambda w: re.sub("[aeiou]", "", w),
         "consonants": lambda w: str(len(re.findall("[^aeiou]", w))), "swap": lambda w: w[-1] + w[1:-1] + w[0],
-        "last": lambda w: w[-1], "capital": str.capitalize,
+        "last": lambda w: w[-1], "capital": str.capitalize, "upper back": lambda w: w[::-1].upper(),
+        "cut both": lambda w: w[1:-1], "spaced": " ".join, "dashed": "-".join,
+        "same": lambda w: "yes" if w == w[::-1] else "no",
     }  # fmt: skip
     lists: dict[str, Callable[[list[str]], list[str]]] = {
         "sort": lambda x: sorted(x, key=int), "down": lambda x: sorted(x, key=int, reverse=True), "alphabet": sorted,
         "reverse": lambda x: x[::-1], "unique": lambda x: list(dict.fromkeys(x)),
         "by length": lambda x: sorted(x, key=len), "evens": lambda x: [n for n in x if int(n) % 2 == 0],
+        "odds": lambda x: [n for n in x if int(n) % 2], "double": lambda x: [str(2 * int(n)) for n in x],
+        "z to a": lambda x: sorted(x, reverse=True), "two": lambda x: x[:2],
+        "swap ends": lambda x: [x[-1], *x[1:-1], x[0]],
     }  # fmt: skip
     singles: dict[str, Callable[[list[str]], str]] = {"sum": lambda x: str(sum(map(int, x))),
         "max": lambda x: max(x, key=int), "count": lambda x: str(len(x)),
-        "longest": lambda x: max(x, key=len), "glue": "".join}  # fmt: skip
+        "longest": lambda x: max(x, key=len), "glue": "".join, "first of all": min,
+        "spread": lambda x: str(max(map(int, x)) - min(map(int, x)))}  # fmt: skip
     seen = set()
-    for _ in range(6000):
+    for _ in range(12000):
         (kind, name, *given), question, trace, answer = instructions.instruction(rng)
         assert trace and answer and "{" not in question.replace("{w}", "x"), question
         if kind == "letters":
@@ -140,3 +148,35 @@ def test_bills_show_each_number_of_their_pattern_and_no_other() -> None:
             text,
         )
         assert unit and "  " not in text, text
+
+
+def test_tales_show_each_number_of_their_pattern_and_no_other() -> None:
+    rng, kinds = random.Random(19), set()
+    for _ in range(4000):
+        pattern, text, unit = tales.tale(rng, "apples")
+        places = set(re.findall(r"\{([a-z]+)\}", text)) & set("abcdefgkj")
+        assert set(re.findall("[a-z]", pattern)) == places, (pattern, text)
+        assert unit and "<" not in text and "#" not in text and "%" not in text and "@" not in text, text
+        numbers = {c: 9**9 if c == "a" else 7 for c in places}
+        assert eval(pattern, {}, numbers) is not None
+        kinds.add(re.sub("[a-z]", "n", pattern))
+    assert len(kinds) > 60
+
+
+def test_questions_about_results_are_for_a_key_that_the_result_has() -> None:
+    rng, keys = random.Random(20), set()
+    for _ in range(1500):
+        made = findings.finding(rng)
+        result = json.loads(made.result)
+        assert result.get("result", result)[made.key] == made.value
+        assert str(next(iter(made.arguments.values()))) in made.text and "{" not in made.text
+        keys.add(made.key)
+    assert len(keys) > 80
+
+
+def test_several_values_of_one_parameter_are_a_call_each_in_their_order() -> None:
+    rng = random.Random(21)
+    for _ in range(400):
+        text, requests = tools.listed(rng, 3)
+        at = [text.find(str(next(iter(r.call.arguments.values())))) for r in requests]
+        assert -1 not in at and len({r.tool.name for r in requests}) == 1 and "{" not in text, text

@@ -14,11 +14,12 @@ from PIL import Image
 from perilune.core.errors import ConfigError
 from perilune.media.limits import Limits
 from perilune.tasks.families import PICTURES, check, copy_baseline, problems
-from perilune.tasks.pictures import charts, screens, shapes, sums
+from perilune.tasks.pictures import charts, screens, shapes, sums, wider
 from perilune.tasks.pictures.canvas import Canvas, Mark, colours, new_pair
 from perilune.tasks.pictures.problems import GRIDS_OF, MAKERS, scene_of, shown
 from perilune.tasks.pictures.scene import GRIDS, MOST_ON_ONE_SIDE, MOST_PATCHES, Scene, frame
 from perilune.tasks.problem import SPLITS, Answer, answer_of, partition, pick
+from perilune.tasks.wordings import bare
 
 COUNT = 60
 LIMITS = Limits(in_patch_limit=MOST_PATCHES, patch_limit_on_one_side=MOST_ON_ONE_SIDE)
@@ -107,24 +108,30 @@ def test_charts_and_tables_hold_what_is_asked() -> None:
     for scene, canvas in painted("picture_charts", count=150):
         if scene.key[1] == "table":
             read = dict(line.rsplit(" ", 1) for line in lines(canvas.marks))
-            name = next((word for word in re.findall(r"\w+", scene.question)[::-1] if word in read), None)
-            assert scene.content == (str(len(read)) if name is None else read[name]), (scene, read)
+            name, _, value = scene.reasoning.split("\n")[-1].rpartition(" ")
+            assert scene.content == (read[name] if name else str(len(read))), (scene, read)
+            assert not name or (name in scene.question and value == scene.content), scene
             asked["table"] += 1
             continue
         bars = sorted((m for m in canvas.marks if m.name == charts.BAR), key=lambda m: m.left)
         floor = bars[0].bottom
         labels = sorted((m for m in canvas.marks if m.name.isalpha() and len(m.name) == 1), key=lambda m: m.left)
         heights = {label.name: bar.bottom - bar.top for label, bar in zip(labels, bars, strict=True)}
-        if "many" in scene.question or "ount" in scene.question:
+        name, _, value = scene.reasoning.split("\n")[-1].rpartition(" ")
+        if scene.reasoning.split("\n") == list(heights):
             assert scene.content == str(len(bars))
         elif scene.content.isdigit():
-            bar = bars[[m.name for m in labels].index(scene.reasoning.split()[0])]
+            assert name in scene.question and value == scene.content, scene
+            bar = bars[[m.name for m in labels].index(name)]
             own = [m for m in canvas.marks if m.name.isdigit() and m.bottom < floor and _above(m, bar)]
             assert "".join(m.name for m in sorted(own, key=lambda m: m.left)) == scene.content
             asked["value"] += 1
         else:
-            high = scene.question in charts.HIGHEST
-            assert scene.content == (max if high else min)(heights, key=lambda name: heights[name])
+            order = sorted(heights, key=lambda name: -heights[name])
+            high = scene.question in charts.HIGHEST or "max" in scene.reasoning or ">" in scene.reasoning
+            low = scene.question in charts.LOWEST or "min" in scene.reasoning or "<" in scene.reasoning
+            assert high != low and scene.content == order[0 if high else -1]
+            assert scene.reasoning in (">".join(order), "<".join(order[::-1]), f"{scene.caption}\n{name} {value}")
             asked["extreme"] += 1
     assert min(asked.values()) > 15, asked
 
@@ -137,20 +144,25 @@ def _above(glyph: Mark, bar: Mark) -> bool:
 
 def test_buttons_and_words_are_those_drawn() -> None:
     for scene, canvas in painted("picture_buttons"):
-        side = max(("left" in scene.question) * 1, ("right" in scene.question) * 2)
+        side = next((word for word in ("left", "middle", "right") if word in scene.question), "")
         drawn = "".join(mark.name for mark in canvas.marks)
         labels = re.findall(r"\[(.*?)\]", scene.caption)
-        assert drawn.endswith("".join(labels).replace(" ", "")) and scene.content == labels[max(0, side - 1)]
-        assert (len(labels) == 2) == (side > 0)
+        assert (
+            drawn.endswith("".join(labels).replace(" ", ""))
+            and scene.content == labels[{"middle": 1, "right": -1}.get(side, 0)]
+        )
+        assert (len(labels) > 1) == bool(side) and (len(labels) == 3 or side != "middle")
+        assert scene.reasoning.replace(" ", "").replace("\n", " ") == scene.content
     for scene, canvas in painted("picture_text"):
         assert "".join(mark.name for mark in canvas.marks) == scene.content.replace(" ", "")
 
 
 def test_structure_is_never_in_training() -> None:
-    new_words = {*charts.NEW_ITEMS, *screens.NEW_BUTTONS}
-    assert not new_words & {*charts.ITEMS, *screens.BUTTONS, *screens.TITLES}
-    for scene, _ in painted("picture_charts", count=150) + painted("picture_text"):
-        assert not new_words & set(re.findall(r"\w+", scene.caption))
+    new_words = {word.lower() for word in (*charts.NEW_ITEMS, *screens.NEW_BUTTONS)}
+    assert not new_words & set(map(str.lower, (*charts.ITEMS, *screens.BUTTONS, *screens.TITLES)))
+    for name in ("picture_charts", "picture_buttons", "picture_text"):
+        for scene, _ in painted(name, count=150):
+            assert not new_words & set(re.findall(r"\w+", scene.caption.lower()))
     for scene, canvas in painted("picture_shapes"):
         assert not any(shapes.new_kind((c, s)) for c, s in (m.name.split() for m in canvas.marks)), scene
     for scene, canvas in painted("picture_shapes", "structural"):
@@ -160,6 +172,16 @@ def test_structure_is_never_in_training() -> None:
     for new in (False, True):
         pairs = [colours(rng, new) for _ in range(50)]
         assert all(new_pair(*pair) == new for pair in pairs)
+
+
+def test_training_has_more_questions_and_none_of_the_new_ones() -> None:
+    rng, forms = Random(3), (charts.VALUE, charts.NEW_VALUE, wider.VALUE)
+    found = [wider.asked(rng, "train", *forms) for _ in range(2000)]
+    assert len(set(found)) > 700 and all(form.count("{name}") == 1 and "<" not in form for form in found)
+    kept = tuple(map(bare, charts.NEW_VALUE))
+    assert not [form for form in found if bare(form).startswith(kept)]
+    assert {wider.asked(rng, "heldout", *forms) for _ in range(99)} <= set(charts.VALUE)
+    assert {wider.asked(rng, "structural", *forms) for _ in range(99)} == set(charts.NEW_VALUE)
 
 
 def test_frames_end_at_their_grid() -> None:

@@ -91,7 +91,7 @@ void st_async(uint32_t to, const void* value, uint32_t bytes, uint32_t barrier);
 
 // ---- tensor cores ----
 
-enum Type { BF16, F16, E4M3, E5M2 };
+enum Type { BF16, F16, E4M3, E5M2, S8 };
 void mma(Type type, int k, float& d0, float& d1, float& d2, float& d3, const uint32_t* a, const uint32_t* b,
          const float* c);
 void ldmatrix(uint32_t* to, int count, bool transposed, uint32_t address);
@@ -101,6 +101,7 @@ struct Wgmma {
   int n, k;  // k: of one product
   bool a_shared, add, negate_a, negate_b, a_transposed, b_transposed;
 };
+// Of S8, sums are int32.
 void wgmma(const Wgmma& product, float* first, float* last, const uint32_t* a, uint64_t a_descriptor,
            uint64_t b_descriptor);
 void wgmma_commit();

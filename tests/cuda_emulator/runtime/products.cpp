@@ -13,7 +13,7 @@ namespace {
 float of_bf16(uint16_t v) { return bits<float>(static_cast<uint32_t>(v) << 16); }
 float of_f16(uint16_t v) { return static_cast<float>(bits<_Float16>(v)); }
 
-int bytes_of(Type type) { return type == E4M3 || type == E5M2 ? 1 : 2; }
+int bytes_of(Type type) { return type == BF16 || type == F16 ? 2 : 1; }
 
 float number(Type type, const uint8_t* p) {
   uint16_t v = 0;
@@ -22,6 +22,7 @@ float number(Type type, const uint8_t* p) {
     case BF16: return of_bf16(v);
     case F16: return of_f16(v);
     case E4M3: return of_e4m3(static_cast<uint8_t>(v));
+    case S8: return static_cast<float>(static_cast<int8_t>(v));
     default: return of_e5m2(static_cast<uint8_t>(v));
   }
 }
@@ -221,7 +222,7 @@ void compute(Warp& warp, Product& p) {
   for (int lane = 0; lane < 32; lane++) {
     for (int i = 0; i < p.count; i++) {
       float& to = sums[(lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2];
-      to = w.add ? p.d[lane][i] : 0.0f;
+      to = w.add && w.type != S8 ? p.d[lane][i] : 0.0f;
     }
   }
   const float sign = w.negate_a != w.negate_b ? -1.0f : 1.0f;
@@ -229,7 +230,10 @@ void compute(Warp& warp, Product& p) {
   : w.n == 256 ? add_products<256>(w.n, w.k, a, b, sums, sign) : add_products<0>(w.n, w.k, a, b, sums, sign);
   for (int lane = 0; lane < 32; lane++) {
     for (int i = 0; i < p.count; i++) {
-      p.d[lane][i] = sums[(lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2];
+      float& to = p.d[lane][i];
+      const float sum = sums[(lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2];
+      // Sums of 32 products of whole numbers of 8 bits are exact as floats.
+      to = w.type == S8 ? bits<float>(static_cast<int>(sum) + (w.add ? bits<int>(to) : 0)) : sum;
     }
   }
 }

@@ -52,7 +52,7 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
 }
 
 // What the ranges of one token give, of 48 positions at most, over a bf16 cache: in the first of `slots` places, of
-// which there is one for each 48 positions that the table [M] can hold. H: 16, 32 or 64.
+// which there is one for each 48 positions that the table [M] can hold. H: 8, 16, 32 or 64.
 API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t block, const void* tables,
                        int64_t M, const void* query_start, const void* context, void* partials, void* weights,
                        int64_t H, int64_t slots, float scale, void* stream) {
@@ -61,7 +61,7 @@ API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int
   // Of the processor's memory nothing is to be left to the first-level cache: the next kernel needs it.
   const cudaError_t e = cudaFuncSetAttribute(attend_few, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   if (e != cudaSuccess) return static_cast<int>(e);
-  const unsigned ctas = static_cast<unsigned>((M * block + Few::COUNT - 1) / Few::COUNT * (H / QUARTER));
+  const unsigned ctas = static_cast<unsigned>((M * block + Few::COUNT - 1) / Few::COUNT * ceil_div(H, QUARTER));
   return launch(attend_few, dim3(ctas), dim3(FEW_THREADS), FEW_BYTES, stream, 1, latents, static_cast<const bf16*>(q),
                 static_cast<const int*>(tables), static_cast<const int*>(query_start), static_cast<const int*>(context),
                 static_cast<bf16*>(partials), static_cast<float*>(weights), H, block, slots,

@@ -11,6 +11,10 @@
 // 166 KB and 48 registers a thread, so that an SM also has room for one of attention's (split_kv_short.cuh), then one of
 // the router's.
 //
+// While attention runs, everything is run once without effect, a rehearsal, if this CTA is beside attention's: the first
+// run of an instruction takes a round trip to memory, which is long while weights stream, and no cache holds the code of
+// all kernels of a layer.
+//
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
 #include "cuda/peers.cuh"
@@ -66,6 +70,9 @@ struct Args {
   Peers peers;            // if there are any
 };
 
+// 16 bytes that other kernels write: a rehearsal reads them too early, and the first-level cache would keep that.
+__device__ __forceinline__ uint4 ours16(const bf16* p) { return __ldcg(reinterpret_cast<const uint4*>(p)); }
+
 // Whether the phase of this parity is over, without waiting.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   uint32_t yes;
@@ -118,15 +125,15 @@ struct Sent {
   __device__ __forceinline__ int place() const { return AFTER_WORDS + tile * 2 + lane() % 2; }
 
   // v: row lane % 8.
-  __device__ __forceinline__ void send(const Peers& peers, uint32_t epoch, float v) {
+  __device__ __forceinline__ void send(const Peers& peers, uint32_t epoch, float v, bool rehearsal) {
     const uint32_t mine = __bfloat16_as_ushort(__float2bfloat16(v)), pair = mine | __shfl_down_sync(~0u, mine, 1) << 16;
     own.x = __shfl_sync(~0u, pair, lane() % 2 * 4), own.y = __shfl_sync(~0u, pair, lane() % 2 * 4 + 2);
-    if (!of_peer(peers)) return;
+    if (rehearsal || !of_peer(peers)) return;
     hopper::send(peers.word(lane() / 2, peers.rank, epoch, place()), make_uint4(own.x, epoch, own.y, epoch));
   }
 
   // The sum over ranks in their order, and the residual: lanes 0-3, their pair. NaN if a peer's part does not come.
-  __device__ __forceinline__ uint32_t added(const Peers& peers, uint32_t epoch) const {
+  __device__ __forceinline__ uint32_t added(const Peers& peers, uint32_t epoch, bool rehearsal) const {
     uint4 got = make_uint4(own.x, epoch, own.y, epoch);
     bool missing = of_peer(peers);
     const uint4* from = missing ? peers.word(peers.rank, lane() / 2, epoch, place()) : nullptr;
@@ -134,7 +141,7 @@ struct Sent {
     uint64_t begin = 0;
     for (int polls = 1;; polls++) {
       if (missing) got = look(from), missing = !arrived_word(got, epoch);
-      if (!__any_sync(~0u, missing)) break;
+      if (rehearsal || !__any_sync(~0u, missing)) break;
       if (__any_sync(~0u, too_long(peers, polls, begin, patient))) {
         if (missing && patient) report(peers, lane() / 2);
         return NAN_PAIR;
@@ -204,7 +211,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   };
   if (threadIdx.x < WARPS * STAGES) barrier_init(&barriers[0][0] + threadIdx.x, 1);
   if (threadIdx.x < WARPS) barrier_init(&values_full[threadIdx.x], 1);
-  if (threadIdx.x == 0) multiplying = 0, barrier_init(&values_read, WARPS);
+  if (threadIdx.x == 0) multiplying = turn_shared = epoch_shared = 0, barrier_init(&values_read, WARPS);
   barriers_visible();
   __syncthreads();
 
@@ -241,251 +248,268 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     return;
   }
 
-  int tile = blockIdx.x + group * gridDim.x;  // evenly over processors
-  Next next{begin(tile, warp), tile, 0, 0};
 #pragma unroll 1
-  for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
-  const auto take_turn = [&] {
-    if (threadIdx.x == 0) {
-      auto* launches = reinterpret_cast<unsigned long long*>(a.mailbox + i);
-      turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
-      if (EXCHANGES) {
-        uint32_t* count = a.peers.control + AFTER_COUNTS + blockIdx.x;
-        *count = epoch_shared = *static_cast<volatile uint32_t*>(count) + 1;
-      }
-    }
-  };
-  if (owner) {
-    // While there are no values yet, their memory holds the latents, the ranges' shares, and where the ranges are.
-    float* latents = reinterpret_cast<float*>(xs) + warp * ASIDE;
-    float* shares = latents + LATENTS;
-    mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
-    if (RAISED && threadIdx.x < mla::VALUE) value_scales[threadIdx.x] = a.uv_scale[head * mla::VALUE + threadIdx.x];
-    mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
-    __syncwarp();
-    const int ranges = found->ranges, slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
-    const int column = warp * LATENTS + t * 8, side = g;
-    const float* weight = a.weights + row * a.ctas + slot;
-    const bf16* partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) +
-                          row * 64 + ((column / 8) % 8 ^ (row & 7)) * 8;
-    wait_for_predecessor();
-    let_successor_start();
-    uint4 x[AT_ONCE];
-    float v[MOST_RANGES / 32], sum[8] = {};
-    const auto read = [&](int first) {
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        if (j && first + j * SIDES >= ranges) break;
-        const int s = first + side + j * SIDES;
-        x[j] = s < ranges ? *reinterpret_cast<const uint4*>(partial + static_cast<int64_t>(s) * mla::PARTIAL) : uint4{};
+  for (bool rehearsal = a.least < mla::KEYS;; rehearsal = false) {
+    const auto wait = [&] {
+      if (rehearsal) return;
+      wait_for_predecessor();
+      let_successor_start();
+    };
+    int tile = blockIdx.x + group * gridDim.x;  // evenly over processors
+    Next next{begin(tile, warp), tile, 0, 0};
+#pragma unroll 1
+    for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
+    const auto take_turn = [&] {
+      if (threadIdx.x == 0 && !rehearsal) {
+        auto* launches = reinterpret_cast<unsigned long long*>(a.mailbox + i);
+        turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
+        if (EXCHANGES) {
+          uint32_t* count = a.peers.control + AFTER_COUNTS + blockIdx.x;
+          *count = epoch_shared = *static_cast<volatile uint32_t*>(count) + 1;
+        }
       }
     };
+    if (owner) {
+      // While there are no values yet, their memory holds the latents, the ranges' shares, and where the ranges are.
+      float* latents = reinterpret_cast<float*>(xs) + warp * ASIDE;
+      float* shares = latents + LATENTS;
+      mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
+      if (RAISED && threadIdx.x < mla::VALUE) value_scales[threadIdx.x] = a.uv_scale[head * mla::VALUE + threadIdx.x];
+      mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
+      __syncwarp();
+      const int ranges = found->ranges, slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
+      const int column = warp * LATENTS + t * 8, side = g;
+      const float* weight = a.weights + row * a.ctas + slot;
+      const bf16* partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) +
+                            row * 64 + ((column / 8) % 8 ^ (row & 7)) * 8;
+      wait();
+      uint4 x[AT_ONCE];
+      float v[MOST_RANGES / 32], sum[8] = {};
+      const auto read = [&](int first) {
 #pragma unroll
-    for (int j = 0; j < MOST_RANGES / 32; j++) v[j] = lane + j * 32 < ranges ? weight[lane + j * 32] : -INFINITY;
-    read(0);
-    take_turn();
-    float top = -INFINITY, total = 0;
+        for (int j = 0; j < AT_ONCE; j++) {
+          if (j && first + j * SIDES >= ranges) break;
+          const int s = first + side + j * SIDES;
+          x[j] = s < ranges ? ours16(partial + static_cast<int64_t>(s) * mla::PARTIAL) : uint4{};
+        }
+      };
 #pragma unroll
-    for (float w : v) top = fmaxf(top, w);
-    top = warp_max(top);
+      for (int j = 0; j < MOST_RANGES / 32; j++) {
+        v[j] = lane + j * 32 < ranges ? __ldcg(weight + lane + j * 32) : -INFINITY;
+      }
+      read(0);
+      take_turn();
+      float top = -INFINITY, total = 0;
 #pragma unroll
-    for (float& w : v) w = w == -INFINITY ? 0 : mla::power_of_two(w - top), total += w;
-    total = warp_sum(total);
-    const float inverse = total > 0 ? 1 / total : 0;
+      for (float w : v) top = fmaxf(top, w);
+      top = warp_max(top);
 #pragma unroll
-    for (int j = 0; j < MOST_RANGES / 32; j++) shares[lane + j * 32] = v[j] * inverse;
-    __syncwarp();
+      for (float& w : v) w = w == -INFINITY ? 0 : mla::power_of_two(w - top), total += w;
+      total = warp_sum(total);
+      const float inverse = total > 0 ? 1 / total : 0;
+#pragma unroll
+      for (int j = 0; j < MOST_RANGES / 32; j++) shares[lane + j * 32] = v[j] * inverse;
+      __syncwarp();
 #pragma unroll 1
-    for (int first = 0; first < ranges;) {
+      for (int first = 0; first < ranges;) {
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        if (j && first + j * SIDES >= ranges) break;
-        const float w = shares[first + side + j * SIDES];
-        const uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+        for (int j = 0; j < AT_ONCE; j++) {
+          if (j && first + j * SIDES >= ranges) break;
+          const float w = shares[first + side + j * SIDES];
+          const uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
 #pragma unroll
-        for (int l = 0; l < 4; l++) {
-          const float2 y = widen(words[l]);
-          sum[l * 2] += w * y.x;
-          sum[l * 2 + 1] += w * y.y;
+          for (int l = 0; l < 4; l++) {
+            const float2 y = widen(words[l]);
+            sum[l * 2] += w * y.x;
+            sum[l * 2 + 1] += w * y.y;
+          }
+        }
+        first += AT_ONCE * SIDES;
+        if (first < ranges) read(first);
+      }
+      __syncwarp();
+#pragma unroll
+      for (float& y : sum) {
+#pragma unroll
+        for (int l = 4; l < 32; l <<= 1) y += __shfl_xor_sync(~0u, y, l);
+        y = __bfloat162float(__float2bfloat16(y));
+      }
+      if (side == 0) {
+        float4* to = reinterpret_cast<float4*>(latents + t * 8);
+        to[0] = {sum[0], sum[1], sum[2], sum[3]};
+        to[1] = {sum[4], sum[5], sum[6], sum[7]};
+      }
+      __syncwarp();
+      if (!rehearsal) barrier_wait(&values_full[warp], 0);
+      float y[8] = {};  // 8 values of two rows of W_UV at a time
+      const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 8 * W::BYTES;
+#pragma unroll
+      for (int j = 0; j < LATENTS / 2; j++) {
+        float w[8];
+        eight<W>(mine + j * (VALUES / LATENTS * 2), w);
+        const float latent = latents[j * 2 + lane / 16];
+#pragma unroll
+        for (int n = 0; n < 8; n++) y[n] += w[n] * latent;
+      }
+#pragma unroll
+      for (float& z : y) z += __shfl_xor_sync(~0u, z, 16);
+      if (lane < 16) {
+        float4* to = reinterpret_cast<float4*>(&products[warp][lane * 8]);
+        to[0] = {y[0], y[1], y[2], y[3]};
+        to[1] = {y[4], y[5], y[6], y[7]};
+      }
+      __syncwarp();
+      if (lane == 0 && !rehearsal) barrier_arrive(&values_read);
+      named_sync(OF_HEAD, CONSUMERS);
+      if (warp < mla::VALUE / 64) {
+        float low = 0, high = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float2 p = *reinterpret_cast<const float2*>(&products[w][threadIdx.x * 2]);
+          low += p.x, high += p.y;
+        }
+        if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
+        uint32_t* to = a.mailbox + head * (mla::VALUE / 2) + threadIdx.x;
+        const uint32_t both = mailbox::written(narrow(low, high));
+        if (!rehearsal) {
+          mailbox::put(to + turn_shared * (i / 2), both);
+          mailbox::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
         }
       }
-      first += AT_ONCE * SIDES;
-      if (first < ranges) read(first);
+    } else {
+      wait();
+      take_turn();
+      named_sync(OF_HEAD, CONSUMERS);
     }
-    __syncwarp();
-#pragma unroll
-    for (float& y : sum) {
-#pragma unroll
-      for (int l = 4; l < 32; l <<= 1) y += __shfl_xor_sync(~0u, y, l);
-      y = __bfloat162float(__float2bfloat16(y));
-    }
-    if (side == 0) {
-      float4* to = reinterpret_cast<float4*>(latents + t * 8);
-      to[0] = {sum[0], sum[1], sum[2], sum[3]};
-      to[1] = {sum[4], sum[5], sum[6], sum[7]};
-    }
-    __syncwarp();
-    barrier_wait(&values_full[warp], 0);
-    float y[8] = {};  // 8 values of two rows of W_UV at a time
-    const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 8 * W::BYTES;
-#pragma unroll
-    for (int j = 0; j < LATENTS / 2; j++) {
-      float w[8];
-      eight<W>(mine + j * (VALUES / LATENTS * 2), w);
-      const float latent = latents[j * 2 + lane / 16];
-#pragma unroll
-      for (int n = 0; n < 8; n++) y[n] += w[n] * latent;
-    }
-#pragma unroll
-    for (float& z : y) z += __shfl_xor_sync(~0u, z, 16);
-    if (lane < 16) {
-      float4* to = reinterpret_cast<float4*>(&products[warp][lane * 8]);
-      to[0] = {y[0], y[1], y[2], y[3]};
-      to[1] = {y[4], y[5], y[6], y[7]};
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&values_read);
-    named_sync(OF_HEAD, CONSUMERS);
-    if (warp < mla::VALUE / 64) {
-      float low = 0, high = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float2 p = *reinterpret_cast<const float2*>(&products[w][threadIdx.x * 2]);
-        low += p.x, high += p.y;
-      }
-      if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
-      uint32_t* to = a.mailbox + head * (mla::VALUE / 2) + threadIdx.x;
-      mailbox::put(to + turn_shared * (i / 2), mailbox::written(narrow(low, high)));
-      mailbox::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
-    }
-  } else {
-    wait_for_predecessor();
-    let_successor_start();
-    take_turn();
-    named_sync(OF_HEAD, CONSUMERS);
-  }
 
-  {  // the values of part `part` to shared memory, for the warps that multiply by them: each brings as many
-    const int of_part = chunks * W::CHUNK, count = of_part / GROUPS, at = part * of_part + group * count;
-    const uint32_t* words = a.mailbox + turn_shared * (i / 2) + at / 2 + lane * 4;
-    const auto real = [&](int n) { return lane * 8 + n * 256 < count; };
-    uint4 v[PIECES] = {};
-    bool waits;
-    do {
-      waits = false;
+    {  // the values of part `part` to shared memory, for the warps that multiply by them: each brings as many
+      const int of_part = chunks * W::CHUNK, count = of_part / GROUPS, at = part * of_part + group * count;
+      const uint32_t* words = a.mailbox + turn_shared * (i / 2) + at / 2 + lane * 4;
+      const auto real = [&](int n) { return lane * 8 + n * 256 < count; };
+      uint4 v[PIECES] = {};
+      bool waits;
+      do {
+        waits = false;
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) {
+          if (real(n) && mailbox::misses(v[n])) v[n] = mailbox::glance16(words + n * 128);
+        }
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) waits |= real(n) && mailbox::misses(v[n]);
+      } while (__any_sync(~0u, waits && !rehearsal));
+      uint32_t most = 0;
 #pragma unroll
       for (int n = 0; n < PIECES; n++) {
-        if (real(n) && mailbox::misses(v[n])) v[n] = mailbox::glance16(words + n * 128);
-      }
-#pragma unroll
-      for (int n = 0; n < PIECES; n++) waits |= real(n) && mailbox::misses(v[n]);
-    } while (__any_sync(~0u, waits));
-    uint32_t most = 0;
-#pragma unroll
-    for (int n = 0; n < PIECES; n++) {
-      v[n] = {~v[n].x, ~v[n].y, ~v[n].z, ~v[n].w};
-      if (RAISED && real(n)) {
-        for (uint32_t pair : {v[n].x, v[n].y, v[n].z, v[n].w}) {
-          most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+        v[n] = {~v[n].x, ~v[n].y, ~v[n].z, ~v[n].w};
+        if (RAISED && real(n)) {
+          for (uint32_t pair : {v[n].x, v[n].y, v[n].z, v[n].w}) {
+            most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+          }
         }
       }
-    }
-    float raise = 1;
-    if (RAISED) {
-      most = __reduce_max_sync(~0u, most);
-      if (lane == 0) largest[warp] = most;
-      named_sync(OF_PART + part, GROUPS * 32);
-      raise = power_of_two(raise_exponent(max(largest[part], largest[part + KS])));
-    }
+      float raise = 1;
+      if (RAISED) {
+        most = __reduce_max_sync(~0u, most);
+        if (lane == 0) largest[warp] = most;
+        named_sync(OF_PART + part, GROUPS * 32);
+        raise = power_of_two(raise_exponent(max(largest[part], largest[part + KS])));
+      }
 #pragma unroll
-    for (int n = 0; n < PIECES; n++) {
-      if (!real(n)) break;
-      const int k = at + lane * 8 + n * 256;
-      uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
+      for (int n = 0; n < PIECES; n++) {
+        if (!real(n)) break;
+        const int k = at + lane * 8 + n * 256;
+        uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
+        if (RAISED) {
+#pragma unroll
+          for (uint32_t& pair : pairs) {
+            const float2 f = widen(pair);
+            const __half2 h = __floats2half2_rn(f.x * raise, f.y * raise);
+            pair = *reinterpret_cast<const uint32_t*>(&h);
+          }
+        }
+        place<W>(xs, k, pairs);
+      }
+      named_sync(OF_PART + part, GROUPS * 32);
+      if (lane == 0 && !rehearsal) *static_cast<volatile uint32_t*>(&multiplying) = 1;
+      __syncwarp();
+    }
+
+    const Value* x[X::KINDS];
+#pragma unroll
+    for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, 0, 1, n);
+    const uint8_t* mine = memory + warp * OWN + S::place(g) + 16 * t;
+    const int k0 = part * chunks * W::CHUNK;
+    float scale = 1, lowered = 1;
+    if (RAISED) lowered = power_of_two(254 - raise_exponent(max(largest[part], largest[part + KS])));
+    int stage = 0, phase = 0;
+    Sent sent{-1};
+    for (int pass = 0, turns = 0; tile < tiles; pass ^= 1, turns++, tile += step) {
+      X acc;
+      float old = 0;
+      if (EXCHANGES && part == turns) {
+        sent.old = __ldcg(reinterpret_cast<const uint32_t*>(a.residual) + tile * (TILE / 2) + lane % 4);
+      }
+      if (!EXCHANGES && a.residual != nullptr && part == 0) {
+        old = __bfloat162float(__ldcg(a.residual + tile * TILE + lane % TILE));
+      }
+      if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
+      for (int n = 0; n < loads; n++) {
+        if (!rehearsal) barrier_wait(&barriers[warp][stage], phase);
+        multiply<W, S::CHUNKS>(acc, mine + stage * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        __syncwarp();  // everyone has read what is refilled now
+        if (next.tile < tiles && !rehearsal) {
+          shared_writes_visible();
+          ask(next, warp);
+          advance(next);
+        }
+      }
       if (RAISED) {
 #pragma unroll
-        for (uint32_t& pair : pairs) {
-          const float2 f = widen(pair);
-          const __half2 h = __floats2half2_rn(f.x * raise, f.y * raise);
-          pair = *reinterpret_cast<const uint32_t*>(&h);
+        for (int n = 0; n < 8; n++) acc.d[n / 4][0][n % 4] *= lowered;
+      }
+      // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
+      acc.store(sums[pass][warp]);
+      named_sync(1 + group, KS * 32);
+      if (EXCHANGES) {
+        if (part == turns) {
+          float v = 0;
+#pragma unroll
+          for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane % TILE];
+          sent.tile = tile;
+          sent.send(a.peers, epoch_shared, RAISED ? v * scale : v, rehearsal);
+        }
+      } else if (part == 0 && lane < TILE) {
+        float v = 0;
+#pragma unroll
+        for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
+        const bf16 y = __float2bfloat16(RAISED ? v * scale : v);
+        const int row = tile * TILE + lane;
+        if (!rehearsal && a.residual == nullptr) {
+          a.y[row] = y;
+        } else if (!rehearsal) {
+          const bf16 sum = __float2bfloat16(old + __bfloat162float(y));
+          const uint32_t mine = __bfloat16_as_ushort(sum), pair = mine | __shfl_down_sync(0xff, mine, 1) << 16;
+          uint32_t* to = a.fresh + row / 2;
+          if (lane % 2 == 0) mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
+          a.residual[row] = sum;
+          if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
         }
       }
-      place<W>(xs, k, pairs);
+      if (rehearsal) break;
     }
-    named_sync(OF_PART + part, GROUPS * 32);
-    if (lane == 0) *static_cast<volatile uint32_t*>(&multiplying) = 1;
-    __syncwarp();
-  }
-
-  const Value* x[X::KINDS];
-#pragma unroll
-  for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, 0, 1, n);
-  const uint8_t* mine = memory + warp * OWN + S::place(g) + 16 * t;
-  const int k0 = part * chunks * W::CHUNK;
-  float scale = 1, lowered = 1;
-  if (RAISED) lowered = power_of_two(254 - raise_exponent(max(largest[part], largest[part + KS])));
-  int stage = 0, phase = 0;
-  Sent sent{-1};
-  for (int pass = 0, turns = 0; tile < tiles; pass ^= 1, turns++, tile += step) {
-    X acc;
-    float old = 0;
-    if (EXCHANGES && part == turns) {
-      sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
-    }
-    if (!EXCHANGES && a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
-    if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
-    for (int n = 0; n < loads; n++) {
-      barrier_wait(&barriers[warp][stage], phase);
-      multiply<W, S::CHUNKS>(acc, mine + stage * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
-      __syncwarp();  // everyone has read what is refilled now
-      if (next.tile < tiles) {
-        shared_writes_visible();
-        ask(next, warp);
-        advance(next);
+    if (EXCHANGES && sent.tile >= 0) {
+      const uint32_t pair = sent.added(a.peers, epoch_shared, rehearsal);
+      if (lane < TILE / 2 && !rehearsal) {
+        const int at = sent.tile * (TILE / 2) + lane;
+        uint32_t* to = a.fresh + at;
+        mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
+        reinterpret_cast<uint32_t*>(a.residual)[at] = pair;
+        mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
       }
     }
-    if (RAISED) {
-#pragma unroll
-      for (int n = 0; n < 8; n++) acc.d[n / 4][0][n % 4] *= lowered;
-    }
-    // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
-    acc.store(sums[pass][warp]);
-    named_sync(1 + group, KS * 32);
-    if (EXCHANGES) {
-      if (part != turns) continue;
-      float v = 0;
-#pragma unroll
-      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane % TILE];
-      sent.tile = tile;
-      sent.send(a.peers, epoch_shared, RAISED ? v * scale : v);
-    } else if (part == 0 && lane < TILE) {
-      float v = 0;
-#pragma unroll
-      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
-      const bf16 y = __float2bfloat16(RAISED ? v * scale : v);
-      const int row = tile * TILE + lane;
-      if (a.residual == nullptr) {
-        a.y[row] = y;
-      } else {
-        const bf16 sum = __float2bfloat16(old + __bfloat162float(y));
-        const uint32_t mine = __bfloat16_as_ushort(sum), pair = mine | __shfl_down_sync(0xff, mine, 1) << 16;
-        uint32_t* to = a.fresh + row / 2;
-        if (lane % 2 == 0) mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
-        a.residual[row] = sum;
-        if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
-      }
-    }
-  }
-  if (EXCHANGES && sent.tile >= 0) {
-    const uint32_t pair = sent.added(a.peers, epoch_shared);
-    if (lane < TILE / 2) {
-      const int at = sent.tile * (TILE / 2) + lane;
-      uint32_t* to = a.fresh + at;
-      mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
-      reinterpret_cast<uint32_t*>(a.residual)[at] = pair;
-      mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
-    }
+    if (!rehearsal) return;
+    named_sync(OF_HEAD, CONSUMERS);  // a head's memory is written again
   }
 }
 

@@ -7,43 +7,15 @@
 // A CTA has 128 queries of a head of a request, two warpgroups of 64, and goes over the keys 128 at a time; a producing
 // thread keeps two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
 // product of this tile's probabilities with its values during the next tile's softmax.
-#include "cuda/tensor_map.cuh"
-
-using namespace hopper;
+#include "attention/sm90/mla_prefill.cuh"
 
 namespace {
 
-constexpr int NOPE = 128, ROPE = 64, VALUE = 128;
-constexpr int QUERIES = 128, KEYS = 128;  // of a tile
 constexpr int SLICES = (NOPE + ROPE) / 64;
 constexpr int STAGES = 2;
-constexpr int MAX_REQUESTS = 64;
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int Q_SLICE = 64 * 128, K_SLICE = KEYS * 128;  // bytes of 64 values
 constexpr int Q_BYTES = 2 * SLICES * Q_SLICE, K_BYTES = SLICES * K_SLICE, V_BYTES = 2 * K_SLICE;
 constexpr int SHARED = 1024 + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (1 + 4 * STAGES);
-
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float row_max(float v) {
-  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-__device__ __forceinline__ float row_sum(float v) {
-  v += __shfl_xor_sync(~0u, v, 1);
-  return v + __shfl_xor_sync(~0u, v, 2);
-}
-
-struct Request {
-  int table, first, count, context, key;  // row of tables; first row of q, rows; keys, the first one's row
-};
-struct Requests {
-  Request of[MAX_REQUESTS];
-};
 
 // rows[r.key + i] = the cache's row of position i of request r, or zeros from its context on. A warp has a row.
 __global__ void __launch_bounds__(256)
@@ -62,39 +34,6 @@ __global__ void __launch_bounds__(256)
   for (int p = threadIdx.x % 32; p < row_bytes / 16; p += 32) {
     reinterpret_cast<uint4*>(rows + static_cast<int64_t>(row) * row_bytes)[p] =
         held ? load16(pages + slot * row_bytes + 16 * p) : make_uint4(0, 0, 0, 0);
-  }
-}
-
-// What a thread keeps of its two rows.
-struct Rows {
-  float top[2], sum[2];  // the largest score so far, unscaled; the sum of this thread's probabilities
-};
-
-// Scores become probabilities; returns through `shrink` what earlier sums and outputs are to be multiplied with.
-__device__ __forceinline__ void softmax(float (&s)[64], Rows& rows, float (&shrink)[2], float scale, bool masked,
-                                        int visible) {
-  if (masked) {  // `visible`: keys of this tile that the first row may see, less this thread's first column
-#pragma unroll
-    for (int i = 0; i < 64; i++)
-      if (8 * (i / 4) + i % 2 >= visible + (i % 4 >= 2 ? 8 : 0)) s[i] = -INFINITY;
-  }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float top = rows.top[r];
-#pragma unroll
-    for (int i = 0; i < 64; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-    top = row_max(top);
-    shrink[r] = power_of_two((rows.top[r] - top) * scale);
-    rows.top[r] = top;
-    float sum = 0.0f;
-    const float offset = top * scale;
-#pragma unroll
-    for (int i = 0; i < 64; i += 4) {
-      s[i + 2 * r] = power_of_two(s[i + 2 * r] * scale - offset);
-      s[i + 2 * r + 1] = power_of_two(s[i + 2 * r + 1] * scale - offset);
-      sum += s[i + 2 * r] + s[i + 2 * r + 1];
-    }
-    rows.sum[r] = rows.sum[r] * shrink[r] + sum;
   }
 }
 
@@ -234,13 +173,6 @@ bool describe(CUtensorMap* map, const void* base, int64_t width, int64_t rows, i
               int64_t head_stride, int box) {
   return maps::describe(map, base, maps::SWIZZLED, {width, rows, heads}, {2 * row_stride, 2 * head_stride},
                         {64, box, 1});
-}
-
-// requests [count] as above, in host memory: tables' row, q's first row and rows, keys and their first row.
-Requests copied(const void* requests, int64_t count) {
-  Requests r = {};
-  for (int i = 0; i < count; i++) r.of[i] = static_cast<const Request*>(requests)[i];
-  return r;
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ __device__ __forceinline__ int kept(const int* p) {
   return v;
 }
 
-__device__ __forceinline__ int ceil_div(int a, int b) {
+__host__ __device__ __forceinline__ int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + b - 1) / static_cast<uint32_t>(b));
 }
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ int quotient(int a, int b) {
 __device__ __forceinline__ int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
 
 // Run by one warp. Every tile with a context gets at least one CTA, the other CTAs go to the longest contexts. If all
-// contexts are so short that three quarters of the CTAs would have no work, four CTAs share a range. Returns this CTA's
-// work, or with `record` writes down the ranges (`Found`) of `tokens` tokens from `first_token` on.
+// contexts are so short that there are CTAs enough for each quarter of a range's rows (of fewer heads than 64, for each
+// that has rows), these share it. Returns this CTA's work, or with `record` writes down the ranges (`Found`) of `tokens` tokens from `first_token` on.
 template <bool record>
 __device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
                                            int least, Found* found, int first_token, int tokens) {
@@ -82,10 +82,12 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
       ranges = quotient_up(known, size);
     }
     int until = n * ranges;
-    if (!record && B <= 32 && !__any_sync(EVERYONE, size > KEYS) &&
-        static_cast<int>(__reduce_add_sync(EVERYONE, until)) * 4 <= ctas) {
-      quarter = mine % 4;
-      mine /= 4;
+    if (!record && B <= 32 && !__any_sync(EVERYONE, size > KEYS)) {
+      const int quarters = __reduce_max_sync(EVERYONE, n ? ceil_div(min(count * H, ROWS), QUARTER) : 1);
+      if (static_cast<int>(__reduce_add_sync(EVERYONE, until)) * quarters <= ctas) {
+        quarter = mine % quarters;
+        mine /= quarters;
+      }
     }
     if (B > 1) {
 #pragma unroll

@@ -154,7 +154,8 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
   }
 }
 
-// Tiles of one token of H heads, 48 positions each; four CTAs to a tile of 64 heads. Memory and registers are what
+// Tiles of one token of H heads, 48 positions each; a CTA for each 16 heads, or for 8 if there are no more. Memory and
+// registers are what
 // output_kernel leaves (166 KB, and 48 of each of 576 threads). Registers are claimed beyond need, more than half of a
 // processor's: of two CTAs on one, neither would have the next kernel's beside it, and others would idle.
 using Few = Short<48, GROUP>;
@@ -172,7 +173,7 @@ __global__ void __maxnreg__(FEW_REGISTERS)
   let_successor_start();
   registers_give<FEW_REGISTERS>();  // gives none: the compiler takes no fewer then
   const int warp = __shfl_sync(EVERYONE, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int quarters = H / QUARTER, range = blockIdx.x / quarters, skipped = blockIdx.x % quarters * QUARTER;
+  const int quarters = ceil_div(H, QUARTER), range = blockIdx.x / quarters, skipped = blockIdx.x % quarters * QUARTER;
   if (threadIdx.x == 0) {
     barrier_init(&full, 1);
     barriers_visible();
@@ -200,7 +201,7 @@ __global__ void __maxnreg__(FEW_REGISTERS)
   }
   wait_for_predecessor();
   const bf16* q = rows + (static_cast<int64_t>(token) * H + skipped) * WIDTH;
-  attend_quarter<Few>(q, QUARTER, few_memory, few_memory + Few::TILE, at, end, scale,
+  attend_quarter<Few>(q, min(QUARTER, H), few_memory, few_memory + Few::TILE, at, end, scale,
                       partials + static_cast<int64_t>(range) * PARTIAL + skipped * 64,
                       weights + skipped * slots + range, slots, [&] { barrier_wait(&full, 0); },
                       [&](int) { return end; });

@@ -34,13 +34,13 @@ template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY>
 struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base = OneToken<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
-  using typename Base::Scales;
   using typename Base::Window;
   using Base::ask;
   using Base::barriers;
   using Base::bf16_at;
   using Base::choice_of;
   using Base::CONSUMERS;
+  using Base::int4_tile;
   using Base::meet_all;
   using Base::memory;
   using Base::other_half;
@@ -49,14 +49,12 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base::plan;
   using Base::plan_of;
   using Base::release;
+  using Base::request;
   using Base::ROWS;
-  using Base::scale_at;
-  using Base::scales_of;
   using Base::SHARE;
   using Base::SLOT;
   using Base::stage;
   using Base::stage_fresh;
-  using Base::UNIT_ROWS;
   using Base::WARPS;
 
   // ---- the copying warp ----
@@ -80,35 +78,13 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
       const int slots = divide_up(w.row, PIECE);
       const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
-      const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
       for (int n = 0; n < slots; n++) {
-        uint64_t* barrier = &barriers().full[into];
         if (GATE_UP && opened < a.slots) {  // one at a time: what others hand over would arrive behind a whole ring
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
         barrier_wait_to_refill(&barriers().empty[into], phase);
-        if (elected()) {
-          const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
-          const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
-          if (GATE_UP && n == 0) barriers().taken[into] = taken;
-          barrier_expect(barrier, SLOT + scales + factors);
-          uint8_t* slot = memory(into * SLOT);
-          const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
-          tensor_load_once(slot, &map, 0, row, chunk, barrier);
-          if (GATE_UP) tensor_load_once(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
-          uint8_t* to = memory(a.held) + buffer * a.block;
-          if (scales) {
-            bulk_load_once(to, w.scale + first * a.scale_row, scales / 2, barrier);
-            bulk_load_once(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
-          }
-          if (factors) {
-            const int each = factors / UNIT_ROWS;
-            bulk_load_once(to + a.scales, w.factor + first * each, factors / 2, barrier);
-            bulk_load_once(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
-          }
-        }
-        __syncwarp();
+        request(a, w, map, first, n, into, buffer, taken);
         if (++into == a.slots) into = 0, phase ^= 1;
         if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
           plan_if_arrived(heard);
@@ -224,7 +200,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 
     const Plan& p = plan_of();
     const Range units = p.units;
-    const int per_expert = a.routed.tiles / RT, slots = divide_up(a.routed.row, PIECE);
+    const int per_expert = a.routed.tiles / RT;
     const int row_upper = GATE_UP ? rt * 8 + g : rt * 16 + g, rows_between = GATE_UP ? RT * 8 : 8;
     const int near = place(a, ks, rt, lane % 16, lane / 16), far = other_half(a, near);
     const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + own / (COMPACT ? 16 : 8);
@@ -243,54 +219,15 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
       }
       staged = chosen.number;
-      float above_sum = 0, below_sum = 0;
-      const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
-      const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
-      const uint8_t* scale = scale_upper + buffer * a.block;
       const uint8_t* factor = memory(a.held) + buffer * a.block + a.scales + row_upper * 2;
-      float factor_upper = RESULT, factor_lower = RESULT;
+      const uint8_t* scale = scale_upper + buffer * a.block;
       if (++buffer == a.scale_buffers) buffer = 0;
-      int left = a.routed.row - own;
-      for (int n = 0; n < slots; n++) {
-        barrier_wait(&barriers().full[from], phase);
-        const uint32_t slot = shared_address(memory(from * SLOT));
-        // Of a warp without a share of the slot they are anything, within shared memory.
-        const Scales above = scales_of(scale, a.scale_row);
-        const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
-        if (COMPACT && n == 0) {
-          factor_upper = bf16_at(factor) * (RESULT / 255);
-          factor_lower = bf16_at(factor + rows_between * 2) * (RESULT / 255);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          if (left <= h * 64) break;
-          float starts[4];  // of the sums of this half's groups
-          *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
-#pragma unroll
-          for (int pair = 0; pair < 2; pair++) {
-            uint32_t w[4];
-            load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int group = h * 4 + pair * 2 + half;
-              const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
-              uint32_t low[4], high[4];
-              nibbles(w[half * 2], w[half * 2 + 1], low, high);
-              const float f = scale_at(above, group), k = scale_at(below, group);
-              float d[4] = {};
-              mma(d, low, b.x, b.y, bf16());
-              mma(d, high, b.z, b.w, bf16());
-              above_sum += f * (d[0] + starts[pair * 2 + half]);
-              below_sum += k * (d[2] + starts[pair * 2 + half]);
-            }
-          }
-        }
-        release(a, from, phase);
-        left -= PIECE;
-        scale += PIECE / (COMPACT ? 16 : 8);
-        x += PIECE * 4;
-        start += PIECE / 16;
-      }
+      barrier_wait(&barriers().full[from], phase);
+      const float factor_upper = COMPACT ? bf16_at(factor) * (RESULT / 255) : RESULT;
+      const float factor_lower = COMPACT ? bf16_at(factor + rows_between * 2) * (RESULT / 255) : RESULT;
+      float above_sum, below_sum;
+      int4_tile(a, memory(a.xs) + own * 4 + t * 16, reinterpret_cast<float*>(memory(a.starts)) + own / 16, scale,
+                rows_between, near, far, own, from, phase, above_sum, below_sum);
       wait();
       finish(above_sum * factor_upper, below_sum * factor_lower, [&](int row, float v, float up) {
         const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
@@ -331,12 +268,6 @@ __global__ __maxnreg__(GATE_UP ? 88 : EARLY ? 64 : 72) void moe_int4_t1_kernel(
   Kernel<GATE_UP, COMPACT, KS, RT, EARLY>::run(a, maps);
 }
 
-template <typename K>
-bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
-  return maps::describe(map, m.data, chunk == 128 ? maps::SWIZZLED_BYTES : maps::SWIZZLED_HALF,
-                        {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
-}
-
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 int start(Args a, int sms, void* stream) {
   using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY>;
@@ -356,8 +287,7 @@ int start(Args a, int sms, void* stream) {
   int slots = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
   while (slots > 2 && !fits(slots)) slots--;
   if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
-  const int64_t per_expert = a.routed.tiles / RT;
-  a.reciprocal = static_cast<uint32_t>(((int64_t(1) << 32) + per_expert - 1) / per_expert);
+  a.reciprocal = reciprocal_of(a.routed.tiles / RT);
   Maps maps = {};
   if (!describe<K>(&maps.routed, a.routed, a.routed_rows, a.chunk) ||
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
@@ -365,12 +295,6 @@ int start(Args a, int sms, void* stream) {
   }
   return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
                 K::arrange(a), stream, 1, a, maps);
-}
-
-Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
-              int64_t tiles) {
-  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
-          expert, second, static_cast<int>(row), static_cast<int>(tiles)};
 }
 
 }  // namespace
@@ -383,16 +307,12 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
                               void* mailbox, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
                               int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
-  Args a = {};
+  Args a = gate_up_of(packed, scale, row, shared, shared_scale, k, E, D, I, S);
   a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
-  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
   a.in = a.in_shared = static_cast<const bf16*>(x);
   a.ids = static_cast<const int*>(ids);
   a.out = h;
   a.out_shared = static_cast<bf16*>(h_shared);
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
-  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   const auto of = [&](auto early) {
@@ -408,16 +328,12 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
                            const void* packed, const void* scale, const void* row, const void* shared,
                            const void* shared_scale, void* y, void* counter, void* mailbox, int64_t launch, int64_t k,
                            int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
-  Args a = {};
-  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  Args a = down_of(packed, scale, row, shared, shared_scale, k, E, D, I, S, P);
   a.in = static_cast<const bf16*>(h);
   a.in_shared = static_cast<const bf16*>(h_shared);
   a.ids = static_cast<const int*>(ids);
   a.weights = static_cast<const float*>(weights);
   a.out = y;
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
-  a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   const auto of = [&](auto warps, auto tiles, auto early) {

@@ -61,21 +61,16 @@ struct Range {
 
 struct Plan {
   Chosen chosen[MAX_CHOICES];
+  int count;    // of them
   Range units;  // of all (choice, unit)
+  Range down;   // both in one launch: those of down
 };
 
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 
-template <bool GATE_UP, bool COMPACT, int KS, int RT>
-struct OneToken {
-  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
-  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
-  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
-  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
-
-  // What a CTA has in shared memory.
+// What every kind of work of a CTA finds in its shared memory.
+struct InShared {
   static __device__ __forceinline__ uint8_t* memory(int at) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     return bytes + at;
@@ -85,13 +80,24 @@ struct OneToken {
     return p;
   }
   struct Barriers {
-    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
+    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned, last;
     int taken[MAX_SLOTS];  // the unit that begins in a slot; negative: no more. gate_up only
+    int units;             // both in one launch: units of gate_up that this CTA has taken, once `last` is over
+    uint32_t tag;          // both in one launch: of this launch's words of h
   };
   static __device__ __forceinline__ Barriers& barriers() {
     __shared__ Barriers b;
     return b;
   }
+};
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT>
+struct OneToken : InShared {
+  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
+  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
 
   // ---- which units this CTA works on: by one warp ----
 
@@ -137,7 +143,7 @@ struct OneToken {
     const unsigned found = __ballot_sync(~0u, valid);
     const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
     if (valid) p.chosen[s] = Chosen{v.expert, lane, v.weight};
-    if (lane == 0) p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
+    if (lane == 0) p.count = __popc(found), p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().planned);
   }
@@ -323,6 +329,82 @@ struct OneToken {
     for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
   }
 
+  // above, below = rows g and g + 8 of a tile of an expert, times its activations at `x`, with what the sums of their
+  // groups start at; not yet times RESULT. scale: of row g in shared memory; between: rows from there to row g + 8's.
+  static __device__ __forceinline__ void int4_tile(const Args& a, const uint8_t* x, const float* start,
+                                                   const uint8_t* scale, int between, int near, int far, int own,
+                                                   int& from, int& phase, float& above_sum, float& below_sum) {
+    const int slots = divide_up(a.routed.row, PIECE);
+    int left = a.routed.row - own;
+    above_sum = below_sum = 0;
+    for (int n = 0; n < slots; n++) {
+      barrier_wait(&barriers().full[from], phase);
+      const uint32_t slot = shared_address(memory(from * SLOT));
+      // Of a warp without a share of the slot they are anything, within shared memory.
+      const Scales above = scales_of(scale, a.scale_row);
+      const Scales below = scales_of(scale + between * a.scale_row, a.scale_row);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (left <= h * 64) break;
+        float starts[4];  // of the sums of this half's groups
+        *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+          uint32_t w[4];
+          load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int group = h * 4 + pair * 2 + half;
+            const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
+            uint32_t low[4], high[4];
+            nibbles(w[half * 2], w[half * 2 + 1], low, high);
+            const float f = scale_at(above, group), k = scale_at(below, group);
+            float d[4] = {};
+            mma(d, low, b.x, b.y, bf16());
+            mma(d, high, b.z, b.w, bf16());
+            above_sum += f * (d[0] + starts[pair * 2 + half]);
+            below_sum += k * (d[2] + starts[pair * 2 + half]);
+          }
+        }
+      }
+      release(a, from, phase);
+      left -= PIECE;
+      scale += PIECE / (COMPACT ? 16 : 8);
+      x += PIECE * 4;
+      start += PIECE / 16;
+    }
+  }
+
+  // ---- the copying warp ----
+
+  // Asks for slot n of the unit that begins at row `first` of w, and with its first slot for its scales.
+  static __device__ __forceinline__ void request(const Args& a, const Matrix& w, const CUtensorMap& map, int64_t first,
+                                                 int n, int into, int buffer, int taken) {
+    const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
+    if (elected()) {
+      uint64_t* barrier = &barriers().full[into];
+      const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
+      const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
+      if (n == 0) barriers().taken[into] = taken;
+      barrier_expect(barrier, SLOT + scales + factors);
+      uint8_t* slot = memory(into * SLOT);
+      const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
+      tensor_load_once(slot, &map, 0, row, chunk, barrier);
+      if (GATE_UP) tensor_load_once(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
+      uint8_t* to = memory(a.held) + buffer * a.block;
+      if (scales) {
+        bulk_load_once(to, w.scale + first * a.scale_row, scales / 2, barrier);
+        bulk_load_once(to + scales / 2, w.scale + (first + second) * a.scale_row, scales / 2, barrier);
+      }
+      if (factors) {
+        const int each = factors / UNIT_ROWS;
+        bulk_load_once(to + a.scales, w.factor + first * each, factors / 2, barrier);
+        bulk_load_once(to + a.scales + factors / 2, w.factor + (first + second) * each, factors / 2, barrier);
+      }
+    }
+    __syncwarp();
+  }
+
   // Lays out shared memory; its bytes.
   static int arrange(Args& a) {
     a.scale_row = a.K / (COMPACT ? 32 : 16);
@@ -339,5 +421,40 @@ struct OneToken {
     return a.held + a.scale_buffers * a.block + 1024;  // a warp without a share of a slot reads beyond its scales
   }
 };
+
+template <typename K>
+bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
+  return maps::describe(map, m.data, chunk == 128 ? maps::SWIZZLED_BYTES : maps::SWIZZLED_HALF,
+                        {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
+}
+
+inline Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second,
+                     int64_t row, int64_t tiles) {
+  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
+          expert, second, static_cast<int>(row), static_cast<int>(tiles)};
+}
+
+inline uint32_t reciprocal_of(int64_t units) { return static_cast<uint32_t>(((int64_t(1) << 32) + units - 1) / units); }
+
+// gate_up from x [D] and down from h [k, I], of E experts, and of a shared one of width S, or none: 0. row: null unless
+// scales are compact; shared_scale: null unless the shared expert is e4m3.
+inline Args gate_up_of(const void* packed, const void* scale, const void* row, const void* shared,
+                       const void* shared_scale, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
+  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
+  return a;
+}
+inline Args down_of(const void* packed, const void* scale, const void* row, const void* shared,
+                    const void* shared_scale, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t P) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
+  a.routed_rows = D * E, a.shared_rows = D;
+  return a;
+}
 
 }  // namespace moe

@@ -1,6 +1,7 @@
 // rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py,
-// add_rmsnorm.py, exchange/sum_add_rmsnorm.py and linear/add_rmsnorm_quantize.py. A row belongs to a warp, or to a whole CTA, which keeps it in
-// registers from its sum of squares to its result.
+// add_rmsnorm.py, exchange/sum_add_rmsnorm.py, linear/add_rmsnorm_quantize.py, moe/combine_add_rmsnorm.py and
+// moe/combine_add_rmsnorm_quantize.py. A row belongs to a warp, or to a whole CTA, which keeps it in registers from its
+// sum of squares to its result.
 #include "cuda/token_scale.cuh"
 
 using namespace hopper;
@@ -8,8 +9,11 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-// Added to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank.
-enum Added { NOTHING, NARROW, WIDE, RANKS };
+// Added to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank, the weighted sum of rows of bf16, the
+// same with columns in moe_int4_cluster.cuh's order.
+enum Added { NOTHING, NARROW, WIDE, RANKS, PAIRS, CLUSTER_PAIRS };
+__host__ __device__ constexpr bool paired(Added added) { return added == PAIRS || added == CLUSTER_PAIRS; }
+constexpr int BATCH = 2;  // rows of pairs that are loaded at once: with more, registers for one CTA of an SM only
 
 struct Args {
   bf16* x;  // rows `stride` apart; the sum goes back to it
@@ -27,11 +31,16 @@ struct Args {
   // QUANTIZED: y is [T, D] e4m3, and `scales` [ceil(D / 128), scale_rows] has the scales of its groups.
   float* scales;
   int scale_rows;
+  // PAIRS: `added` [M, D] has the results of pairs; those of a row are `parts`, at `position`, or none below 0, times
+  // `weights`; then `shared`, if not null.
+  const int* position;   // [T, parts]
+  const float* weights;  // [T, parts]
+  const bf16* shared;    // [T, D]
 };
 
 // SHARE: warps of a row; EACH: pieces of 8 values of a thread. QUANTIZED: y is e4m3 with scales.
 template <Added ADDED, int SHARE, int EACH, bool QUANTIZED>
-__global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
+__global__ void __launch_bounds__(THREADS, paired(ADDED) ? 2 : 0) rmsnorm_kernel(const Args a) {
   __shared__ float sums[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = blockIdx.x * (WARPS / SHARE) + warp / SHARE, place = threadIdx.x % (32 * SHARE);
@@ -51,6 +60,54 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(const Args a) {
   for (int i = 0; i < EACH; i++) {
     const int p = place + i * 32 * SHARE;
     if (p < pieces) value[i] = *reinterpret_cast<const uint4*>(x + 8 * p);
+  }
+  if constexpr (paired(ADDED)) {  // in the order of combine_kernel (moe/sm90/token_permute.cuh)
+    float sum[EACH][8] = {};
+    auto add = [&](int i, const uint4& v, float w, bool mixed) {
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const float2 f = widen(words[n]);
+        sum[i][mixed ? n : 2 * n] += w * f.x;
+        sum[i][mixed ? n + 4 : 2 * n + 1] += w * f.y;
+      }
+    };
+    const bool own = row < a.T && lane < a.parts;
+    const int64_t pair = static_cast<int64_t>(row) * a.parts + lane;
+    const int my_row = own ? a.position[pair] : -1;
+    const float my_weight = own ? a.weights[pair] : 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < a.parts; first += BATCH) {
+      uint4 v[BATCH][EACH];
+      float weight_of[BATCH];
+#pragma unroll
+      for (int n = 0; n < BATCH; n++) {
+        const int from = first + n < a.parts ? __shfl_sync(~0u, my_row, first + n) : -1;
+        weight_of[n] = __shfl_sync(~0u, my_weight, first + n);
+        const bf16* part = static_cast<const bf16*>(a.added) + static_cast<int64_t>(from) * a.D;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+          const int p = place + i * 32 * SHARE;
+          v[n][i] = from >= 0 && p < pieces ? load16(part + 8 * p) : make_uint4(0, 0, 0, 0);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < BATCH; n++) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) add(i, v[n][i], weight_of[n], ADDED == CLUSTER_PAIRS);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int p = place + i * 32 * SHARE;
+      if (a.shared && p < pieces) add(i, load16(a.shared + static_cast<int64_t>(row) * a.D + 8 * p), 1.0f, false);
+      auto plus = [](uint32_t old, float low, float high) {
+        const float2 v = widen(old);
+        return narrow(v.x + low, v.y + high);
+      };
+      value[i] = make_uint4(plus(value[i].x, sum[i][0], sum[i][1]), plus(value[i].y, sum[i][2], sum[i][3]),
+                            plus(value[i].z, sum[i][4], sum[i][5]), plus(value[i].w, sum[i][6], sum[i][7]));
+    }
   }
   if (ADDED == WIDE || ADDED == RANKS) {
     float4 sum[EACH][2] = {};
@@ -192,4 +249,19 @@ API int add_rmsnorm_quantize(void* residual, const void* x, int64_t parts, int64
             static_cast<int>(T), static_cast<int>(D), eps};
   a.scales = static_cast<float*>(scales), a.scale_rows = static_cast<int>(scale_rows);
   return wide ? start<WIDE, true>(a, stream) : start<NARROW, true>(a, stream);
+}
+
+// residual [T, D] is updated by sums of pairs: part [M, D], position and weights [T, k], shared [T, D] or null.
+// `cluster`: columns of part in moe_int4_cluster.cuh's order. y [T, D] in bf16, or in e4m3 with scales as above if they
+// are not null. k is at most 32.
+API int combine_add_rmsnorm(void* residual, const void* part, const void* position, const void* weights,
+                            const void* shared, int64_t k, int64_t cluster, const void* w, void* y, void* scales,
+                            int64_t scale_rows, int64_t T, int64_t D, float eps, void* stream) {
+  Args a = {static_cast<bf16*>(residual), D, part, static_cast<const bf16*>(w), y, static_cast<int>(k),
+            static_cast<int>(T), static_cast<int>(D), eps};
+  a.position = static_cast<const int*>(position), a.weights = static_cast<const float*>(weights);
+  a.shared = static_cast<const bf16*>(shared);
+  a.scales = static_cast<float*>(scales), a.scale_rows = static_cast<int>(scale_rows);
+  if (scales) return cluster ? start<CLUSTER_PAIRS, true>(a, stream) : start<PAIRS, true>(a, stream);
+  return cluster ? start<CLUSTER_PAIRS>(a, stream) : start<PAIRS>(a, stream);
 }

@@ -1,0 +1,124 @@
+"""mla_prefill.py with 8-bit products, for prompts if activations may be FP8; its output as linear_w8a8.py reads it.
+
+Arguments as there; o [T, H v] rounded to q's type, then values [T, H v] float8_e4m3fn and scale [ceil(H v / 128), T
+rounded up to whole tiles] float32 of it as quantize_tokens.py gives them.
+
+"cuda" (mla_prefill_w8a8.cu) rounds, beside what mla_prefill's rounds: queries and keys without rope to whole numbers
+of 8 bits, with a scale for a head of a query and one for a head of 128 keys; values to e4m3 with such a scale; 2^8
+times probabilities to e4m3. Rope parts stay in bfloat16. With random scores o is 3 % (rms) off, as products of
+linear_w8a8 are, most of it from values; with keys in e4m3 it would be 6 to 10 %. A query's result depends on keys of
+its request only. A nan among keys or values of a tile is one for all queries that see a key of the tile.
+"composed" is both ops.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.attention import mla_prefill as exact
+from perilune.ops.attention.mla_prefill import TILE, keys_and_values, mla_prefill, needs, rows_apart
+from perilune.ops.harness import build
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol, sums
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Span
+from perilune.ops.linear import quantize_tokens as to_e4m3
+from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens, rows
+
+SOURCE = "mla_prefill_w8a8.cu"
+
+CASES = exact.CASES
+_VALUES = Tol(60.0, 0.126, 7e-2, "steps of e4m3, of 448 for the largest of a row; products of 8 bits")
+TOL = {
+    "values": {FLOAT32: to_e4m3.TOL["values"][FLOAT32], BFLOAT16: _VALUES},
+    "scale": {
+        FLOAT32: sums()[FLOAT32],
+        BFLOAT16: Tol(1e-4, 0.3, 6e-2, "the largest of 128 values, products of 8 bits"),
+    },
+}
+
+
+def inputs(c: exact.Case, g: Make) -> dict[str, Any]:
+    return exact.inputs(c, g)
+
+
+def cost(c: exact.Case, dtype: torch.dtype) -> costs.Cost:
+    whole = exact.cost(c, dtype)
+    return costs.Cost(whole.flops, whole.bytes - sum(c.counts) * c.H * c.v * (dtype.itemsize - 1 - 4 / GROUP))
+
+
+def reference(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor]:
+    return to_e4m3.reference(exact.reference(q, pages, w_uk, w_uv, span, scale).flatten(1), None, 0.0, False)
+
+
+op = Op("mla_prefill_w8a8", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "w_uv"))
+
+
+@functools.cache
+def _round() -> Any:
+    return build.function(SOURCE, "mla_prefill_w8a8_round", "pppppllp")
+
+
+@functools.cache
+def _attend() -> Any:
+    return build.function(SOURCE, "mla_prefill_w8a8", "pppppppp" + "l" * 9 + "fp")
+
+
+@op.impl(
+    "cuda",
+    when=lambda a, device: build.on_hopper(
+        SOURCE, device, *needs(a.q, a.w_uk, a.w_uv), (a.q.shape[0] > 0, "rows"), (K2.value == GROUP, "heads as groups")
+    ),
+    unmeasured=True,
+)
+def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor]:
+    q = rows_apart(q)
+    (T, H, _), n, v, device = q.shape, w_uk.shape[1], w_uv.shape[2], q.device
+    values = torch.empty(T, H * v, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.zeros(H, rows(T), dtype=FLOAT32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    for of in keys_and_values(q, pages, w_uk, w_uv, span):
+        total, h, heads = len(of.k), of.heads.start, of.heads.stop - of.heads.start
+        k8 = torch.empty(heads, total, n, dtype=torch.int8, device=device)
+        v8 = torch.empty(heads, total // TILE, v, TILE, dtype=torch.float8_e4m3fn, device=device)
+        of_tiles = torch.empty(heads, total // TILE, 2, dtype=FLOAT32, device=device)
+        rounded = (k8.data_ptr(), v8.data_ptr(), of_tiles.data_ptr())
+        failed = _round()(of.k.data_ptr(), of.v.data_ptr(), *rounded, total, heads, stream)
+        assert not failed, f"CUDA error {failed}: {of.k.shape=} {of.v.shape=}"
+        failed = _attend()(
+            q[0, h].data_ptr(),
+            k8.data_ptr(),
+            of.rope.data_ptr(),
+            v8.data_ptr(),
+            of_tiles.data_ptr(),
+            values[0, h * v :].data_ptr(),
+            scales[h].data_ptr(),
+            of.requests.data_ptr(),
+            len(of.requests),
+            of.longest,
+            T,
+            total,
+            heads,
+            q.stride(0),
+            of.rope.stride(0),
+            values.stride(0),
+            scales.shape[1],
+            scale,
+            stream,
+        )
+        assert not failed, f"CUDA error {failed}: {q.shape=} {of.requests=} {pages.shape=}"
+    return values, scales
+
+
+@op.impl("composed")
+def composed(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor]:
+    return quantize_tokens(mla_prefill(q, pages, w_uk, w_uv, span, scale).flatten(1))
+
+
+def mla_prefill_w8a8(
+    q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float
+) -> tuple[Tensor, Tensor]:
+    exact.check(q, pages, w_uk, w_uv, span)
+    return op(q, pages, w_uk, w_uv, span, scale)

@@ -1,0 +1,78 @@
+// What both kernels of causal attention with keys of 128 + 64 values share: requests, softmax of a tile of 128 keys.
+#pragma once
+#include "cuda/tensor_map.cuh"
+
+namespace {
+
+using namespace hopper;
+
+constexpr int NOPE = 128, ROPE = 64, VALUE = 128;
+constexpr int QUERIES = 128, KEYS = 128;  // of a tile
+constexpr int MAX_REQUESTS = 64;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float row_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ __forceinline__ float row_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+struct Request {
+  int table, first, count, context, key;  // row of tables; first row of q, rows; keys, the first one's row
+};
+struct Requests {
+  Request of[MAX_REQUESTS];
+};
+
+// requests [count] as above, in host memory: tables' row, q's first row and rows, keys and their first row.
+Requests copied(const void* requests, int64_t count) {
+  Requests r = {};
+  for (int i = 0; i < count; i++) r.of[i] = static_cast<const Request*>(requests)[i];
+  return r;
+}
+
+// What a thread keeps of its two rows.
+struct Rows {
+  float top[2], sum[2];  // the largest score so far, unscaled; the sum of this thread's probabilities
+};
+
+// Scores become probabilities times 2^LIFT; returns through `shrink` what earlier sums and outputs are to be multiplied
+// with.
+template <int LIFT = 0>
+__device__ __forceinline__ void softmax(float (&s)[64], Rows& rows, float (&shrink)[2], float scale, bool masked,
+                                        int visible) {
+  if (masked) {  // `visible`: keys of this tile that the first row may see, less this thread's first column
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+      if (8 * (i / 4) + i % 2 >= visible + (i % 4 >= 2 ? 8 : 0)) s[i] = -INFINITY;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = rows.top[r];
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+    top = row_max(top);
+    shrink[r] = power_of_two((rows.top[r] - top) * scale);
+    rows.top[r] = top;
+    float sum = 0.0f;
+    const float offset = top * scale - LIFT;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      s[i + 2 * r] = power_of_two(s[i + 2 * r] * scale - offset);
+      s[i + 2 * r + 1] = power_of_two(s[i + 2 * r + 1] * scale - offset);
+      sum += s[i + 2 * r] + s[i + 2 * r + 1];
+    }
+    rows.sum[r] = rows.sum[r] * shrink[r] + sum;
+  }
+}
+
+}  // namespace

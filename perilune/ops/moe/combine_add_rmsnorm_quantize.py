@@ -1,0 +1,52 @@
+"""As combine_add_rmsnorm.py, with the norm as linear_w8a8.py reads it.
+
+values [T, D] float8_e4m3fn and scale [ceil(D / 128), T rounded up to whole tiles] float32 as quantize_tokens.py gives
+them, of the norm rounded to the residual's type. "cuda" gives the bits of both ops.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.harness import build
+from perilune.ops.harness.case import FLOAT32, Make, rounded
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Pairs
+from perilune.ops.linear import quantize_tokens as to_e4m3
+from perilune.ops.linear.quantize_tokens import GROUP, rows
+from perilune.ops.moe import combine_add_rmsnorm as plain
+
+CASES = plain.CASES
+TOL = {"values": to_e4m3.TOL["values"], "scale": to_e4m3.TOL["scale"], "residual": rounded()}
+
+
+def inputs(c: plain.Case, g: Make) -> dict[str, Any]:
+    return plain.inputs(c, g)
+
+
+def cost(c: plain.Case, dtype: torch.dtype) -> costs.Cost:
+    whole = plain.cost(c, dtype)
+    return costs.Cost(whole.flops + 4 * c.T * c.D, whole.bytes - c.T * c.D * (dtype.itemsize - 1 - 4 / GROUP))
+
+
+def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return to_e4m3.reference(plain.reference(residual, pairs, w, eps), None, 0.0, False)
+
+
+op = Op("combine_add_rmsnorm_quantize", CASES, TOL, inputs, cost, reference, decides=("residual", "pairs"))
+
+
+@op.impl("cuda", when=lambda a, device: build.on_hopper(plain.SOURCE, device, *plain.needs(a.residual, a.pairs)))
+def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    T, D = residual.shape
+    values = torch.empty(T, D, dtype=torch.float8_e4m3fn, device=residual.device)
+    scale = torch.empty(-(-D // GROUP), rows(T), dtype=FLOAT32, device=residual.device)
+    plain.run(residual, pairs, w, eps, values, scale)
+    return values, scale
+
+
+def combine_add_rmsnorm_quantize(residual: Tensor, pairs: Pairs, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    plain.check(residual, pairs, w)
+    return op(residual, pairs, w, eps)
