@@ -223,12 +223,9 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
-    """Reads a file's header and payload; False if the file is shorter. Reads from the page cache if all of the file is
-    there, else with O_DIRECT: the kernel's read-ahead of 128 KB is slower (docs/LOG.md has the speeds)."""
+    """Reads a file's header and payload; False if the file is shorter. With O_DIRECT: the kernel's read-ahead of 128 KB
+    is slower (docs/LOG.md has the speeds). A try whether the page cache has the file (RWF_NOWAIT) would start it."""
     total = len(header) + len(payload)
-    with contextlib.suppress(OSError):
-        if os.preadv(file, (header, payload), 0, os.RWF_NOWAIT) == total:
-            return True
     for direct in (True, False):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         try:

@@ -1,6 +1,7 @@
 // Rows of pinned host memory: checksums of many rows, copies of many blocks, and files read into rows, each in one call
 // that needs no Python. Contract in host_rows.py.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -49,10 +50,21 @@ void sleep_until(int64_t ns) {
 
 enum Found : int64_t { SHORTER = -1, NOT_REGULAR = -2 };  // instead of a file's size
 
+// Whether the file's first page is in the page cache. To find out by a read that does not wait would make the kernel read
+// ahead what is then read again past the cache.
+bool begins_in_cache(int file) {
+  void* page = mmap(nullptr, 1, PROT_READ, MAP_SHARED, file, 0);
+  if (page == MAP_FAILED) return false;
+  unsigned char resident = 0;
+  const bool known = mincore(page, 1, &resident) == 0;
+  munmap(page, 1);
+  return known && (resident & 1);
+}
+
 // Reads `total` bytes of the file into both ranges; 0, an error number, or SHORTER. Past the page cache, if the file system
 // and the addresses allow that, unless all of the file is in it.
 int64_t fill(int file, const iovec (&ranges)[2], int64_t total) {
-  if (preadv2(file, ranges, 2, 0, RWF_NOWAIT) == total) return 0;
+  if (begins_in_cache(file) && preadv2(file, ranges, 2, 0, RWF_NOWAIT) == total) return 0;
   const int flags = fcntl(file, F_GETFL);
   for (int way = 0; way < 2; way++) {
     const bool direct = way == 0;
