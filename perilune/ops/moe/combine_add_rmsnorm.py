@@ -3,7 +3,7 @@
 residual [T, D] is updated in place and rounded to its type before the norm; pairs: see `Pairs`; w [D]; y [T, D] as
 residual. Sums over experts are fp32 in the order of choices, then the shared expert; squares are summed in fp32, y is
 rounded once. "cuda" (rmsnorm.cu) gives the bits of both ops, and does not write the sums to memory and read them again:
-8 D of 30 D bytes of a token with 8 experts and a shared one.
+8 D of 32 D bytes of a token with 8 experts and a shared one.
 """
 
 import functools
