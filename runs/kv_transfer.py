@@ -293,7 +293,7 @@ def engine_rows(rows: Rows, args: argparse.Namespace, where: Path, parts: list[s
     bench = Bench("kimi-k2.5", layers) if cuda else None
     for tier in ("host", "disk") if "session" in parts else ("host",):
         if tier == "disk":
-            config |= {"kv_host_gb": 0.5 if cuda else 0.02, "kv_disk": str(where / "tier")}
+            config |= {"kv_host_gb": 0.5 if cuda else 0.012, "kv_disk": str(where / "tier")}
         if bench is not None:
             engine, vocab = bench.engine(layers, **config), 160_000
         else:

@@ -24,9 +24,9 @@ log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
 WRITES_AT_ONCE = 128  # Files that the disk is given at a time: blocks of a step of 8,192 tokens. More: more rows wait.
-WRITE_AHEAD_SHARE = 8  # An eighth of the rows is written to disk before rows run out, within the bounds below.
-MIN_WRITE_AHEAD_ROWS = 64  # Fewer than two steps evict: blocks are dropped without a file, however fast the disk is.
-MAX_WRITE_AHEAD_ROWS = 256  # More: each poll looks at more rows.
+# Rows written to disk before rows run out. Fewer than two steps evict: blocks are dropped without a file, however fast
+# the disk is, because files are begun between steps. More: each poll looks at more rows.
+WRITE_AHEAD_ROWS = 256
 SEARCHED_ROWS = 64  # of each queue that are looked at for one that has a file, besides those that are being written
 PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
@@ -157,6 +157,19 @@ class Tiers:
         held = self._host.get(digest)
         return 0 if held is None else held.turn
 
+    def loses(self) -> bool:
+        """Whether `evict` would drop a block now that would have a row or a file if it came a little later."""
+        if self._free or not (self._writing or self._filling):
+            return False
+        return not self._next_row()[1]
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Marks the blocks of a matched chain as the most recently used, its beginning last."""
+        for digest in reversed(digests):
+            if (held := self._host.get(digest)) is not None:
+                self._touch(held, in_pages=held.in_pages)
+            self._disk.touch(digest, self._clock())
+
     def evict(self, name: Name, block: int, turn: int = 0) -> bool:
         """The tree has dropped this block, which it had with this turn (kv/retention.py). True: its pages are kept
         until `poll` returns it; False: they are free."""
@@ -264,25 +277,29 @@ class Tiers:
         held.turn, held.in_pages = max(held.turn, turn), in_pages
         self._queue(held)[held.name.digest] = held
 
-    def _take_row(self) -> int | None:
-        """A free row, or that of a block the pages have too, or that of the least recently used block that may be
-        dropped; None: all are in use."""
-        if self._free:
-            return self._free.pop()
-        now, best, best_score, written = self._clock(), None, -1.0, False
+    def _next_row(self) -> tuple[_Row | None, bool]:
+        """The row to reuse when none is free, and whether that loses nothing: that of a block the pages have too, or
+        that of the least recently used block that may be dropped. None: all are in use."""
+        now, best, best_score, best_lossless = self._clock(), None, -1.0, False
         for queue in (self._in_pages, *self._kinds):
             for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):
                 if held.users or not held.complete:
                     continue
-                # What has its file, or will have none, costs nothing more to drop.
-                clean = held.name.digest in self._disk or not (
-                    self._disk.limit and self._retention.worth_writing(held.turn)
-                )
+                # What the pages have, what has its file, or will have none, costs nothing more to drop.
+                lossless = held.in_pages or held.name.digest in self._disk
+                lossless = lossless or not (self._disk.limit and self._retention.worth_writing(held.turn))
                 score = inf if held.in_pages else (now - held.used) / self._retention.chance(held.turn)
-                if (clean, score) > (written, best_score):
-                    best, best_score, written = held, score, clean
-                if clean:
+                if (lossless, score) > (best_lossless, best_score):
+                    best, best_score, best_lossless = held, score, lossless
+                if lossless:
                     break
+        return best, best_lossless
+
+    def _take_row(self) -> int | None:
+        """A free row, or the next; None: all are in use."""
+        if self._free:
+            return self._free.pop()
+        best, _ = self._next_row()
         if best is None:
             return None
         if not best.in_pages:
@@ -338,13 +355,12 @@ class Tiers:
 
     def _write_ahead(self) -> None:
         """Begins to write the rows that would be dropped next, if rows are about to run out."""
-        ahead = max(-(-self._rows // WRITE_AHEAD_SHARE), MIN_WRITE_AHEAD_ROWS)
-        ahead = min(ahead, MAX_WRITE_AHEAD_ROWS, self._rows)
+        ahead = min(WRITE_AHEAD_ROWS, self._rows)
         if not self._disk.limit or len(self._free) >= ahead or self._clock() < self._pause_until:
             return
         if self._known_rows < self._rows:
             return
-        queues = [queue for queue in (self._in_pages, *self._kinds) if queue]
+        queues = [queue for queue in self._kinds if queue]
         at_once = min(WRITES_AT_ONCE, max(self._rows // 2, 1))  # a row that is being written cannot be dropped
         for held in (held for queue in queues for held in islice(queue.values(), -(-ahead // len(queues)))):
             if len(self._writing) >= at_once:

@@ -47,7 +47,12 @@ class Worth:
         expected = host * (self.tiers[HOST].seconds or 0.0) if disk else 0.0
         self.tiers[DISK if disk else HOST].learn(max(seconds - expected, 0.0) / (disk or host))
         if self.compute.latest:
-            self.saved_seconds += (host + disk) * statistics.median(self.compute.latest) - seconds
+            self.saved_seconds += (host + disk) * self.block_seconds - seconds
+
+    @property
+    def block_seconds(self) -> float:
+        """What computing a block takes, from the first measurement on; 0 before."""
+        return statistics.median(self.compute.latest) if self.compute.latest else 0.0
 
     def pays(self, tier: str) -> bool:
         """Whether restoring a block from the tier is faster than computing it."""

@@ -24,6 +24,10 @@ log = logging.getLogger("perilune.kv")
 
 SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
 MAX_RESTORES = 3  # of one request. If others need its blocks each time before it runs, it is then computed instead.
+# What leaves the pages for a restore needs rows, which may have to be written to files first. The restore waits for
+# that at most this share of what computing its blocks takes. Larger: later first tokens where the disk is slow.
+# Smaller: more blocks are dropped.
+ROOM_SHARE = 0.25
 LIMIT_SECONDS = 60.0  # A restore that takes longer is given up, and the request computed: its disk may never answer.
 
 
@@ -43,6 +47,16 @@ class Restoring:
     given_up: bool = False
 
 
+@dataclass(slots=True)
+class Asking:
+    """The request, by arrival, that waits for room for a restore of `digests`: before `until`, only room for which no
+    block is lost."""
+
+    arrival: int = -1
+    until: float = 0.0
+    digests: list[bytes] = field(default_factory=list)
+
+
 class Offload:
     """Evicts cached blocks to the tiers ahead of need and restores them. Used by the thread that plans.
 
@@ -55,6 +69,7 @@ class Offload:
         self._restoring: dict[int, Restoring] = {}
         self._tickets = 0
         self._off = False
+        self._asking = Asking()
         self.worth = Worth()
         self._hits = {HOST: 0, DISK: 0}  # prompt tokens that each tier brought
         self._seconds = 0.0
@@ -82,6 +97,9 @@ class Offload:
         """The leading digests of these blocks that a tier has and that are faster to restore than to compute."""
         if not digests or request.restores >= MAX_RESTORES or request.refused:
             return []
+        asking = self._asking
+        if request.arrival == asking.arrival and digests[0] == asking.digests[0] and time.monotonic() < asking.until:
+            return asking.digests  # found before; asked for again each time a file is written
         found = self._tiers.match(digests)
         count = self.worth.beginning(found)
         request.refused = bool(found) and not count  # decided once: waiting requests are looked at before every step
@@ -97,12 +115,17 @@ class Offload:
         """Begins to restore the blocks of `digests`, which follow `hits`. `planned_steps`: steps planned so far. False:
         too few blocks are free yet, ask again before the next step."""
         self._tree.acquire(hits)
-        self._make_room(len(digests))
+        if self._asking.arrival != request.arrival:
+            patience = ROOM_SHARE * len(digests) * self.worth.block_seconds
+            self._asking = Asking(request.arrival, time.monotonic() + patience, digests)
+            self._tiers.touch(digests)  # making room must not drop them
+        self._make_room(len(digests), patient=time.monotonic() < self._asking.until)
         if self._tree.num_free < len(digests):
             self._tree.release(hits)  # also marks them most recently used, so that other blocks are evicted
             return False
         blocks = [self._tree.allocate() for _ in digests]
         request.restores += 1
+        self._asking = Asking()
         self._restoring[self._tickets] = Restoring(request, hits, blocks, digests, planned_steps)
         self._tickets += 1
         return True
@@ -135,7 +158,7 @@ class Offload:
                 back.append((request, held))
         back += [(request, []) for request in self._lost(committed_steps)]
         if not self._off:
-            self._make_room(max(self._spare, soon))
+            self._make_room(max(self._spare, soon), patient=True)
         self._switch()
         return back
 
@@ -215,9 +238,11 @@ class Offload:
             restoring.blocks[index] = above = block
         return True
 
-    def _make_room(self, blocks: int) -> None:
-        """Evicts cached blocks until `blocks` are free or being copied to a tier."""
-        while self._tree.num_free + len(self._tiers.leaving) < blocks:
+    def _make_room(self, blocks: int, *, patient: bool = False) -> None:
+        """Evicts cached blocks until `blocks` are free or being copied to a tier. `patient`: only those for which no
+        other is lost, while rows are being filled or written to files, if the disk pays."""
+        patient = patient and self.worth.pays(DISK)
+        while self._tree.num_free + len(self._tiers.leaving) < blocks and not (patient and self._tiers.loses()):
             oldest = self._tree.take_oldest()
             if oldest is None:
                 break

@@ -155,6 +155,47 @@ class TestTiers:
         put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
         assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True] and tiers.dropped == 1
 
+    def test_with_a_disk_too_it_goes_before_others_and_gets_no_file(self) -> None:
+        tiers, mover = tiers_of(rows=4, files=(), file_limit=100)
+        put(tiers, mover, 1)
+        tiers.restore(0, [(name(1).digest, 33)])
+        mover.files.clear()
+        tiers._disk.drop(name(1).digest)  # nor has it one of earlier
+        tiers.poll()
+        mover.work(2)
+        assert tiers.poll()[1][0].complete
+        put(tiers, mover, 2, 3, 4)
+        assert name(1).digest not in mover.files and len(mover.files) == 3
+        put(tiers, mover, 5)
+        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
+        assert not tiers.dropped
+
+    def test_it_says_when_a_row_would_be_lost_that_has_its_file_soon(self) -> None:
+        tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
+        assert not tiers.loses()
+        for number in (1, 2):
+            mover.pages[number] = name(number).digest
+            tiers.evict(name(number), number)
+        assert tiers.loses(), "both rows are being filled"
+        tiers.flush()
+        mover.work(2)
+        tiers.poll()
+        assert tiers.loses(), "a row is being written"
+        mover.work(1)
+        tiers.poll()
+        assert not tiers.loses() and tiers.disk_blocks == 1
+        tiers.touch([name(1).digest])
+        put(tiers, mover, 3, 4)
+        assert not tiers.dropped
+
+    def test_nothing_is_gained_by_waiting_for_a_disk_that_is_full(self) -> None:
+        tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
+        mover.faults = 1.0
+        mover._store = lambda name, block, row: (mover.held.__setitem__(row, name.digest),
+                                                 mover.done.extend([Copied(block), Stored(row)]))  # fmt: skip
+        put(tiers, mover, 1, 2)
+        assert not tiers.loses() and not tiers.disk_blocks
+
     def test_a_restored_block_that_leaves_the_pages_again_is_as_others(self) -> None:
         now = [0.0]
         tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
