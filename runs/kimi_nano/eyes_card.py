@@ -41,7 +41,7 @@ too: of {fonts} font files one in five was kept apart. In those, structural othe
 """
 FROZEN = "The text model was frozen: what it does with text is what it did before."
 LEARNT = """In the last {through:,} steps the text model learnt too, at a peak rate of {words_rate:g},
-from pictures and from its own text; {words_kept:.0%} of its weights are those of before."""
+from pictures and from its own text{kept}."""
 STRUCTURE = "wordings, words\nand pairs of colours that training never shows"
 
 
@@ -121,9 +121,10 @@ def part(facts: Row | None, ledger: Path) -> str:
     """Empty for weights without eyes."""
     if facts is None:
         return ""
+    kept = f"; {facts['words_kept']:.0%} of its weights are those of before" if facts["words_kept"] else ""
     return PART.format(
         **{"before": ""} | facts,
-        how=LEARNT.format(**facts) if facts["words_rate"] else FROZEN,
+        how=LEARNT.format(**facts, kept=kept) if facts["words_rate"] else FROZEN,
         layers=VISION["vt_num_hidden_layers"],
         width=VISION["vt_hidden_size"],
         table=table(newest(ledger)),
