@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from perilune.core.messages import Order
 from perilune.core.request import Request
 from perilune.core.sampling import SamplingParams
 from perilune.engine.kv_tiers.offload import Offload
@@ -88,8 +89,11 @@ class TieredRig(Rig):
         return super().tick(between)
 
     def finish(self) -> None:
+        ticks = 0
         while self.scheduler.has_work or self.flying is not None or self.scheduler.offload.busy:
             self.tick()
+            ticks += 1
+            assert ticks < 20_000, "requests wait for ever"
         super().finish()
 
     def oldest(self) -> int:
@@ -370,3 +374,93 @@ def test_a_request_whose_kv_is_quicker_computed_asks_once() -> None:
     request = Request(1, 0, PROMPTS[0], 20, SamplingParams(), 0, 30)
     assert [rig.scheduler.blocks.find_stored(request, []) for _ in range(100)] == [[]] * 100
     assert worth.refusals["host"] == 1
+
+
+def test_a_second_restore_of_a_waiting_request_keeps_each_block_once() -> None:
+    """Blocks after the restored ones may reach a tier while it waits: then it restores those, too."""
+    rig, _ = paused(num_blocks=18, max_tokens=40)
+    digests: list[bytes] = []
+    extend_digests(digests, PROMPTS[0], 4, 4)
+    blocks, find = rig.scheduler.blocks, rig.scheduler.offload.find
+    rig.scheduler.offload.find = lambda request, missing: find(request, missing)[:2]  # as if the others were in none
+    rig.submit(11, PROMPTS[0], max_tokens=4)
+    request = rig.scheduler._live[11]
+    while len(request.kept) < 4:
+        rig.tick()
+    assert request.restores == 2 and blocks._kept == [request]
+    assert request.kept == blocks.tree.match(digests)
+    rig.cancel(11)
+    rig.finish()
+
+
+def test_restored_blocks_that_are_forgotten_do_not_hold_up_their_request() -> None:
+    """A request that fails takes the beginning that it shares from the cache: a prompt of over half the pool must not
+    keep blocks that are no hits any more."""
+    pacer = Pause()
+    rig = TieredRig(num_blocks=16, rows=60, disk=False, pacer=pacer, errors={10: 12})
+    rig.may_wait = lambda: True
+    whole = [n % 5 for n in range(36)]
+    ask(rig, 0, whole)
+    for rid, prompt in enumerate(PROMPTS, 1):
+        ask(rig, rid, prompt)
+    rig.submit(10, whole[:6], max_tokens=20)
+    rig.tick()
+    pacer.tokens = 0
+    rig.submit(11, whole, max_tokens=4)
+    for _ in range(2000):
+        rig.tick()
+        if not rig.scheduler.has_work:
+            break
+    assert rig.answers[10].error
+    rig.expect(11)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_requests_with_priorities_errors_and_a_disk_that_stalls(seed: int) -> None:
+    """As above, with several requests of one prompt at a time, cut prompts, priorities and deadlines, values that are
+    not finite, and restores that stall or are given up: none waits for ever."""
+    rng = random.Random(seed)
+    ranked, pacer = rng.random() < 0.4, Pause()
+    rig = TieredRig(
+        pacer=pacer,
+        seed=seed,
+        rows=rng.choice([3, 12, 40, 60]),
+        disk=rng.random() < 0.6,
+        faults=rng.choice([0.0, 0.2]),
+        num_blocks=rng.choice([16, 24, 32]),
+        max_num_seqs=rng.choice([1, 2, 4]),
+        max_step_tokens=rng.choice([8, 64]),
+        errors={rid: rng.randrange(4) for rid in range(400) if rng.random() < 0.25},
+        overlapped=rng.random() < 0.8,
+    )
+    rig.may_wait, rig.ranked = (lambda: True), True
+    root = [rng.randrange(29) for _ in range(20)]
+    texts = [root[: 4 * rng.randrange(6)] + [rng.randrange(29) for _ in range(30)] for _ in range(5)]
+    ended = set()
+    for now in range(200):
+        pacer.tokens = rng.choice([0, 0, 3, 64])
+        what = rng.random()
+        live = list(rig.order)
+        if what < 0.25 and len(live) < 8:
+            prompt = rng.choice(texts)[: rng.choice([None, rng.randrange(1, 50)])]
+            for rid in range(len(rig.answers), len(rig.answers) + rng.choice([1, 1, 3])):
+                order = Order(rng.randrange(3), rng.choice([None, float(rng.randrange(2, 60))])) if ranked else Order()
+                rig.submit(rid, prompt, max_tokens=rng.randrange(1, 8), order=order, now=float(now))
+        elif what < 0.3 and live:
+            rig.cancel(victim := rng.choice(live))
+            ended.add(victim)
+        elif what < 0.33:
+            ended.update(rig.expire(float(now)))
+        elif what < 0.41:
+            rig.mover.restores = what > 0.36
+        elif what < 0.42:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("perilune.engine.kv_tiers.offload.LIMIT_SECONDS", 0.0)
+                rig.tick()
+        else:
+            rig.tick()
+    pacer.tokens, rig.mover.restores = 64, True
+    rig.finish()
+    for rid, answer in rig.answers.items():
+        if rid not in ended and not answer.error:
+            rig.expect(rid)
