@@ -281,13 +281,21 @@ def others(written: dict[str, int], share: float = records.SHARE) -> str:
 
 def stages(trained: Row) -> str:
     """What came before the last training, if it did not begin from nothing."""
-    if not (before := trained.get("before")):
+    chain: list[Row] = []
+    before = trained.get("before")
+    while before:
+        chain.insert(0, before)
+        before = before.get("before")
+    if not chain:
         return ""
-    steps, batch, tokens, minutes = (before[key] for key in ("steps", "tokens_per_step", "tokens", "minutes"))
-    return (
-        f"\nIn two stages. First, from nothing: {steps:,} steps of {batch:,} tokens, {tokens / 1e9:.2f} billion in\n"
-        f"all, in {minutes:.0f} minutes. Then, from those weights (experts dequantised), with wider wordings:"
-    )
+    lines = [f"In {len(chain) + 1} stages, each after the first from the weights before (experts dequantised):"]
+    for i, stage in enumerate(chain):
+        steps, batch, tokens, minutes = (stage[key] for key in ("steps", "tokens_per_step", "tokens", "minutes"))
+        begin = "" if i else "from nothing, "
+        eyes = ", then eyes, with which the text model learnt too" if stage.get("eyes", {}).get("words_rate") else ""
+        took = f"{steps:,} steps of {batch:,} tokens, {tokens / 1e9:.2f} billion in all, in {minutes:.0f} minutes"
+        lines.append(f"- {begin}{took}{eyes}")
+    return "\n" + "\n".join(lines) + "\n\nThe last stage:"
 
 
 def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures: str = "") -> str:

@@ -3,7 +3,7 @@
 residual [T, D] is updated in place and rounded to its type before the norm; pairs: see `Pairs`; w [D]; y [T, D] as
 residual. Sums over experts are fp32 in the order of choices, then the shared expert; squares are summed in fp32, y is
 rounded once. "cuda" (rmsnorm.cu) gives the bits of both ops, and does not write the sums to memory and read them again:
-8 D of 30 D bytes of a token with 8 experts and a shared one.
+8 D of 32 D bytes of a token with 8 experts and a shared one.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, K2, Make, Sized, rounded
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Sized, Tol, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import address
 from perilune.ops.layouts.operands import Pairs
@@ -47,7 +47,14 @@ CASES = [
     Case(3, 520, 2),
     Case(0, 256, 2),
 ]
-TOL = {"y": rounded(), "residual": rounded()}
+# Kernels fuse products into sums and the reference does not, so about 40 of a million rounded sums fall to the other
+# side: the residual is an ulp off there, and y by that and its own rounding. A sum that were rounded to bfloat16 before
+# it is added would be 2.7e-3 off over the whole output; what falls to the other side is 5e-5.
+_WHOLE = 5e-4
+TOL = {
+    "y": {FLOAT32: rounded()[FLOAT32], BFLOAT16: Tol(1e-4, 2**-6, _WHOLE, "an ulp of the residual, and one of y")},
+    "residual": {FLOAT32: rounded()[FLOAT32], BFLOAT16: Tol(1e-4, 2**-7, _WHOLE, "an ulp, where sums fall apart")},
+}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:

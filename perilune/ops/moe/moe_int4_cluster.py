@@ -71,7 +71,7 @@ def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Te
     pairs, device = T * k, x.device
     rows = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8) * 8  # a tile reads up to its width past its rows
     plan = torch.empty(CLASSES + 3 * (pairs // WIDEST + E), dtype=torch.int32, device=device)
-    position = torch.empty(pairs + E, dtype=torch.int32, device=device)
+    position = torch.empty(pairs, dtype=torch.int32, device=device)
     slabs = torch.empty(rows, D, dtype=BFLOAT16, device=device)
     h = torch.empty(rows, I, dtype=BFLOAT16, device=device)
     ids, weights = chosen.ids.contiguous(), chosen.weights.contiguous()
@@ -95,4 +95,4 @@ def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Te
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
-    return Pairs(slabs, position[:pairs].view(T, k), weights, shared, mixed=True)
+    return Pairs(slabs, position.view(T, k), weights, shared, mixed=True)

@@ -132,7 +132,7 @@ def _chunk(
     groups = -(-(pairs + 7 * min(E, pairs) + WIDEST) // 8)  # a tile reads up to its width past its rows
     device = x.device
     plan = torch.empty(3 * WIDTHS * (1 + tiles), dtype=torch.int32, device=device)
-    position = torch.empty(pairs + E, dtype=torch.int32, device=device)
+    position = torch.empty(pairs, dtype=torch.int32, device=device)
     slabs = torch.empty(8 * groups, D, dtype=BFLOAT16, device=device)
     h = torch.empty(8 * groups, I, dtype=BFLOAT16, device=device)
     failed = _kernel(source_for(gate_up))(
@@ -160,4 +160,4 @@ def _chunk(
         torch.cuda.current_stream(device).cuda_stream,
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
-    return slabs, position[:pairs].view(T, k)
+    return slabs, position.view(T, k)

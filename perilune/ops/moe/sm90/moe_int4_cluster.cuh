@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(1024) plan_kernel(const int* ids, int pairs, i
     }
   }
   __syncthreads();
-  place_pairs(ids, pairs, 1, E, next, position, nullptr, position + pairs);
+  place_pairs(ids, pairs, 1, E, next, position, nullptr);
 }
 
 template <bool GATE_UP, bool COMPACT>
@@ -179,8 +179,8 @@ int product(Args a, const Maps& maps, int processors, void* stream) {
 
 // x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: its sums are made
 // later, from position and slabs.
-// Workspace: plan int32 [12 + 3 (T k / 96 + E)], position int32 [T k + E], slabs bf16 [8 groups, D] (of x, then the rows
-// of down), h bf16 [8 groups, I]. 8 groups >= T k + 7 min(E, T k) + 96 rows.
+// Workspace: plan int32 [12 + 3 (T k / 96 + E)], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows of
+// down), h bf16 [8 groups, I]. 8 groups >= T k + 7 min(E, T k) + 96 rows.
 struct Block {
   const void* x;
   int64_t stride;
@@ -205,8 +205,8 @@ int run(const Block& b) {
   int failed = launch(plan_kernel, dim3(1), dim3(1024), 0, b.stream, 1, static_cast<const int*>(b.ids), tokens * k, E,
                       plan, position);
   if (failed) return failed;
-  failed = launch(gather_kernel, dim3(tokens + E), dim3(256), 2 * D, b.stream, 1, static_cast<const bf16*>(b.x),
-                  b.stride, static_cast<const int*>(position), tokens, k, D, b.groups, static_cast<uint8_t*>(b.slabs));
+  failed = launch(gather_kernel, dim3(tokens), dim3(256), 2 * D, b.stream, 1, static_cast<const bf16*>(b.x), b.stride,
+                  static_cast<const int*>(position), k, D, b.groups, static_cast<uint8_t*>(b.slabs));
   if (failed) return failed;
   Args a = {static_cast<const uint8_t*>(b.slabs), {b.h, b.groups, 2 * I}, static_cast<const bf16*>(b.gate_up_row),
             plan, D, 0};

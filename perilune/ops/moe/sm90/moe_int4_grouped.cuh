@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(1024) plan_kernel(const int* ids, int pairs, i
                                                     Planned::Plan* plan, Tile* tiles, int capacity, int* position) {
   wait_for_predecessor();
   let_successor_start();
-  Planned::plan(ids, pairs, 1, E, classes, plan, tiles, capacity, position, nullptr, position + pairs);
+  Planned::plan(ids, pairs, 1, E, classes, plan, tiles, capacity, position, nullptr);
 }
 
 struct Args {
@@ -331,7 +331,7 @@ int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* ti
 
 // x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: `combine` makes
 // its rows later. classes: plan_kernel's.
-// Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k + E], slabs bf16 [8 groups, D] (of x, then the rows
+// Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
 // of down), h bf16 [8 groups, I]. capacity >= T k / 256 + E tiles; 8 groups >= T k + 7 min(E, T k) + 256 rows.
 struct Block {
   const void* x;
@@ -353,8 +353,8 @@ int run(const Block& b) {
   int failed = launch(plan_kernel, dim3(1), dim3(1024), 0, b.stream, 1, static_cast<const int*>(b.ids), pairs,
                       static_cast<int>(b.E), classes, plan, tiles, capacity, position);
   if (failed) return failed;
-  failed = launch(gather_kernel, dim3(b.T + b.E), dim3(256), 2 * D, b.stream, 1, static_cast<const bf16*>(b.x), b.stride,
-                  static_cast<const int*>(position), static_cast<int>(b.T), static_cast<int>(b.k), D, b.groups,
+  failed = launch(gather_kernel, dim3(b.T), dim3(256), 2 * D, b.stream, 1, static_cast<const bf16*>(b.x), b.stride,
+                  static_cast<const int*>(position), static_cast<int>(b.k), D, b.groups,
                   static_cast<uint8_t*>(b.slabs));
   if (failed) return failed;
   Args a = {static_cast<const uint32_t*>(b.gate_up),  static_cast<const uint8_t*>(b.gate_up_scale),

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(1024) prepare_kernel(const bf16* x, int64_t st
   wait_for_predecessor();
   let_successor_start();
   if (blockIdx.x == 0) {
-    Planned::plan(ids, T * k, k, E, classes, plan, tiles, capacity, position, source, nullptr);
+    Planned::plan(ids, T * k, k, E, classes, plan, tiles, capacity, position, source);
     return;
   }
   const int64_t token = (blockIdx.x - 1) * 4 + threadIdx.x / 256;

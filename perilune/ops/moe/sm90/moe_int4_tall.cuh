@@ -186,7 +186,7 @@ __device__ __forceinline__ void store_results(const float (&d)[N / 2], int first
   }
   named_sync(1 + me.group, 128);
   const int column = threadIdx.x % 128 / 4, chunk = threadIdx.x % 4;
-  if (first + column < divide_up(tile.count, 8) * 8) {  // the rows up to a multiple of 8 are zeros, or anything
+  if (first + column < tile.count) {
     const int slab = unit * 2 + me.group / 2;
     uint8_t* h = static_cast<uint8_t*>(to.out) + (slab * to.groups + (tile.row + first + column) / 8) * 1024;
     *reinterpret_cast<uint4*>(h + column % 8 * 128 + ((me.group % 2 * 4 + chunk) ^ column % 8) * 16) =

@@ -4,24 +4,13 @@
 
 namespace {
 
-// One token per CTA. The row is put in order in shared memory, so that eight lanes write a whole line. Behind the tokens
-// a CTA per expert: zeros to the rows up to the next multiple of 8, which products take along (3.5 of 21 columns at 1,000
-// tokens, of 208 at 10,000): the tensor cores need less power for zeros, and power limits the clock.
-// position [T k + E]: rows of pairs, then ends of experts.
-__global__ void __launch_bounds__(256) gather_kernel(const bf16* x, int64_t stride, const int* position, int T, int k,
-                                                     int D, int64_t groups, uint8_t* out) {
+// One token per CTA. The row is put in order in shared memory, so that eight lanes write a whole line.
+__global__ void __launch_bounds__(256) gather_kernel(const bf16* x, int64_t stride, const int* position, int k, int D,
+                                                     int64_t groups, uint8_t* out) {
   extern __shared__ uint4 ordered[];  // [D / 8] chunks
   const int token = blockIdx.x;
   wait_for_predecessor();
   let_successor_start();  // only after the wait: moe_int4_cluster.cuh reads the plan before its own
-  if (token >= T) {
-    for (int row = position[T * k + token - T]; row % 8; row++) {
-      uint8_t* to = out + static_cast<int64_t>(row / 8) * 1024 + (row % 8) * 128;
-      for (int chunk = threadIdx.x; chunk < D / 8; chunk += blockDim.x)
-        *reinterpret_cast<uint4*>(to + chunk / 8 * groups * 1024 + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
-    }
-    return;
-  }
   for (int unit = threadIdx.x; unit < D / 32; unit += blockDim.x) permute(x + token * stride, unit, ordered);
   __syncthreads();
   for (int j = 0; j < k; j++) {

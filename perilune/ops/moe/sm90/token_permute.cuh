@@ -43,9 +43,9 @@ __device__ __forceinline__ int count_pairs(const int* ids, int pairs, int E, int
 }
 
 // By 1024 threads: gives every pair the next row of its expert. position [pairs]: a pair's row, or -1; source: the token
-// of a row, if not null; ends [E]: the row behind those of an expert, if not null.
+// of a row, if not null.
 __device__ __forceinline__ void place_pairs(const int* ids, int pairs, int k, int E, int* next, int* position,
-                                            int* source, int* ends) {
+                                            int* source) {
 #pragma unroll 4
   for (int n = threadIdx.x; n < pairs; n += 1024) {
     const int e = ids[n];
@@ -54,9 +54,6 @@ __device__ __forceinline__ void place_pairs(const int* ids, int pairs, int k, in
     position[n] = row;
     if (source && known) source[row] = n / k;
   }
-  if (!ends) return;
-  __syncthreads();
-  if (threadIdx.x < E) ends[threadIdx.x] = next[threadIdx.x];
 }
 
 // Sizes of tiles: class c has 8 (FIRST + c) columns, for up to so many pairs of an expert.
@@ -70,10 +67,10 @@ struct Planner {
     int taken[2][CLASSES];  // of the work of gate_up and down, beyond the first piece of every CTA
   };
 
-  // By 1024 threads. Bit c of `classes`: tiles may be of class c; the last one always may. position, source and ends:
-  // see place_pairs.
+  // By 1024 threads. Bit c of `classes`: tiles may be of class c; the last one always may. position and source: see
+  // place_pairs.
   static __device__ void plan(const int* ids, int pairs, int k, int E, uint32_t classes, Plan* plan, Tile* tiles,
-                              int capacity, int* position, int* source, int* ends) {
+                              int capacity, int* position, int* source) {
     __shared__ int counts[MAX_EXPERTS], next[MAX_EXPERTS], totals[32], of_class[CLASSES];
     const int tid = threadIdx.x;
     if (tid < CLASSES) of_class[tid] = 0;
@@ -91,7 +88,7 @@ struct Planner {
       plan->tiles[tid] = of_class[tid];
       plan->taken[0][tid] = plan->taken[1][tid] = 0;
     }
-    place_pairs(ids, pairs, k, E, next, position, source, ends);
+    place_pairs(ids, pairs, k, E, next, position, source);
   }
 };
 
