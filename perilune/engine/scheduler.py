@@ -341,7 +341,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that every block, slot and request is accounted for exactly once. Slow: for tests."""
-        self.blocks.check(self._running)
+        self.blocks.check(self._running, self._queue.requests)
         if self.encoder is not None:
             self.encoder.check()
         self._queue.check(self._running)

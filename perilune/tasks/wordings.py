@@ -134,7 +134,7 @@ def careless(rng: Random, form: str) -> str:
     if roll < 0.14:
         form = "".join([p if p.startswith("{") else p.lower() for p in re.split(r"(\{[^}]*\})", form)])
     if 0.07 < roll < 0.2:
-        form = re.sub(r"[,.!?]+(?=\s|$)", "", form)
+        form = re.sub(r"(?<=\S)[,.!?]+(?=\s|$)", "", form)  # "6 * ? = 12" keeps its place
     if roll > 0.88:
         form = typo(rng, form)
         if roll > 0.985:

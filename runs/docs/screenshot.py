@@ -27,7 +27,7 @@ TOOLS_PICTURE = ROOT / "docs/images/page-tools.png"  # a call that waits for its
 ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.png"  # a question with pictures that is not sent yet
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 60_000
-COLOURS = 24  # of the palette
+COLOURS = 14  # of the palette
 QUESTIONS = (
     "What is 347 + 589?",
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",

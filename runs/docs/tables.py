@@ -183,9 +183,10 @@ def nano_speed() -> str:
 def nano() -> str:
     """What the bundled model is, from the record of its training."""
     trained = json.loads((ROOT / "perilune/bundled/kimi-nano/training.json").read_text())
-    minutes = (
-        trained["minutes"] + trained.get("before", {}).get("minutes", 0) + trained.get("eyes", {}).get("minutes", 0)
-    )
+    minutes, stage = 0.0, trained
+    while stage:
+        minutes += stage["minutes"] + stage.get("eyes", {}).get("minutes", 0)
+        stage = stage.get("before")
     return (
         f"kimi-nano is a demonstration of checked skills, not a chat model: {trained['parameters'] / 1e6:.0f} million "
         f"parameters, trained from nothing\nin {minutes:.0f} minutes on one {trained['device']} by "

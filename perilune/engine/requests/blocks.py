@@ -115,6 +115,8 @@ class RequestBlocks:
         False: too few blocks are free yet, ask again before the next step."""
         assert self.offload is not None
         request.restoring = self.offload.begin(request, hits, stored, planned_steps)
+        if request.restoring:
+            self.drop_kept(request)  # those of an earlier restore are among the hits, to which this one has a reference
         return request.restoring
 
     def take_restored(self, committed_steps: int, running: Sequence[Request]) -> list[Request]:
@@ -189,12 +191,16 @@ class RequestBlocks:
         """Removes the request's blocks, and all that follow them, from the prefix cache and the tiers: any of them may
         hold the non-finite values with which it failed."""
         if request.digests:
-            self.tree.forget(request.digests[0])
+            first = request.digests[0]
+            self.tree.forget(first)
             if self.offload is not None:
-                self.offload.forget(request.digests[0])
+                self.offload.forget(first)
+            for waiting in [r for r in self._kept if r.digests[0] == first]:
+                self.drop_kept(waiting)  # they are no hits any more: the request may not fit beside them
 
-    def check(self, running: Sequence[Request]) -> None:
+    def check(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Asserts that every block is accounted for exactly once. Slow: for tests."""
+        assert all(r.kept and r in waiting for r in self._kept), "restored blocks of a request that does not wait"
         elsewhere: list[list[int]] = []
         if self.offload is not None:
             self.offload.check()

@@ -33,7 +33,7 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
     "left": ("<how> are left", "<how> {does} {p} have left", "<how> remain", "<how> {does} {p} have now",
         "<how> are there now", "<how> {does} {n} have in the end", "How many are left over",
         "<how> {does} {p} still have",
-        "So <how> are left", "<how> is that in the end", "<how> {does} that leave {i}",
+        "<how> are left then", "<how> is that in the end", "<how> {does} that leave {i}",
         "How many of them are still there"),
     "idle": ("It was {x} degrees outside.", "It took {x} minutes.", "{n} {has} {x} cousins.", "The shop closes at {x}.",
         "{h} street has {x} houses.", "It happened on a Tuesday.", "The weather was lovely.", "{m} was there, too.",
@@ -73,7 +73,7 @@ _PARTS: Final = """
     #+#-@: {n} <had> # {o} <first>, but @ fewer <second>.
     #+@: {n} <had> # {o} <first> and @ {o} <second>.
     #+@: {n} <had> # {o} <first> and another @ <second>.
-    #*%: <first> and <second>, for % <time>, {n} <had> # {o} every time.
+    #*2: <first> and <second>, {n} <had> # {o} every time.
 """
 TOPICS: Final = (
     Topic("{o}", _forms("""
@@ -84,7 +84,7 @@ TOPICS: Final = (
         #*%: There are % {box} with # {o} <each>.
         #*%: Every one of the % {box} that {n} <had> holds # {o}.
         #+@: {n} <had> # big and @ small {o}.
-        #+@: {n} <had> # {o}, and {m} brought @ of {h} own.
+        #+@: {n} <had> # {o}, and {m} brought another @.
         """ + _PARTS),
         _forms("""
         +#: {P} <got> # more.
@@ -369,6 +369,8 @@ def rates(rng: Random, thing: str) -> Story:
     if roll < 0.45:
         said += pick(rng, (" each day", " every working day", " a day", " each time"))
         length = pick(rng, ("in {k} days", "over {k} days", "on {k} such days", "after {k} days"))
+        if "working day" in said:
+            length = "on {k} such days"
         if "each time" in said:
             length = pick(rng, ("when it is done {k} times", "for {k} times"))
     else:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from perilune.core.messages import Order
 from perilune.core.request import Request
 from perilune.core.sampling import SamplingParams
 from perilune.engine.kv_tiers.offload import Offload
@@ -88,8 +89,11 @@ class TieredRig(Rig):
         return super().tick(between)
 
     def finish(self) -> None:
+        ticks = 0
         while self.scheduler.has_work or self.flying is not None or self.scheduler.offload.busy:
             self.tick()
+            ticks += 1
+            assert ticks < 20_000, "requests wait for ever"
         super().finish()
 
     def oldest(self) -> int:
@@ -245,56 +249,65 @@ def test_a_request_cancelled_while_it_is_restored_leaves_nothing() -> None:
     assert ask(rig, 11, PROMPTS[0]) == 16
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_sessions_through_thrashing_tiers(seed: int) -> None:
-    """Sessions that go on, are cancelled and share beginnings, on a pool for two of them: every answer is that of the
-    model alone, and after every call each block, row and slot is accounted for."""
-    rng = random.Random(seed)
-    drafts = rng.random() < 0.6
-    pacer = Pause() if rng.random() < 0.5 else None
+    """Sessions that go on and share beginnings, several requests of a text at once, priorities, deadlines, values that
+    are not finite, restores that stall or are given up, on a pool for two sessions: every answer is that of the model
+    alone, none waits for ever, and after every call each block, row and slot is accounted for."""
+    rng, trails, ended, now = random.Random(seed), random.Random(seed), set(), 0.0
+    drafts, wild, ranked, pacer = rng.random() < 0.5, rng.random() < 0.6, rng.random() < 0.3, Pause()
     rig = TieredRig(
-        pacer=pacer,
+        pacer=pacer if (paced := rng.random() < 0.6) else None,
         seed=seed,
         rows=rng.choice([3, 12, 60]),
         disk=rng.random() < 0.6,
         faults=rng.choice([0.0, 0.2]),
-        num_blocks=rng.choice([18, 24]),
-        max_num_seqs=rng.choice([2, 4]),
+        num_blocks=rng.choice([16, 18, 24]),
+        max_num_seqs=rng.choice([1, 2, 4]),
         max_step_tokens=rng.choice([8, 64]),
-        rng=random.Random(seed),
-        trails=random.Random(seed) if drafts else None,
+        overlapped=rng.random() < 0.8,
+        errors={rid: rng.randrange(4) for rid in range(400) if rng.random() < 0.25} if wild else {},
+        rng=trails,
+        trails=trails if drafts else None,
         drafter=(lambda prompt, at: [rng.randrange(29) for _ in range(3)]) if drafts else None,
     )
-    if pacer is not None:
-        rig.may_wait = lambda: True
-    texts = [[rng.randrange(29) for _ in range(rng.randrange(4, 16))] for _ in range(6)]
-    live: dict[int, int] = {}
-    cancelled = set()
-    for rid in range(60):
-        session = rng.randrange(6)
-        if session in live.values():
-            continue
-        rig.submit(rid, texts[session], max_tokens=rng.randrange(1, 6))
-        live[rid] = session
-        for _ in range(rng.randrange(8)):
-            if pacer is not None:
-                pacer.tokens = rng.choice([0, 0, 3, 64])
+    if wild or ranked or paced:
+        rig.may_wait, rig.ranked = (lambda: True), True
+    root = [rng.randrange(29) for _ in range(20)]
+    texts = [root[: 4 * rng.randrange(6)] + [rng.randrange(29) for _ in range(15)] for _ in range(5)]
+    asked: dict[int, int] = {}
+    for _ in range(200):
+        now += 1.0
+        pacer.tokens = rng.choice([0, 0, 3, 64])
+        what, live = rng.random(), list(rig.order)
+        if what < 0.2 and len(live) < 8:
+            text = rng.randrange(5)
+            for rid in range(len(rig.answers), len(rig.answers) + rng.choice([1, 1, 3])):
+                order = Order(rng.randrange(3), rng.choice([None, rng.uniform(2, 60)])) if ranked else Order()
+                rig.submit(rid, texts[text], max_tokens=rng.randrange(1, 8), order=order, now=now)
+                asked[rid] = text
+        elif what < 0.24 and live:
+            rig.cancel(victim := rng.choice(live))
+            ended.add(victim)
+        elif what < 0.27:
+            ended.update(rig.expire(now))
+        elif what < 0.33 and wild:
+            rig.mover.restores = what > 0.29
+        elif what < 0.34 and wild:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("perilune.engine.kv_tiers.offload.LIMIT_SECONDS", 0.0)
+                rig.tick()
+        else:
             rig.tick()
-        if rng.random() < 0.1:
-            victim = rng.choice(list(live))
-            rig.cancel(victim)
-            cancelled.add(victim)
-            del live[victim]
-        for done in [r for r in live if rig.answers[r].finish is not None]:
-            session = live.pop(done)
-            texts[session] = [*texts[session], *rig.answers[done].tokens, rng.randrange(29)]
-            if len(texts[session]) > 50:
-                texts[session] = [rng.randrange(29) for _ in range(4)]
-    if pacer is not None:
-        pacer.tokens = 64
+        for rid in [r for r in asked if rig.answers[r].finish is not None]:
+            text, answer = asked.pop(rid), rig.answers[rid]
+            if not answer.error and rig.prompts[rid] == tuple(texts[text]):
+                grown = [*texts[text], *answer.tokens, rng.randrange(29)]
+                texts[text] = grown if len(grown) < 50 else root[:8]
+    pacer.tokens, rig.mover.restores = 64, True
     rig.finish()
-    for rid in rig.answers:
-        if rid not in cancelled:
+    for rid, answer in rig.answers.items():
+        if rid not in ended and not answer.error:
             rig.expect(rid)
 
 
@@ -400,3 +413,42 @@ def test_a_request_whose_kv_is_quicker_computed_asks_once() -> None:
     request = Request(1, 0, PROMPTS[0], 20, SamplingParams(), 0, 30)
     assert [rig.scheduler.blocks.find_stored(request, []) for _ in range(100)] == [[]] * 100
     assert worth.refusals["host"] == 1
+
+
+def test_a_second_restore_of_a_waiting_request_keeps_each_block_once() -> None:
+    """Blocks after the restored ones may reach a tier while it waits: then it restores those, too."""
+    rig, _ = paused(num_blocks=18, max_tokens=40)
+    digests: list[bytes] = []
+    extend_digests(digests, PROMPTS[0], 4, 4)
+    blocks, find = rig.scheduler.blocks, rig.scheduler.offload.find
+    rig.scheduler.offload.find = lambda request, missing: find(request, missing)[:2]  # as if the others were in none
+    rig.submit(11, PROMPTS[0], max_tokens=4)
+    request = rig.scheduler._live[11]
+    while len(request.kept) < 4:
+        rig.tick()
+    assert request.restores == 2 and blocks._kept == [request]
+    assert request.kept == blocks.tree.match(digests)
+    rig.cancel(11)
+    rig.finish()
+
+
+def test_restored_blocks_that_are_forgotten_do_not_hold_up_their_request() -> None:
+    """A request that fails takes the beginning that it shares from the cache: a prompt of over half the pool must not
+    keep blocks that are no hits any more."""
+    pacer = Pause()
+    rig = TieredRig(num_blocks=16, rows=60, disk=False, pacer=pacer, errors={10: 12})
+    rig.may_wait = lambda: True
+    whole = [n % 5 for n in range(36)]
+    ask(rig, 0, whole)
+    for rid, prompt in enumerate(PROMPTS, 1):
+        ask(rig, rid, prompt)
+    rig.submit(10, whole[:6], max_tokens=20)
+    rig.tick()
+    pacer.tokens = 0
+    rig.submit(11, whole, max_tokens=4)
+    for _ in range(2000):
+        rig.tick()
+        if not rig.scheduler.has_work:
+            break
+    assert rig.answers[10].error
+    rig.expect(11)

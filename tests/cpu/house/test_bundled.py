@@ -124,7 +124,7 @@ def test_only_the_log_of_a_finished_training_makes_a_card(tmp_path: Path) -> Non
     write(corpus, before, start, stop, score)
     assert training(log, tmp_path)["before"]["steps"] == 7000
     said = cards.card(json.loads((NANO / TRAINING_FILE).read_text()) | {"before": before}, newest(LEDGER))
-    assert "First, from nothing: 7,000 steps of 10 tokens" in said
+    assert "from nothing, 7,000 steps of 10 tokens" in said
     write(corpus, start, score, stop | {"finished": False})
     with pytest.raises(SystemExit, match="unfinished"):
         training(log, tmp_path)

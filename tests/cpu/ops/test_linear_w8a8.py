@@ -8,7 +8,7 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.llm import LLM
 from perilune.loading.fp8_dense import to_fp8
-from perilune.model.kimi_k2 import KimiK2, _apply_rows, apply
+from perilune.model.kimi_k2 import KimiK2, _apply_rows, apply, mlp
 from perilune.ops.harness import registry
 from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.layouts.operands import Matrix, Mlp
@@ -16,6 +16,7 @@ from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.linear_fp8 import quantize_rows
 from perilune.ops.linear.linear_w8a8 import MIN_TOKENS, applies, tall
 from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens
+from perilune.ops.pointwise.swiglu import swiglu
 from tests.cpu.loading.test_synthetic import tiny_weights
 
 
@@ -128,3 +129,11 @@ def test_norms_that_round_too_keep_the_models_bits(monkeypatch: pytest.MonkeyPat
             found.append(llm.score(ids))
         ran.append(len(op._decisions))
     assert found[0] == found[1] and ran[0] > 0 == ran[1]
+
+
+def test_a_narrow_mlp_keeps_its_second_matrix_as_it_is() -> None:
+    """Of a width that is no multiple of 64 `down` has no FP8 weights: its product takes exact activations."""
+    narrow = Mlp(matrix(2 * 96, 128, 1), Matrix(rows(128, 96, 2)))
+    x = rows(MIN_TOKENS, 128, 3)
+    want = apply(narrow.down, swiglu(linear_w8a8.linear(x, narrow.gate_up)))
+    assert torch.equal(mlp(narrow, x), want)

@@ -157,6 +157,8 @@ def test_tales_show_each_number_of_their_pattern_and_no_other() -> None:
         places = set(re.findall(r"\{([a-z]+)\}", text)) & set("abcdefgkj")
         assert set(re.findall("[a-z]", pattern)) == places, (pattern, text)
         assert unit and "<" not in text and "#" not in text and "%" not in text and "@" not in text, text
+        assert "working day" not in text or "such days" in text, "how many of some days are working days?"
+        assert "every time" not in text or "a*2" in pattern, (pattern, text)  # in the morning, in the evening
         numbers = {c: 9**9 if c == "a" else 7 for c in places}
         assert eval(pattern, {}, numbers) is not None
         kinds.add(re.sub("[a-z]", "n", pattern))

@@ -224,3 +224,8 @@ def test_a_system_message_may_hold_what_is_asked() -> None:
         assert "JSON" in p.messages[0]["content"] and len(p.messages) == 2
         named = [k for k in json.loads(p.reply.content) if k in p.messages[0]["content"]]
         assert named or "_" in p.reply.content
+
+
+def test_a_place_in_a_sum_is_no_punctuation() -> None:
+    rng = random.Random(7)
+    assert all(re.search(r"\* \? =", wordings.phrase(rng, "{a} * ? = {b}")) for _ in range(3000))
