@@ -127,8 +127,8 @@ class Rank:
                             "parts": parts,
                             "width": WIDTH,
                             "tp": self.ranks,
-                            "method": f"graph of {_ops(T)} exchanges on each other's output, median of {REPLAYS} "
-                            "replays, slowest rank; bits equal on all ranks and to the reference",
+                            "method": f"median of {REPLAYS} graphs of {_ops(T)} in a row, "
+                            "slowest rank; bits as the reference",
                         }
                     )
         return found
@@ -159,8 +159,8 @@ class Rank:
                             "parts": 0,
                             "width": nbytes,
                             "tp": self.ranks,
-                            "method": f"graph of {_ops(T)} exchanges of `width` bytes with each rank, median of "
-                            f"{REPLAYS} replays, slowest rank; bytes as sent",
+                            "method": f"median of {REPLAYS} graphs of {_ops(T)} of `width` "
+                            "bytes, slowest rank; bytes as sent",
                         }
                     )
         return found
