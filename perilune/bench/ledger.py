@@ -56,7 +56,7 @@ def append(rows: list[dict[str, Any]], directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with file.open("a") as f:
-            f.write("".join(json.dumps(row) + "\n" for row in rows))
+            f.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
     except OSError as e:
         raise ConfigError(f"cannot write the ledger {file}: {e.strerror} (choose another with --ledger)") from e
     return file
