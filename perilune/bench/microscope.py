@@ -254,7 +254,8 @@ class Bench:
             "ceiling_tb_s": CEILING_TB_S,
             "measured_read_tb_s": round(self.read_tb_s, 3),
             "method": f"(graph of {self.layers} layers - of {self.layers - STEP}) / {STEP}, medians of {DRAWS} draws, "
-            f"{REPLAYS} replays on end, in turns; step: median of {STEPS} with {self.layers} layers; random weights, KV",
+            f"{REPLAYS} replays on end, in turns; step: median of {STEPS} with {self.layers} layers; "
+            "random weights, KV",
             **ledger.circumstances(),
         }
         report(
