@@ -96,13 +96,13 @@ class RequestBlocks:
         """Number of tokens of a waiting request that are in the prefix cache."""
         return self.tree.count_known(self._readable(request)) * self._block_size
 
-    def fits(self, request: Request, hits: list[int], reserve: int) -> bool:
-        """Whether there are blocks for all known tokens of a waiting request, besides `reserve` blocks.
+    def lacking(self, request: Request, hits: list[int], reserve: int) -> int:
+        """How many blocks lack for all known tokens of a waiting request, besides `reserve` blocks; 0: it fits.
 
         Its first chunk would need fewer; but if blocks ran out in the middle of a prompt, it would be preempted.
         """
         missing = -(-request.known // self._block_size) - len(hits)
-        return self.tree.available - self.tree.idle_among(hits) - missing >= reserve
+        return max(missing + reserve + self.tree.idle_among(hits) - self.tree.available, 0)
 
     def find_stored(self, request: Request, hits: list[int]) -> list[bytes]:
         """Digests of the blocks after `hits` that should be restored from a tier for the request."""
@@ -138,13 +138,14 @@ class RequestBlocks:
             self.tree.release(request.kept)
             request.kept = []
 
-    def take_kept(self, rank: tuple[float, ...] = ()) -> bool:
+    def take_kept(self, rank: tuple[float, ...] = (), lacking: int = 1) -> bool:
         """Releases the restored blocks of the waiting request of the latest rank, because one of this rank, or a
-        running one (no rank), lacks blocks. False: no waiting request of a later rank has any."""
-        last = max(self._kept, key=lambda request: request.rank, default=None)
-        if last is None or last.rank <= rank:
+        running one (no rank), lacks blocks. False, and nothing is released: waiting requests of later ranks have fewer
+        than `lacking`, so theirs would be restored again for nothing; running requests give theirs when they end."""
+        later = [request for request in self._kept if request.rank > rank]
+        if not later or sum(len(request.kept) for request in later) < lacking:
             return False
-        self.drop_kept(last)
+        self.drop_kept(max(later, key=lambda request: request.rank))
         return True
 
     def has_room(self, request: Request, hits: list[int], budget: int) -> bool:

@@ -83,8 +83,8 @@ class RequestQueue:
             request = self.requests[0]
             room = min(tokens, shares.get(request.rid, tokens))
             hits = self._blocks.match(request)
-            if not self._blocks.fits(request, hits, reserve):
-                if self._blocks.take_kept(request.rank):
+            if lacking := self._blocks.lacking(request, hits, reserve):
+                if self._blocks.take_kept(request.rank, lacking):
                     continue
                 return None
             if stored := self._blocks.find_stored(request, hits):

@@ -391,6 +391,19 @@ def test_a_request_cancelled_after_its_restore_keeps_nothing() -> None:
     rig.finish()
 
 
+def test_restored_blocks_that_would_not_suffice_stay() -> None:
+    rig, _ = paused(num_blocks=16, max_tokens=20)
+    rig.submit(11, PROMPTS[0], max_tokens=4)
+    for _ in range(10):
+        rig.tick()
+    (request,) = rig.scheduler._queue.requests
+    blocks = rig.scheduler.blocks
+    assert not blocks.take_kept(lacking=5) and len(request.kept) == 4
+    assert blocks.take_kept(lacking=4) and not request.kept
+    rig.scheduler.check_integrity()
+    rig.finish()
+
+
 def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
     rig, pacer = paused(num_blocks=16, max_tokens=40)
     rig.submit(11, PROMPTS[0], max_tokens=4)
