@@ -281,7 +281,7 @@ def test_penalties_and_bias_change_what_is_said(server: Server) -> None:
     def ask(**fields: Any) -> list[int]:
         answer = server.openai.completions.create(
             model="kimi-nano",
-            prompt="a a a a a a",
+            prompt="= = = = = = = =",
             temperature=0,
             max_tokens=24,
             extra_body={"ignore_eos": True, **fields.pop("extra", {})},
