@@ -110,7 +110,7 @@ class Link:
 
 
 class Player:
-    """Plays sessions, all at once and without waiting between turns, on a scheduler whose steps take table times."""
+    """Plays sessions at once, without waiting between turns, on a scheduler; steps take the seconds of a table."""
 
     def __init__(self, sessions: Sequence[traces.Session], layers: int, scheduler: Scheduler, link: Link) -> None:
         self.scheduler, self.link, self.clock, self.layers = scheduler, link, link.clock, layers

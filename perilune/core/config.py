@@ -45,7 +45,7 @@ class EngineConfig:
     )
     fp8_activations: bool = _doc(
         "with rest_dtype=fp8: steps of more than 128 tokens round the inputs of these layers to e4m3 too (a scale per "
-        "token and 128 columns), so prompts take less time and answers differ slightly",
+        "token and 128 columns), and on Hopper GPUs prompts attend in 8 bits; less time, and answers differ slightly",
         False,
     )
     expert_scales: Literal["auto", "checkpoint", "compact"] = _doc(

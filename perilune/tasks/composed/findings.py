@@ -1,4 +1,4 @@
-"""Tools whose results are asked about as people ask, for `tools_multi`: "do I need a coat in Oslo" reads a temperature.
+"""Questions about tools' results in everyday words, for `tools_multi`: "do I need a coat in Oslo" reads a temperature.
 
 A row has the tool's names, what it does, its parameter and the parameter's kind; then, for each key of its result, the
 key's names, the kind of its value and questions with {v} in the place of the parameter's value; a row may

@@ -33,7 +33,7 @@ ASKED = [
     "2,local,1,Why was he sad?,implicit,he was alone",
     "3,local,1,Who came?,explicit,the hare",
 ]
-TOLD = [
+TALES = [
     "section,text",
     '1,"It was late. The fox hid under the bridge. Then the hare came, and the hare was wet. He was glad. Night fell."',
 ]
@@ -94,7 +94,7 @@ def root(tmp_path: Path) -> Path:
     mawps.mkdir(parents=True)
     (mawps / "train.csv").write_text("Question,Numbers,Equation,Answer\n" + "\n".join(MAWPS) + "\n")
     tales = tmp_path / questions.FAIRYTALES / "data-by-train-split"
-    for folder, name, rows in (("questions", "fox-questions", ASKED), ("section-stories", "fox-story", TOLD)):
+    for folder, name, rows in (("questions", "fox-questions", ASKED), ("section-stories", "fox-story", TALES)):
         (tales / folder / "train").mkdir(parents=True)
         (tales / folder / "train" / f"{name}.csv").write_text("\n".join(rows) + "\n")
     return tmp_path

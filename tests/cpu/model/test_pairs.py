@@ -1,4 +1,4 @@
-"""A model whose norms add up the results of experts: the states of one that adds them up first."""
+"""Experts' results summed inside the norm that follows give the states of a model that sums them before it."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ def pairs_of(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: M
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call whose results are not added up first."""
+    """Number of tokens of each call whose results the norm sums."""
     calls: list[int] = []
 
     def counted(x: Tensor, *rest: Any) -> Pairs | None:
