@@ -29,6 +29,7 @@ from perilune.bench.microscope import (
     breakdown,
     distinct_experts,
     replays_ms,
+    replays_of,
     start,
     step_ms,
 )
@@ -91,7 +92,7 @@ def measure(
         if kernels:
             engine.step()  # back on the graph
             reads = bench.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
-            for line in breakdown(graphs[-1], reads):
+            for line in breakdown(replays_of(graphs[-1]), reads):
                 report(line)
         drafter = _drafter(bench, engine, fp8=draft_dtype == "fp8")
         engine.speculator = Speculator(suffix=False, longest=drafter.longest, fixed=draft, shared=False)

@@ -131,11 +131,15 @@ class Forecast:
 
     def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
         """Lengths of prompts that one rank has rows of, and ms a layer of one rank and of two. Where two have no row of
-        a length, they are as much faster as at the nearest length of which they have one. Both have weights of the
-        same format beside experts: this one, or bfloat16."""
+        a length, they are as much faster as at the nearest length of which they have one. Weights beside experts are
+        of this format on both, or bfloat16 on both, or, last, bfloat16 on one rank: prompts widen FP8 weights to
+        bfloat16, which takes 1 to 2 % of a layer."""
         rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
-        for rest in (self.rest_dtype, "bf16"):
-            one, two = (_by_length([r for r in rows if (r.get("tp", 1), _rest(r)) == (n, rest)]) for n in (1, 2))
+        for formats in (self.rest_dtype, self.rest_dtype), ("bf16", "bf16"), ("bf16", self.rest_dtype):
+            one, two = (
+                _by_length([r for r in rows if (r.get("tp", 1), _rest(r)) == (n, rest)])
+                for n, rest in enumerate(formats, 1)
+            )
             if both := sorted(one.keys() & two.keys()):
                 break
         else:

@@ -220,7 +220,7 @@ class Bench:
             graph_ms = dict(zip(graphs, times))
             if kernels:
                 reads = self.layer_reads(distinct, batch, context, engine.runner.pages.data.dtype)
-                for line in breakdown(graphs[self.layers], reads):
+                for line in breakdown(replays_of(graphs[self.layers]), reads):
                     report(line)
         us = (graph_ms[self.layers] - graph_ms[self.layers - STEP]) / STEP * 1e3
         stored = latent_cache.PACKED if kv_dtype == "fp8" else torch.bfloat16
@@ -397,27 +397,38 @@ def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
     return [statistics.median(own[1:]) for own in times]
 
 
-def breakdown(graph: Replayable, reads: list[tuple[str, float]]) -> list[str]:
+def replays_of(graph: Replayable) -> Callable[[], int]:
+    """Replays a graph TRACED times and says so."""
+
+    def replay() -> int:
+        for _ in range(TRACED):
+            graph.replay()
+        return TRACED
+
+    return replay
+
+
+def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list[str]:
     """What each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after it.
+    `replay` replays a graph and returns how often.
 
     A kernel's own span would count the wait for its predecessor, under which it has already loaded weights. Runs on the
     main thread, because the profiler does; the compute thread is idle.
     """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(TRACED):
-            graph.replay()
+        traced = replay()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
-    events = [e for e in profile.events() if e.device_type == cuda]
+    events = [e for e in profile.events() if e.device_type == cuda and not e.name.startswith("Memcpy")]
     spans = sorted((e.time_range.end, e.name) for e in events)
-    count, rest = divmod(len(spans), TRACED)
+    count, rest = divmod(len(spans), traced)
     names = [name for _, name in spans[:count]]
     if rest or not count or names != [name for _, name in spans[count : 2 * count]]:
-        return [f"(no breakdown: {len(spans)} kernels in {TRACED} replays, not the same in each)"]
+        return [f"(no breakdown: {len(spans)} kernels in {traced} replays, not the same in each)"]
     ends = [end for end, _ in spans]
     gaps = [
-        statistics.median(ends[turn * count + i] - ends[turn * count + i - 1] for turn in range(1, TRACED))
+        statistics.median(ends[turn * count + i] - ends[turn * count + i - 1] for turn in range(1, traced))
         for i in range(count)
     ]
     routers = [i for i, name in enumerate(names) if "router" in name]

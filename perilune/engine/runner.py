@@ -134,15 +134,17 @@ class Runner:
         """Runs `work` between steps, on the thread that computes them."""
         return self._worker.submit(work, *args).result()
 
-    def time_graph(self, rounds: int) -> float | None:
+    def time_graph(self, rounds: int, *, on_caller: bool = False) -> float | None:
         """Seconds of one replay of the decode graph that ran last, on the device's clock, right after another replay
         and on all ranks at once: the median of `rounds`, each with other random tokens, the same on all ranks. None
-        without graphs. No step may be in flight."""
+        without graphs. No step may be in flight. `on_caller`: this rank replays on the calling thread, because a
+        profiler needs that."""
         if self.graphs is None or not len(self.graphs):
             return None
         if self._ranks is not None:
             self._ranks.order("replay", rounds)
-        return self.call(replay_seconds, self.graphs.latest(), self.model.config.vocab_size, rounds)
+        replayed = self.graphs.latest(), self.model.config.vocab_size, rounds
+        return replay_seconds(*replayed) if on_caller else self.call(replay_seconds, *replayed)
 
     def report(self, stats: EngineStats) -> EngineStats:
         """`stats` with the numbers of steps and graphs filled in."""

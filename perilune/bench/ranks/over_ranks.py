@@ -12,13 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from perilune.bench import ledger
 from perilune.bench.decode import described, footprint
-from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, slice_of
+from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, STEPS, WARM_UP, breakdown, slice_of
 from perilune.bench.prefill import PROMPTS, layer_flops, random_prompt, step_kernels
 from perilune.bench.shapes import shape
 from perilune.cli.shared.synthetic import directory
@@ -27,6 +28,7 @@ from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
+from perilune.engine.graphs.replays import replays
 
 ROUNDS = 24  # of replays, each with other tokens
 
@@ -44,16 +46,32 @@ class Timed:
 
 
 def measure(
-    name: str, layers: int, config: Mapping[str, Any], batches: list[int], context: int, report: Report
+    name: str,
+    layers: int,
+    config: Mapping[str, Any],
+    batches: list[int],
+    context: int,
+    report: Report,
+    *,
+    kernels: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row for each batch size. `config`: keys of EngineConfig, with tp or ep."""
+    """One row for each batch size. `config`: keys of EngineConfig, with tp or ep. `kernels`: what each kernel of a
+    layer adds on rank 0, its waits for other ranks included, is reported too."""
+    _check(kernels)
     settings = {"max_num_seqs": max(batches), "max_model_len": context + WARM_UP + STEPS + 64, **config}
     found: list[dict[int, Timed]] = []
     common: dict[str, Any] = {}
     apart = _apart(layers)
     for engine in _engines(name, layers, settings, report):
         engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
-        found.append({batch: timed(engine, batch, context) for batch in batches})
+        own = dict[int, Timed]()
+        for batch in batches:
+            own[batch] = timed(engine, batch, context)
+            if kernels and not common:
+                report(f"batch {batch}:")
+                for line in breakdown(partial(_replayed, engine), []):
+                    report(line)
+        found.append(own)
         common = common or common_keys(engine, name, layers)
     return [_row(common, found[0][b], found[1][b], (b, context, apart), report) for b in batches]
 
@@ -63,8 +81,7 @@ def prefill(
 ) -> list[dict[str, Any]]:
     """As `measure`: one row for each length of a prompt, which is computed in one step. `kernels`: what each kernel of
     a layer adds on rank 0, exchanges included, is reported too."""
-    if kernels and not torch.cuda.is_available():
-        raise ConfigError("--kernels shows what runs on a GPU, and there is none here: leave it out")
+    _check(kernels)
     longest = max(lengths)
     settings = {
         "max_num_seqs": 1,
@@ -111,6 +128,17 @@ def prefill(
         )
         rows.append(row)
     return rows
+
+
+def _check(kernels: bool) -> None:
+    if kernels and not torch.cuda.is_available():
+        raise ConfigError("--kernels shows what runs on a GPU, and there is none here: leave it out")
+
+
+def _replayed(engine: Engine) -> int:
+    """Replays the decode graph that ran last, on all ranks and on this thread; how often."""
+    engine.runner.time_graph(1, on_caller=True)
+    return replays(1)
 
 
 def _apart(layers: int) -> int:

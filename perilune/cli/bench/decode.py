@@ -139,8 +139,8 @@ def command(
     if draft and shape is not None and accepted is None:
         raise click.BadParameter("random weights accept nothing: declare --accepted", param_hint="--draft")
     several = max(tp, ep) > 1
-    if shape is not None and several and (draft or kernels or ranks is not None):
-        raise click.BadParameter("with --shape goes without --draft, --kernels and --slice", param_hint="--tp, --ep")
+    if shape is not None and several and (draft or ranks is not None):
+        raise click.BadParameter("with --shape goes without --draft and --slice", param_hint="--tp, --ep")
     if ranks is not None and (shape is None or draft):
         raise click.BadParameter("goes with --shape, and without --draft", param_hint="--slice")
     if shape is not None and several:
@@ -155,7 +155,7 @@ def command(
             "kv_dtype": kv_dtype,
             "expert_scales": "compact" if expert_format == "int4-compact" else "checkpoint",
         }
-        measured = (over_ranks.measure(shape, layers, settings, batches, c, say) for c in contexts)
+        measured = (over_ranks.measure(shape, layers, settings, batches, c, say, kernels=kernels) for c in contexts)
         finish([row for found in measured for row in found], directory)
         return
     if shape is not None:

@@ -9,6 +9,11 @@ from perilune.engine.graphs.decode import Graph
 REPLAYS = 2  # launched back to back and timed together in a round
 
 
+def replays(rounds: int) -> int:
+    """How often `replay_seconds` replays its graph."""
+    return (1 + rounds) * (1 + REPLAYS)
+
+
 @torch.inference_mode()
 def replay_seconds(graph: Graph, vocab_size: int, rounds: int) -> float:
     """Seconds of one replay right after another: the median of `rounds`, each with other tokens, which depend only on

@@ -76,5 +76,7 @@ def test_what_is_predicted_is_no_row_of_it_and_a_missing_row_names_its_command()
         Forecast([], [prefill(1, 20.0), prefill(2, 11.0, rest_dtype="bfloat16")], 4).prompt_ms(10_000)
     narrow = [prefill(n, 20.0 / n) for n in (1, 2)] + [prefill(n, 99.0, rest_dtype="bf16") for n in (1, 2)]
     assert Forecast([], narrow, 4).prompt_ms(10_000) == pytest.approx(61 * 5)
+    of_one = [prefill(1, 20.0, rest_dtype="bf16"), prefill(2, 10.0)]
+    assert Forecast([], of_one, 4).prompt_ms(10_000) == pytest.approx(61 * 5)
     with pytest.raises(ConfigError, match="--draft 3"):
         Forecast([], [], 4).draft_ms(3)
