@@ -89,15 +89,16 @@ class Forecast:
         return float(self.layers * (numpy.interp(tokens, lengths, per_layer) + shared[-1] / self.ranks * more / flops))
 
     def draft_ms(self, drafts: int) -> float:
-        """Of a chain of drafts by a draft model in FP8, as on one GPU: ranks that share the draft model take less."""
-        found = [
-            r
-            for r in self._of_shape(self.decode)
-            if r.get("draft") == drafts and r.get("draft_ms") and r.get("drafter", "").endswith("fp8")
-        ]
-        if not found:
+        """Of a chain of drafts by a draft model in FP8: what ranks share out and what not from the rows of one rank and
+        of two; without a row of two as on one."""
+        found = [r for r in self._of_shape(self.decode) if r.get("draft") == drafts and r.get("draft_ms")]
+        one = [r for r in found if r.get("tp", 1) == 1 and r.get("drafter", "").endswith("fp8")]
+        two = [r for r in found if r.get("tp") == 2]
+        if not one:
             raise ConfigError(f"no row of: bench decode --shape {self.shape} --draft {drafts} --accepted X")
-        return float(newest(found)["draft_ms"])
+        alone = float(newest(one)["draft_ms"])
+        shared = 2 * (alone - float(newest(two)["draft_ms"])) if two else 0.0
+        return alone - shared + shared / self.ranks
 
     def _of_shape(self, rows: Sequence[Row]) -> list[Row]:
         """Those of fewer layers of this shape: a measurement of what is predicted predicts nothing."""

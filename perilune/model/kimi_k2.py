@@ -232,8 +232,8 @@ class KimiK2:
 
     @property
     def _fused_over_sums(self) -> bool:
-        """Whether kernels may reach from one side of a sum over ranks to the other. Not tried with sharded KV."""
-        return self.group.ranks == 1 or (self.peers is not None and self.sharded_kv is None)
+        """Whether kernels may reach from one side of a sum over ranks to the other."""
+        return self.group.ranks == 1 or self.peers is not None
 
     def _norm(self, weight: Tensor) -> Norm:
         """That of the stream after a sum over `peers`."""

@@ -51,7 +51,7 @@ Row = dict[str, Any]
 def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so what was started ends too
-    setting = Setting(args.tp, args.layers, args.model, args.device, args.kv_dtype, args.chunk)
+    setting = Setting(args.tp, args.layers, args.model, args.device, args.kv_dtype, args.chunk, args.fp8_activations)
     if args.device == "cpu":
         setting = dataclasses.replace(setting, chunk=min(args.chunk, 512), sizes=CPU_SIZES)
     try:
@@ -74,7 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint instead of random weights: acceptance is then measured")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="fp8")
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prompt computed in one step")
+    parser.add_argument("--chunk", type=int, default=5120, help="tokens of a prompt computed in one step")
+    parser.add_argument("--fp8-activations", action="store_true", help="prompts multiply and attend in 8 bits")
     parser.add_argument("--part", default=",".join(USUAL), help=f"letters of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=590.0, help="for all of them together")
     parser.add_argument("--ledger", type=Path, help="directory of the rows; without one they are only printed")
@@ -174,7 +175,8 @@ def _measured(setting: Setting, directory: Path) -> list[str]:
         return []
     wanted = {"run": "four-gpus", "commit": commit, "tp": setting.tp, "shape": setting.shape, "layers": setting.depth}
     lines = [line for file in sorted(directory.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return [row["part"] for row in map(json.loads, lines) if wanted.items() <= row.items()]
+    found = [row for row in map(json.loads, lines) if wanted.items() <= row.items()]
+    return [row["part"] for row in found if row.get("fp8_activations", False) == setting.fp8_activations]
 
 
 def _measure(

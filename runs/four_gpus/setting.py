@@ -91,7 +91,8 @@ class Setting:
     model: str | None = None
     device: str = "cuda"
     kv_dtype: str = "fp8"
-    chunk: int = 4096
+    chunk: int = 5120
+    fp8_activations: bool = False
     sizes: Sizes = field(default_factory=Sizes)
 
     @property
@@ -142,8 +143,10 @@ class Setting:
         return {
             "tp": self.tp, "device": self.device, "seed": 1, "rest_dtype": "fp8", "expert_scales": "compact",
             "kv_dtype": self.kv_dtype, "max_step_tokens": self.chunk,
+            "fp8_activations": self.fp8_activations,
         }  # fmt: skip
 
     def keys(self) -> dict[str, Any]:
         """What every row says beside what the engine says of itself."""
-        return {"run": "four-gpus", "prefill_chunk_tokens": self.chunk}
+        keys = {"run": "four-gpus", "prefill_chunk_tokens": self.chunk}
+        return keys | ({"fp8_activations": True} if self.fp8_activations else {})

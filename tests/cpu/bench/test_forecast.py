@@ -50,6 +50,12 @@ def test_steps_that_verify_drafts_count_by_their_tokens_and_the_newest_commit_by
     assert step.us_per_layer == pytest.approx(100 + 170 - 150)
 
 
+def test_drafting_from_one_rank_and_two() -> None:
+    alone = decode(1, 1, 0.0, draft=3, draft_ms=1.4, drafter="EAGLE, fp8")
+    assert Forecast([alone], [], 4).draft_ms(3) == pytest.approx(1.4)
+    assert Forecast([alone, decode(2, 1, 0.0, draft=3, draft_ms=0.9)], [], 4).draft_ms(3) == pytest.approx(0.65)
+
+
 def test_prompts_from_one_rank_and_two() -> None:
     forecast = Forecast([], [prefill(1, 20.0), prefill(2, 11.0), prefill(1, 4.0, 1000), prefill(2, 3.0, 1000)], 4)
     assert forecast.prompt_ms(10_000) == pytest.approx(61 * (18 / 4 + 2))
