@@ -1,7 +1,9 @@
 """Turns "auto" and None of an EngineConfig into values, once, each with its reason."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,6 +202,21 @@ def resolve_sizes(
         step = 8192 if device.type == "cuda" else 512
         choices.note("max_step_tokens", step, f"default on {device.type}")
     return dataclasses.replace(config, kv_blocks=blocks, max_model_len=longest, max_step_tokens=step)
+
+
+@contextlib.contextmanager
+def growing_segments(device: torch.device) -> Iterator[None]:
+    """Inside, torch takes a GPU's memory in segments of which it can give back any 20 MB that are unused. Weights that
+    are made, converted and split one after the other otherwise share segments with what is freed later: on a full GPU
+    6 of 150 GB could not be given back."""
+    if device.type != "cuda":
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -14,9 +14,7 @@ SHAPE, CPU_SHAPE = "kimi-k2.5", "tiny"
 ACCEPTED, DRAFTS = 2.88, 3  # declared: K2.5's EAGLE-3 model with 3 drafts, SPEED-Bench coding
 CACHED_SHARE = 0.9  # of a prompt that an earlier one began with
 DECODING = 8  # users that decode while others' prompts come
-# Of the cache where ranks have all KV: room for 64 requests of 1,024 tokens that decode for a while and prompts beside
-# them. Larger: does not fit four GPUs, least of all beside a draft model. Smaller: requests are preempted.
-KV_TOKENS = {"whole": 110_000, "served": 96_000, "plain": 96_000, "drafting": 96_000}
+MEMORY_FRACTION = 0.97  # of what weights leave free. Larger: nothing is left for fragments; smaller: less KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +126,6 @@ class Setting:
             config |= {"kv_shards": self.tp, "max_num_seqs": 1, "max_model_len": sizes.context, "draft": "off"}
             return config
         config |= {"kv_shards": 1, "max_model_len": longest, "draft": "off"}
-        if self.device == "cuda":
-            config |= {"kv_blocks": KV_TOKENS[start] // 64, "block_size": 64}
         if start == "whole":
             return config | {"max_num_seqs": max(sizes.batches) + 2, "max_model_len": max(longest, 2 * sizes.prompt)}
         config |= {"max_num_seqs": DECODING + 8 if start == "served" else 1}
@@ -143,7 +139,7 @@ class Setting:
         return {
             "tp": self.tp, "device": self.device, "seed": 1, "rest_dtype": "fp8", "expert_scales": "compact",
             "kv_dtype": self.kv_dtype, "max_step_tokens": self.chunk,
-            "fp8_activations": self.fp8_activations,
+            "fp8_activations": self.fp8_activations, "memory_fraction": MEMORY_FRACTION,
         }  # fmt: skip
 
     def keys(self) -> dict[str, Any]:
