@@ -38,6 +38,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   using Base::BOXES;
   using Base::BOX_ROWS;
   using Base::control;
+  using Base::FACTORS;
   using Base::GROUP;
   using Base::GROUPS;
   using Base::halves;
@@ -61,13 +62,14 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static __device__ void produce(const Args& a, const Maps& maps) {
     Control& c = control();
     Place into{0, 1};
-    auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item) {
+    auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item, bool begins) {
       uint64_t* barrier = &c.full[into.at];
       barrier_wait_to_refill(&c.empty[into.at], into.phase);
       c.item[into.at] = item;
-      const bool scaled = m.scale != nullptr;
-      const int whole = 8 * RT * a.scale_row;
-      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? 2 * whole : 16 * a.scale_pitch));
+      const bool scaled = m.scale != nullptr, factored = COMPACT && scaled && begins;
+      const int whole = 16 * RT * a.scale_row;
+      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? whole : 16 * a.scale_pitch) +
+                                  (factored ? FACTORS : 0));
       uint8_t* slot = memory(into.at * SLOT);
       uint8_t* scales = memory(a.scales + into.at * SCALES);
       const int x = m.chunk == 128 ? chunk : chunk * 2;
@@ -80,11 +82,15 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
           tensor_load_once(to, &maps.scales, chunk * Base::SCALE_UNIT & ~15, first, 0, barrier);
         }
       }
-      if (scaled && a.whole_scales) {
-        const int64_t second = GATE_UP ? m.second : 8 * RT;
-        bulk_load_once(scales, m.scale + static_cast<int64_t>(row) * a.scale_row, whole, barrier);
-        bulk_load_once(scales + whole, m.scale + (row + second) * a.scale_row, whole, barrier);
-      }
+      const auto rows = [&](uint8_t* to, const uint8_t* from, int each) {  // `each` bytes of a row
+        const int bytes = 16 * RT / BOXES * each;
+#pragma unroll
+        for (int box = 0; box < BOXES; box++) {
+          bulk_load_once(to + box * bytes, from + (row + static_cast<int64_t>(box) * m.second) * each, bytes, barrier);
+        }
+      };
+      if (scaled && a.whole_scales) rows(scales, m.scale, a.scale_row);
+      if (factored) rows(memory(a.factors + into.at * FACTORS), m.factor, 2);
       into.advance(1, a.slots);
     };
     if (a.shared.tiles) prefetch_map(&maps.shared);
@@ -95,7 +101,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       for (int half = 0; half < halves(a); half++) {
         for (int j = 0; j < a.shared_visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0);
+            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0, false);
           }
         }
       }
@@ -115,7 +121,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         const int row = segments[segment].expert() * a.routed.expert + tile * UNIT_ROWS;
         for (int j = 0; j < a.visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile);
+            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile, j == 0);
           }
         }
         if (++tile == a.routed.tiles) tile = 0, segment++;
@@ -187,7 +193,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
-    int held = -1, count = 0, expert = 0;
+    int held = -1, count = 0;
     for (;; w.turn += lanes) {
       barrier_wait(&c.full[w.from.at], w.from.phase);
       const int item = c.item[w.from.at];
@@ -195,7 +201,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       if (item >> TILE_BITS != held) {
         held = item >> TILE_BITS;
         const Segment segment = segments[held];
-        count = segment.count(), expert = segment.expert();
+        count = segment.count();
         if (count == 1) {
           Base::template hold<1>(a, w, segment, b);
         } else if (count == 2) {
@@ -205,12 +211,10 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       }
       float upper = 1, lower = 1;
-      if (COMPACT) {
-        const int row = (item & ((1 << TILE_BITS) - 1)) * UNIT_ROWS + w.rt * 16 + w.g;
-        const bf16* factor =
-            reinterpret_cast<const bf16*>(a.routed.factor) + static_cast<int64_t>(expert) * a.routed.expert + row;
-        upper = __bfloat162float(__ldg(factor)) * (1.0f / 255);
-        lower = __bfloat162float(__ldg(factor + (GATE_UP ? a.routed.second : 8))) * (1.0f / 255);
+      if (COMPACT) {  // through the ring: loads of these would take a memory's latency for every tile
+        const bf16* factor = reinterpret_cast<const bf16*>(memory(a.factors + w.from.at * FACTORS)) + w.rt * 16 + w.g;
+        upper = __bfloat162float(factor[0]) * (1.0f / 255);
+        lower = __bfloat162float(factor[8]) * (1.0f / 255);
       }
       float2 sums;
       if (count == 1) {
@@ -328,7 +332,8 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static int arrange(Args& a) {
     const int pairs = a.T * a.k;
     a.scales = a.slots * SLOT;
-    a.sums = a.scales + a.slots * SCALES;
+    a.factors = a.scales + a.slots * SCALES;
+    a.sums = a.factors + a.slots * FACTORS;
     a.starts = a.sums + TURNS * GROUP * a.parts * 256;
     a.segments = a.starts + WARPS * (VISIT * COLUMNS * 32);
     a.sorted = a.segments + most_segments(pairs, a.E) * static_cast<int>(sizeof(Segment));

@@ -38,7 +38,7 @@ struct Args {
   int visit, shared_visit;  // slots of a tile for each of them
   int scale_row, scale_pitch, scale_swizzle;  // bytes; chunks of 16 bytes change places
   int whole_scales;  // rows of scales too short for a tensor map come whole
-  int scales, sums, starts, segments, sorted, counts;  // where they lie in shared memory
+  int scales, factors, sums, starts, segments, sorted, counts;  // where they lie in shared memory
 };
 
 // Boxes of the matrices.
@@ -59,6 +59,7 @@ struct Tile {
   static_assert(GROUP % RT == 0 && (RT == 1 || !GATE_UP));
   static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
   static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
+  static constexpr int FACTORS = COMPACT ? 16 * RT * 2 : 0;  // of a slot's rows, where a group's slots of a tile begin
   static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
   static constexpr int HELD = VISIT * 8;  // groups of 32 k with activations in a warp's registers
 
