@@ -167,7 +167,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / GROUP;
     const int rt = group / a.parts, lanes = GROUPS / a.parts;  // tiles that are worked on at a time
     if (rt >= lanes) return;
-    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0};
+    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0, 0};
     if (RT > 1) w.rt = warp % GROUP / KS;
     w.starts = reinterpret_cast<float*>(memory(a.starts)) + warp * (VISIT * COLUMNS * 8);
     Held b;
@@ -188,8 +188,9 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     const Segment* segments = plan_of(a).segments;
     const int near = Base::near_of(a.routed.chunk, w.ks, w.rt * 16 + lane % 16, lane / 16);
     const int far = Base::far_of(a.routed.chunk, near);
-    const uint8_t* scales = memory(a.scales) + (w.rt * 16 + w.g) * a.scale_pitch +
-                            (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
+    const int first_scale = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT);
+    const uint8_t* scales = memory(a.scales) + first_scale;
+    w.odd = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT + 8) - first_scale;
     w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
@@ -397,7 +398,7 @@ int start(Args a, int sms, void* stream) {
   a.scale_row = a.K / (COMPACT ? 32 : 16);
   a.whole_scales = RT > 1 || a.scale_row % 16 != 0;
   a.scale_pitch = a.whole_scales ? a.scale_row : K::SCALE_PITCH;
-  a.scale_swizzle = !a.whole_scales && a.scale_pitch == 128;
+  a.scale_swizzle = !a.whole_scales && (a.scale_pitch == 128 || a.scale_pitch == 64);
   a.slots = MAX_SLOTS;
   while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
   // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases.
@@ -409,7 +410,9 @@ int start(Args a, int sms, void* stream) {
   }
   Maps maps = {};
   if (!describe<K>(&maps.routed, a.routed) || (a.shared.tiles && !describe<K>(&maps.shared, a.shared))) return -1;
-  const maps::Kind kind = a.scale_swizzle ? maps::SWIZZLED_BYTES : maps::BYTES;
+  const maps::Kind kind = !a.scale_swizzle        ? maps::BYTES
+                          : K::SCALE_PITCH == 128 ? maps::SWIZZLED_BYTES
+                                                  : maps::SWIZZLED_HALF;
   if (!a.whole_scales && !maps::describe(&maps.scales, a.routed.scale, kind,
                                          {a.scale_row, a.routed.rows, 1}, {a.scale_row, a.scale_row * a.routed.rows},
                                          {K::SCALE_PITCH, K::BOX_ROWS, 1})) {

@@ -36,7 +36,7 @@ struct Args {
   int slots;         // of the ring
   int parts;         // groups of warps that share a tile
   int visit, shared_visit;  // slots of a tile for each of them
-  int scale_row, scale_pitch, scale_swizzle;  // bytes; chunks of 16 bytes change places
+  int scale_row, scale_pitch, scale_swizzle;  // bytes; whether chunks of 16 bytes change places, as tensor maps do it
   int whole_scales;  // rows of scales too short for a tensor map come whole
   int scales, factors, sums, starts, segments, sorted, counts;  // where they lie in shared memory
 };
@@ -105,6 +105,7 @@ struct Tile {
     Place from;
     float* starts;
     int rt;
+    int odd;  // from the scales of a slot to those of a slot with an odd number, where chunks have half of 16 bytes
   };
 
   // What this warp's k of N tokens of a segment are.
@@ -173,6 +174,12 @@ struct Tile {
     return chunk == 128 ? near ^ 64 : near + 64 * BOX_ROWS;
   }
 
+  // Where byte `at` of the scales of row `row` < 16 RT is.
+  static __device__ __forceinline__ int scale_of(const Args& a, int row, int at) {
+    const int swap = !a.scale_swizzle ? 0 : SCALE_PITCH == 128 ? row % 8 : row / 2 % 4;
+    return row * a.scale_pitch + (at / 16 ^ swap) * 16 + at % 16;
+  }
+
   // The sums of rows g and g + 8, not yet times RESULT, of token t N / 4.
   template <int N>
   static __device__ __forceinline__ float2 multiply(const Args& a, Warp& w, const Held& b, int near, int far,
@@ -185,8 +192,7 @@ struct Tile {
       if (j > 0) barrier_wait(&control().full[w.from.at], w.from.phase);
       const uint32_t slot = shared_address(memory(w.from.at * SLOT));
       const uint8_t* scale = scales + w.from.at * SCALES;
-      // Boxes begin at multiples of 16 bytes.
-      if (KS * SCALE_UNIT % 16) scale += (w.part * a.visit + j) * (KS * SCALE_UNIT) % 16;
+      if (KS * SCALE_UNIT % 16 && (w.part * a.visit + j) % 2) scale += w.odd;  // boxes begin at multiples of 16 bytes
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float2 start = *reinterpret_cast<const float2*>(w.starts + (j * N + i) * 8 + w.t * 2);
