@@ -245,6 +245,11 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       c.segments = segments;
       barrier_arrive(&c.planned);
     }
+    float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, where the plan needs no places any more
+    if (!GATE_UP) {
+      for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;  // as old as the ids
+      __syncwarp();
+    }
     wait_for_predecessor();
     if (blockIdx.x == 0 && lane == 0) *a.settled = 0;
     Place from{0, 0};
@@ -311,7 +316,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
             to = static_cast<bf16*>(a.out) + pair * width + g;
           } else {
             to = static_cast<float*>(a.out) + (static_cast<int64_t>(pair / a.k) * a.P + pair % a.k) * width + g;
-            weight = __ldcg(a.weights + pair) * RESULT;
+            weight = weights[pair];
           }
         }
       }
@@ -339,7 +344,8 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     a.segments = a.starts + WARPS * (VISIT * COLUMNS * 32);
     a.sorted = a.segments + most_segments(pairs, a.E) * static_cast<int>(sizeof(Segment));
     a.counts = a.sorted + divide_up(pairs, 2) * 4;
-    return a.counts + a.E * 4;
+    a.places = a.counts + a.E * 4;
+    return a.places + pairs * 4;
   }
 
   static __device__ void run(const Args& a, const Maps& maps) {

@@ -38,7 +38,7 @@ struct Args {
   int visit, shared_visit;  // slots of a tile for each of them
   int scale_row, scale_pitch, scale_swizzle;  // bytes; whether chunks of 16 bytes change places, as tensor maps do it
   int whole_scales;  // rows of scales too short for a tensor map come whole
-  int scales, factors, sums, starts, segments, sorted, counts;  // where they lie in shared memory
+  int scales, factors, sums, starts, segments, sorted, counts, places;  // where they lie in shared memory
 };
 
 // Boxes of the matrices.
@@ -94,7 +94,7 @@ struct Tile {
 
   static __device__ __forceinline__ Plan plan_of(const Args& a) {
     return {reinterpret_cast<Segment*>(memory(a.segments)), reinterpret_cast<uint16_t*>(memory(a.sorted)),
-            reinterpret_cast<uint32_t*>(memory(a.counts))};
+            reinterpret_cast<uint32_t*>(memory(a.counts)), reinterpret_cast<uint32_t*>(memory(a.places))};
   }
   static __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
   static __device__ __forceinline__ int planes(const Args& a) { return a.T > 1 ? 2 : 1; }
