@@ -407,8 +407,10 @@ int start(Args a, int sms, void* stream) {
   a.scale_swizzle = !a.whole_scales && (a.scale_pitch == 128 || a.scale_pitch == 64);
   a.slots = MAX_SLOTS;
   while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
-  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases.
-  a.slots -= a.slots % (a.parts > 1 || !a.shared.tiles ? K::GROUPS : K::GROUPS * a.shared_visit);
+  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases. For
+  // the shared expert's slots that matters only where they go around the ring.
+  const bool around = divide_up(a.shared.tiles, sms) * K::halves(a) * a.shared_visit > a.slots;
+  a.slots -= a.slots % (a.parts > 1 || !around ? K::GROUPS : K::GROUPS * a.shared_visit);
   if (a.visit > K::VISIT || (a.whole_scales && a.parts * a.visit > 1) || a.E > MAX_EXPERTS || a.T * a.k > MAX_PAIRS ||
       a.routed.tiles > 1 << TILE_BITS || (a.shared.tiles && a.shared_visit > most_shared) ||
       a.slots <= K::GROUPS * K::VISIT) {

@@ -96,7 +96,7 @@ struct Tile {
     return {reinterpret_cast<Segment*>(memory(a.segments)), reinterpret_cast<uint16_t*>(memory(a.sorted)),
             reinterpret_cast<uint32_t*>(memory(a.counts)), reinterpret_cast<uint32_t*>(memory(a.places))};
   }
-  static __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
+  static __host__ __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
   static __device__ __forceinline__ int planes(const Args& a) { return a.T > 1 ? 2 : 1; }
   static __device__ __forceinline__ int row_of(const Args& a, int pair) { return GATE_UP ? pair / a.k : pair; }
 
