@@ -77,7 +77,7 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     if (e != NONE && place == 0) p.counts[e] = at + __popc(same);
     __syncwarp();
   }
-  // An expert's first pair, whose word is the expert, stands for it. Segments and pairs are added up in one word.
+  // The word of an expert's first pair is the number of the expert alone. Segments and pairs are added up in one word.
   const auto size_of = [](uint32_t count) { return (count + COLUMNS - 1) / COLUMNS << 16 | count; };
   uint32_t own = 0;
   for (int n = lane; n < pairs; n += 32) {
