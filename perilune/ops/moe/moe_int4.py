@@ -106,6 +106,10 @@ CASES = [
     *(Case(t, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True) for t in (130, 1024)),
     Case(600, 1, 3, 768, 256, to_one=True, big=True),
     Case(333, 3, 7, 1024, 512, S=64, compact=True, big=True),
+    *(
+        Case(t, K2.top_k, 48, K2.hidden, K2.width // n, S=K2.width // n, shared_fp8=True, compact=compact, big=True)
+        for t, n, compact in ((4, 4, True), (4, 8, True), (8, 4, False), (8, 4, True))
+    ),
 ]
 TOL = {"y": dequantized()}
 
