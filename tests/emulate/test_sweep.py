@@ -49,7 +49,15 @@ BIG = [
 
 
 # Small cases for ops that have only large ones
-OWN = [("moe_int4", "cuda_tall", moe_int4.Case(130, 2, 4, 512, 256))]
+OWN = [
+    ("moe_int4", "cuda_tall", moe_int4.Case(130, 2, 4, 512, 256)),
+    *(
+        ("moe_int4", "cuda", moe_int4.Case(t, 8, 24, 512, width, S=width, shared_fp8=True, compact=compact))
+        for t, width in ((4, 256), (8, 512), (20, 1024))
+        for compact in (False, True)
+    ),
+    ("moe_int4", "cuda_staged", moe_int4.Case(4, 8, 24, 512, 512, S=512, shared_fp8=True, compact=True)),
+]
 
 
 def run(name: str, impl: str, case: Any, mode: str, sms: int) -> bool:

@@ -106,6 +106,10 @@ CASES = [
     *(Case(t, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True) for t in (130, 1024)),
     Case(600, 1, 3, 768, 256, to_one=True, big=True),
     Case(333, 3, 7, 1024, 512, S=64, compact=True, big=True),
+    *(
+        Case(t, K2.top_k, 48, K2.hidden, K2.width // n, S=K2.width // n, shared_fp8=True, compact=compact, big=True)
+        for t, n, compact in ((4, 4, True), (4, 8, True), (8, 4, False), (8, 4, True))
+    ),
 ]
 TOL = {"y": dequantized()}
 
@@ -178,7 +182,7 @@ def _gate_up(source: str) -> Any:
 def _down(source: str) -> Any:
     if source == T1:
         return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
-    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
+    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 9 + "p")
 
 
 @functools.cache
@@ -234,6 +238,22 @@ def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
 
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    return _two_launches(x, chosen, gate_up, down, shared, partial, staged=False)
+
+
+@op.impl(
+    "cuda_staged",
+    when=lambda a, device: _fits(a, device) if len(a.x) > 1 else "needs more than one token",
+    unmeasured=True,
+)
+def cuda_staged(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
+    """cuda, but each CTA of down has all of h, if that is at most 32 KB, in its shared memory."""
+    return _two_launches(x, chosen, gate_up, down, shared, partial, staged=True)
+
+
+def _two_launches(
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool, staged: bool
+) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
@@ -266,7 +286,7 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
     failed = _down(source)(
         *hidden, ids.data_ptr(), weights.data_ptr(), *places(down, fused.down if fused else None), y.data_ptr(), *taken,
-        *sizes, P, processors, memory.stream,
+        *sizes, P, *(() if source == T1 else (int(staged),)), processors, memory.stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down.kind=} {S=}"
     if shared is not None and fused is None:

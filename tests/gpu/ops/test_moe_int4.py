@@ -36,14 +36,16 @@ def test_a_tokens_rows_do_not_depend_on_the_batch(width: int, compact: bool) -> 
         assert torch.equal(_run(args, rows), y[rows]), f"{rows=}"
 
 
-def test_a_choice_that_is_no_expert_is_passed_over() -> None:
-    case = moe_int4.Case(4, NANO.top_k, NANO.experts, NANO.hidden, NANO.width)
+@pytest.mark.parametrize("tokens", [4, 20])
+def test_a_choice_that_is_no_expert_is_passed_over(tokens: int) -> None:
+    """Up to 32 pairs are grouped in another way than more."""
+    case = moe_int4.Case(tokens, NANO.top_k, NANO.experts, NANO.hidden, NANO.width)
     args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 4))
-    whole = _run(args, [0, 1, 2, 3])
+    whole = _run(args, list(range(tokens)))
     args["chosen"].ids[1, 0] = -1
     args["chosen"].ids[2, 1] = NANO.experts
-    again = _run(args, [0, 1, 2, 3])
-    kept = torch.ones(4, NANO.top_k, dtype=torch.bool)
+    again = _run(args, list(range(tokens)))
+    kept = torch.ones(tokens, NANO.top_k, dtype=torch.bool)
     kept[1, 0] = kept[2, 1] = False
     assert torch.equal(again[kept], whole[kept])
 

@@ -21,6 +21,7 @@ struct Plan {
   Segment* segments;
   uint16_t* sorted;  // pairs, by expert
   uint32_t* counts;  // of every expert, while the plan is made
+  uint32_t* places;  // of every pair, likewise: its expert, and its place among that expert's pairs
 };
 __host__ __device__ __forceinline__ int most_segments(int pairs, int experts) {
   return min(pairs, experts + pairs / COLUMNS);
@@ -55,45 +56,59 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     __syncwarp();
     return __popc(all);
   }
-  for (int e = lane; e < E; e += 32) p.counts[e] = 0;
-  __syncwarp();
+  // Only experts that were chosen are counted, and ids are read once: a pass over all experts, and a latency of the
+  // memory for every 32 pairs, were most of the time.
+  constexpr uint32_t NONE = 0xffff;
+#pragma unroll 8
   for (int n = lane; n < pairs; n += 32) {
     const int e = id_of(n);
-    if (e >= 0) atomicAdd(&p.counts[e], 1);
-  }
-  __syncwarp();
-  const int share = divide_up(E, 32), begin = min(lane * share, E), end = min(begin + share, E);
-  int own = 0, own_pairs = 0;
-  for (int e = begin; e < end; e++) own += divide_up(p.counts[e], COLUMNS), own_pairs += p.counts[e];
-  int before = own, pairs_before = own_pairs;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int v = __shfl_up_sync(~0u, before, d), w = __shfl_up_sync(~0u, pairs_before, d);
-    if (lane >= d) before += v, pairs_before += w;
-  }
-  const int all = __shfl_sync(~0u, before, 31);
-  before -= own, pairs_before -= own_pairs;
-  for (int e = begin; e < end; e++) {
-    const int count = p.counts[e];
-    for (int n = 0; n < count; n += COLUMNS) {
-      p.segments[before++] = Segment(e, pairs_before + n, min(COLUMNS, count - n));
-    }
-    p.counts[e] = pairs_before;  // where the expert's next pair goes
-    pairs_before += count;
+    p.places[n] = e & NONE;
+    if (e >= 0) p.counts[e] = 0;
   }
   __syncwarp();
   // No atomicAdd here: every CTA makes this plan for itself, and CUDA promises no order among a warp's atomics.
   for (int first = 0; first < pairs; first += 32) {
-    const int e = id_of(first + lane);
+    const int n = first + lane;
+    const uint32_t e = n < pairs ? p.places[n] : NONE;
     const unsigned same = __match_any_sync(~0u, e);
-    const int place = __popc(same & ((1u << lane) - 1));
-    const int at = e >= 0 ? p.counts[e] : 0;
+    const int place = __popc(same & ((1u << lane) - 1)), at = e != NONE ? p.counts[e] : 0;
     __syncwarp();
-    if (e >= 0) p.sorted[at + place] = first + lane;
-    if (e >= 0 && place == 0) p.counts[e] = at + __popc(same);
+    if (e != NONE) p.places[n] = e | static_cast<uint32_t>(at + place) << 16;
+    if (e != NONE && place == 0) p.counts[e] = at + __popc(same);
     __syncwarp();
   }
-  return all;
+  // The word of an expert's first pair is the number of the expert alone. Segments and pairs are added up in one word.
+  const auto size_of = [](uint32_t count) { return (count + COLUMNS - 1) / COLUMNS << 16 | count; };
+  uint32_t own = 0;
+  for (int n = lane; n < pairs; n += 32) {
+    const uint32_t e = p.places[n];
+    if (e < NONE) own += size_of(p.counts[e]);
+  }
+  uint32_t before = own;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t v = __shfl_up_sync(~0u, before, d);
+    if (lane >= d) before += v;
+  }
+  const uint32_t all = __shfl_sync(~0u, before, 31);
+  before -= own;
+  for (int n = lane; n < pairs; n += 32) {
+    const uint32_t e = p.places[n];
+    if (e >= NONE) continue;
+    const int count = p.counts[e], at = before & 0xffff;
+    for (int i = 0; i < count; i += COLUMNS) {
+      p.segments[(before >> 16) + i / COLUMNS] = Segment(e, at + i, min(COLUMNS, count - i));
+    }
+    p.counts[e] = at;  // where the expert's pairs begin
+    before += size_of(count);
+  }
+  __syncwarp();
+  for (int n = lane; n < pairs; n += 32) {
+    const uint32_t word = p.places[n];
+    if ((word & NONE) != NONE) p.sorted[p.counts[word & NONE] + (word >> 16)] = n;
+  }
+  __syncwarp();
+  return all >> 16;
 }
 
 struct Range {

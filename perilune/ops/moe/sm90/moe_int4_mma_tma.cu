@@ -28,6 +28,8 @@ using namespace moe;
 
 namespace {
 
+constexpr int MOST_STAGED = 32 * 1024, PIECES = 8;
+
 template <bool GATE_UP, bool COMPACT, int RT>
 struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   using Base = Tile<GATE_UP, COMPACT, RT>;
@@ -38,6 +40,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   using Base::BOXES;
   using Base::BOX_ROWS;
   using Base::control;
+  using Base::FACTORS;
   using Base::GROUP;
   using Base::GROUPS;
   using Base::halves;
@@ -61,13 +64,14 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static __device__ void produce(const Args& a, const Maps& maps) {
     Control& c = control();
     Place into{0, 1};
-    auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item) {
+    auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item, bool begins) {
       uint64_t* barrier = &c.full[into.at];
       barrier_wait_to_refill(&c.empty[into.at], into.phase);
       c.item[into.at] = item;
-      const bool scaled = m.scale != nullptr;
-      const int whole = 8 * RT * a.scale_row;
-      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? 2 * whole : 16 * a.scale_pitch));
+      const bool scaled = m.scale != nullptr, factored = COMPACT && scaled && begins;
+      const int whole = 16 * RT * a.scale_row;
+      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? whole : 16 * a.scale_pitch) +
+                                  (factored ? FACTORS : 0));
       uint8_t* slot = memory(into.at * SLOT);
       uint8_t* scales = memory(a.scales + into.at * SCALES);
       const int x = m.chunk == 128 ? chunk : chunk * 2;
@@ -80,11 +84,15 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
           tensor_load_once(to, &maps.scales, chunk * Base::SCALE_UNIT & ~15, first, 0, barrier);
         }
       }
-      if (scaled && a.whole_scales) {
-        const int64_t second = GATE_UP ? m.second : 8 * RT;
-        bulk_load_once(scales, m.scale + static_cast<int64_t>(row) * a.scale_row, whole, barrier);
-        bulk_load_once(scales + whole, m.scale + (row + second) * a.scale_row, whole, barrier);
-      }
+      const auto rows = [&](uint8_t* to, const uint8_t* from, int each) {  // `each` bytes of a row
+        const int bytes = 16 * RT / BOXES * each;
+#pragma unroll
+        for (int box = 0; box < BOXES; box++) {
+          bulk_load_once(to + box * bytes, from + (row + static_cast<int64_t>(box) * m.second) * each, bytes, barrier);
+        }
+      };
+      if (scaled && a.whole_scales) rows(scales, m.scale, a.scale_row);
+      if (factored) rows(memory(a.factors + into.at * FACTORS), m.factor, 2);
       into.advance(1, a.slots);
     };
     if (a.shared.tiles) prefetch_map(&maps.shared);
@@ -95,7 +103,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       for (int half = 0; half < halves(a); half++) {
         for (int j = 0; j < a.shared_visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0);
+            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0, false);
           }
         }
       }
@@ -115,7 +123,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         const int row = segments[segment].expert() * a.routed.expert + tile * UNIT_ROWS;
         for (int j = 0; j < a.visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile);
+            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile, j == 0);
           }
         }
         if (++tile == a.routed.tiles) tile = 0, segment++;
@@ -161,7 +169,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / GROUP;
     const int rt = group / a.parts, lanes = GROUPS / a.parts;  // tiles that are worked on at a time
     if (rt >= lanes) return;
-    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0};
+    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0, 0};
     if (RT > 1) w.rt = warp % GROUP / KS;
     w.starts = reinterpret_cast<float*>(memory(a.starts)) + warp * (VISIT * COLUMNS * 8);
     Held b;
@@ -176,18 +184,20 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       }
     }
     wait_for_predecessor();
+    if (!GATE_UP && a.staged_bytes > 0) barrier_wait(&control().staged, 0);
     if (lanes > 1 && a.shared.tiles) named_sync(1, WARPS * 32);  // from here on slots are dealt otherwise
 
     Control& c = control();
     const Segment* segments = plan_of(a).segments;
     const int near = Base::near_of(a.routed.chunk, w.ks, w.rt * 16 + lane % 16, lane / 16);
     const int far = Base::far_of(a.routed.chunk, near);
-    const uint8_t* scales = memory(a.scales) + (w.rt * 16 + w.g) * a.scale_pitch +
-                            (a.scale_swizzle ? (w.ks ^ w.g) * 16 : w.ks * Base::SCALE_UNIT);
+    const int first_scale = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT);
+    const uint8_t* scales = memory(a.scales) + first_scale;
+    w.odd = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT + 8) - first_scale;
     w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
-    int held = -1, count = 0, expert = 0;
+    int held = -1, count = 0;
     for (;; w.turn += lanes) {
       barrier_wait(&c.full[w.from.at], w.from.phase);
       const int item = c.item[w.from.at];
@@ -195,7 +205,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       if (item >> TILE_BITS != held) {
         held = item >> TILE_BITS;
         const Segment segment = segments[held];
-        count = segment.count(), expert = segment.expert();
+        count = segment.count();
         if (count == 1) {
           Base::template hold<1>(a, w, segment, b);
         } else if (count == 2) {
@@ -205,12 +215,10 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       }
       float upper = 1, lower = 1;
-      if (COMPACT) {
-        const int row = (item & ((1 << TILE_BITS) - 1)) * UNIT_ROWS + w.rt * 16 + w.g;
-        const bf16* factor =
-            reinterpret_cast<const bf16*>(a.routed.factor) + static_cast<int64_t>(expert) * a.routed.expert + row;
-        upper = __bfloat162float(__ldg(factor)) * (1.0f / 255);
-        lower = __bfloat162float(__ldg(factor + (GATE_UP ? a.routed.second : 8))) * (1.0f / 255);
+      if (COMPACT) {  // through the ring: loads of these would take a memory's latency for every tile
+        const bf16* factor = reinterpret_cast<const bf16*>(memory(a.factors + w.from.at * FACTORS)) + w.rt * 16 + w.g;
+        upper = __bfloat162float(factor[0]) * (1.0f / 255);
+        lower = __bfloat162float(factor[8]) * (1.0f / 255);
       }
       float2 sums;
       if (count == 1) {
@@ -240,7 +248,20 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       c.segments = segments;
       barrier_arrive(&c.planned);
     }
+    float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, where the plan needs no places any more
+    if (!GATE_UP) {
+      for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;  // as old as the ids
+      __syncwarp();
+    }
     wait_for_predecessor();
+    if (!GATE_UP && a.staged_bytes > 0 && elected()) {
+      barrier_expect(&c.staged, a.staged_bytes);
+      const int piece = a.staged_bytes / PIECES;
+      for (int n = 0; n < PIECES; n++) {  // every CTA reads all of it: each begins elsewhere
+        const int at = (n + blockIdx.x) % PIECES * piece;
+        bulk_load(memory(a.staged + at), reinterpret_cast<const uint8_t*>(a.in) + at, piece, &c.staged);
+      }
+    }
     if (blockIdx.x == 0 && lane == 0) *a.settled = 0;
     Place from{0, 0};
     struct Sums {
@@ -306,7 +327,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
             to = static_cast<bf16*>(a.out) + pair * width + g;
           } else {
             to = static_cast<float*>(a.out) + (static_cast<int64_t>(pair / a.k) * a.P + pair % a.k) * width + g;
-            weight = __ldcg(a.weights + pair) * RESULT;
+            weight = weights[pair];
           }
         }
       }
@@ -328,12 +349,15 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static int arrange(Args& a) {
     const int pairs = a.T * a.k;
     a.scales = a.slots * SLOT;
-    a.sums = a.scales + a.slots * SCALES;
+    a.factors = a.scales + a.slots * SCALES;
+    a.sums = a.factors + a.slots * FACTORS;
     a.starts = a.sums + TURNS * GROUP * a.parts * 256;
     a.segments = a.starts + WARPS * (VISIT * COLUMNS * 32);
     a.sorted = a.segments + most_segments(pairs, a.E) * static_cast<int>(sizeof(Segment));
     a.counts = a.sorted + divide_up(pairs, 2) * 4;
-    return a.counts + a.E * 4;
+    a.places = a.counts + a.E * 4;
+    a.staged = divide_up(a.places + pairs * 4, 16) * 16;
+    return a.staged + a.staged_bytes;
   }
 
   static __device__ void run(const Args& a, const Maps& maps) {
@@ -343,7 +367,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       barrier_init(&c.full[threadIdx.x], 1);
       barrier_init(&c.empty[threadIdx.x], GROUP);
     }
-    if (threadIdx.x == 31) barrier_init(&c.planned, 1);
+    if (threadIdx.x == 31) barrier_init(&c.planned, 1), barrier_init(&c.staged, 1);
     if (threadIdx.x < TURNS) {
       barrier_init(&c.added[threadIdx.x], GROUP * a.parts);
       barrier_init(&c.free[threadIdx.x], 1);
@@ -392,11 +416,13 @@ int start(Args a, int sms, void* stream) {
   a.scale_row = a.K / (COMPACT ? 32 : 16);
   a.whole_scales = RT > 1 || a.scale_row % 16 != 0;
   a.scale_pitch = a.whole_scales ? a.scale_row : K::SCALE_PITCH;
-  a.scale_swizzle = !a.whole_scales && a.scale_pitch == 128;
+  a.scale_swizzle = !a.whole_scales && (a.scale_pitch == 128 || a.scale_pitch == 64);
   a.slots = MAX_SLOTS;
   while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
-  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases.
-  a.slots -= a.slots % (a.parts > 1 || !a.shared.tiles ? K::GROUPS : K::GROUPS * a.shared_visit);
+  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases. For
+  // the shared expert's slots that matters only where they go around the ring.
+  const bool around = divide_up(a.shared.tiles, sms) * K::halves(a) * a.shared_visit > a.slots;
+  a.slots -= a.slots % (a.parts > 1 || !around ? K::GROUPS : K::GROUPS * a.shared_visit);
   if (a.visit > K::VISIT || (a.whole_scales && a.parts * a.visit > 1) || a.E > MAX_EXPERTS || a.T * a.k > MAX_PAIRS ||
       a.routed.tiles > 1 << TILE_BITS || (a.shared.tiles && a.shared_visit > most_shared) ||
       a.slots <= K::GROUPS * K::VISIT) {
@@ -404,7 +430,9 @@ int start(Args a, int sms, void* stream) {
   }
   Maps maps = {};
   if (!describe<K>(&maps.routed, a.routed) || (a.shared.tiles && !describe<K>(&maps.shared, a.shared))) return -1;
-  const maps::Kind kind = a.scale_swizzle ? maps::SWIZZLED_BYTES : maps::BYTES;
+  const maps::Kind kind = !a.scale_swizzle        ? maps::BYTES
+                          : K::SCALE_PITCH == 128 ? maps::SWIZZLED_BYTES
+                                                  : maps::SWIZZLED_HALF;
   if (!a.whole_scales && !maps::describe(&maps.scales, a.routed.scale, kind,
                                          {a.scale_row, a.routed.rows, 1}, {a.scale_row, a.scale_row * a.routed.rows},
                                          {K::SCALE_PITCH, K::BOX_ROWS, 1})) {
@@ -444,11 +472,12 @@ API int moe_int4_mma_tma_gate_up(const void* x, const void* ids, const void* pac
                         : start<true, true>(a, static_cast<int>(sms), stream);
 }
 
-// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
+// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0. staged: whether
+// CTAs bring all of h to shared memory where it is small.
 API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* ids, const void* weights, const void* packed,
                       const void* scale, const void* row, const void* shared, const void* shared_scale, void* y,
                       void* counters, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t P,
-                      int64_t sms, void* stream) {
+                      int64_t staged, int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, D * E, D, 8, I / 2, D / 16);
   a.shared = matrix(shared, nullptr, shared_scale, D, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
@@ -461,6 +490,7 @@ API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* i
   a.taken = a.settled + 1;
   a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.P = static_cast<int>(P);
   a.K = static_cast<int>(I), a.width = static_cast<int>(S);
+  if (staged && T * k * I * 2 <= MOST_STAGED) a.staged_bytes = static_cast<int>(T * k * I * 2);
   const auto of = [&](auto narrow) {
     constexpr int RT = decltype(narrow)::value;
     return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)

@@ -36,9 +36,10 @@ struct Args {
   int slots;         // of the ring
   int parts;         // groups of warps that share a tile
   int visit, shared_visit;  // slots of a tile for each of them
-  int scale_row, scale_pitch, scale_swizzle;  // bytes; chunks of 16 bytes change places
+  int scale_row, scale_pitch, scale_swizzle;  // bytes; whether chunks of 16 bytes change places, as tensor maps do it
+  int staged_bytes;  // of `in`, if all of it comes to shared memory; else 0
   int whole_scales;  // rows of scales too short for a tensor map come whole
-  int scales, sums, starts, segments, sorted, counts;  // where they lie in shared memory
+  int scales, factors, sums, starts, segments, sorted, counts, places, staged;  // where they lie in shared memory
 };
 
 // Boxes of the matrices.
@@ -59,6 +60,7 @@ struct Tile {
   static_assert(GROUP % RT == 0 && (RT == 1 || !GATE_UP));
   static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
   static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
+  static constexpr int FACTORS = COMPACT ? 16 * RT * 2 : 0;  // of a slot's rows, where a group's slots of a tile begin
   static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
   static constexpr int HELD = VISIT * 8;  // groups of 32 k with activations in a warp's registers
 
@@ -70,7 +72,7 @@ struct Tile {
   }
   struct Control {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], added[TURNS], free[TURNS];
-    uint64_t planned;
+    uint64_t planned, staged;
     int segments;
     int item[MAX_SLOTS], result[TURNS];  // segment and tile; negative: no more
   };
@@ -93,9 +95,9 @@ struct Tile {
 
   static __device__ __forceinline__ Plan plan_of(const Args& a) {
     return {reinterpret_cast<Segment*>(memory(a.segments)), reinterpret_cast<uint16_t*>(memory(a.sorted)),
-            reinterpret_cast<uint32_t*>(memory(a.counts))};
+            reinterpret_cast<uint32_t*>(memory(a.counts)), reinterpret_cast<uint32_t*>(memory(a.places))};
   }
-  static __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
+  static __host__ __device__ __forceinline__ int halves(const Args& a) { return a.T > TOKENS ? 2 : 1; }
   static __device__ __forceinline__ int planes(const Args& a) { return a.T > 1 ? 2 : 1; }
   static __device__ __forceinline__ int row_of(const Args& a, int pair) { return GATE_UP ? pair / a.k : pair; }
 
@@ -104,6 +106,7 @@ struct Tile {
     Place from;
     float* starts;
     int rt;
+    int odd;  // from the scales of a slot to those of a slot with an odd number, where chunks have half of 16 bytes
   };
 
   // What this warp's k of N tokens of a segment are.
@@ -111,7 +114,10 @@ struct Tile {
   static __device__ __forceinline__ void hold(const Args& a, const Warp& w, Segment segment, Held& b) {
     constexpr int EACH = 8 / N;  // groups of an accumulator
     const int token = min(w.g / EACH, segment.count() - 1), own = w.g % EACH;
-    const bf16* row = a.in + static_cast<int64_t>(row_of(a, plan_of(a).sorted[segment.first() + token])) * a.K;
+    const int number = row_of(a, plan_of(a).sorted[segment.first() + token]);
+    const bf16* row = a.in + static_cast<int64_t>(number) * a.K;
+    const bool staged = !GATE_UP && a.staged_bytes > 0;
+    const bf16* here = reinterpret_cast<const bf16*>(memory(a.staged)) + number * a.K;
     uint4 v[VISIT][N];
 #pragma unroll
     for (int j = 0; j < VISIT; j++) {
@@ -119,7 +125,9 @@ struct Tile {
       for (int i = 0; i < N; i++) {
         const int k = ((w.part * a.visit + j) * KS + w.ks) * 256 + (i * EACH + own) * 32 + w.t * 8;
         v[j][i] = make_uint4(0, 0, 0, 0);
-        if (j < a.visit && k < a.K) v[j][i] = __ldcg(reinterpret_cast<const uint4*>(row + k));
+        if (j < a.visit && k < a.K) {
+          v[j][i] = staged ? *reinterpret_cast<const uint4*>(here + k) : __ldcg(reinterpret_cast<const uint4*>(row + k));
+        }
       }
     }
     __syncwarp();  // all have read the starts before
@@ -172,6 +180,12 @@ struct Tile {
     return chunk == 128 ? near ^ 64 : near + 64 * BOX_ROWS;
   }
 
+  // Where byte `at` of the scales of row `row` < 16 RT is.
+  static __device__ __forceinline__ int scale_of(const Args& a, int row, int at) {
+    const int swap = !a.scale_swizzle ? 0 : SCALE_PITCH == 128 ? row % 8 : row / 2 % 4;
+    return row * a.scale_pitch + (at / 16 ^ swap) * 16 + at % 16;
+  }
+
   // The sums of rows g and g + 8, not yet times RESULT, of token t N / 4.
   template <int N>
   static __device__ __forceinline__ float2 multiply(const Args& a, Warp& w, const Held& b, int near, int far,
@@ -184,8 +198,7 @@ struct Tile {
       if (j > 0) barrier_wait(&control().full[w.from.at], w.from.phase);
       const uint32_t slot = shared_address(memory(w.from.at * SLOT));
       const uint8_t* scale = scales + w.from.at * SCALES;
-      // Boxes begin at multiples of 16 bytes.
-      if (KS * SCALE_UNIT % 16) scale += (w.part * a.visit + j) * (KS * SCALE_UNIT) % 16;
+      if (KS * SCALE_UNIT % 16 && (w.part * a.visit + j) % 2) scale += w.odd;  // boxes begin at multiples of 16 bytes
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float2 start = *reinterpret_cast<const float2*>(w.starts + (j * N + i) * 8 + w.t * 2);
