@@ -179,7 +179,7 @@ def command(
                         if accepted is None:
                             row = bench.decode(b, c, say, **form)
                         else:
-                            parts = {"draft": draft, "accepted": accepted, "draft_dtype": draft_dtype}
+                            parts: dict[str, Any] = {"draft": draft, "accepted": accepted, "draft_dtype": draft_dtype}
                             row = cycle.measure(bench, b, c, say, **parts, **form)
                     rows.append(row | ({"tried": ", ".join(names)} if names else {}))
         finish(rows, directory)

@@ -284,7 +284,7 @@ def _stream(
     # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
     taken: tuple[int, ...] = (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
-    how = (processors,)
+    how: tuple[int, ...] = (processors,)
     if source == T1:
         how = (form, processors)
         taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)
