@@ -14,6 +14,7 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.config import EngineConfig, build
 from perilune.core.step import MAX_DRAFTS
 from perilune.formats.hub import resolve_model
+from perilune.ops.harness import registry
 
 shape_option = click.option(
     "--shape",
@@ -77,6 +78,12 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 )
 @click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
 @click.option(
+    "--try",
+    "tried",
+    multiple=True,
+    help="With --shape: an implementation that no row has timed yet, OP/NAME. Each row is followed by one with it.",
+)
+@click.option(
     "--kv-shards",
     help="With --tp N: layouts of KV over ranks to compare, 1 (whole) or N (sharded), by turns, e.g. 1,2; of MODEL, or "
     "of --shape in whole engines.",
@@ -103,6 +110,7 @@ def command(
     ranks: str | None,
     expert_format: str,
     kernels: bool,
+    tried: tuple[str, ...],
     kv_shards: str | None,
     tokens: int,
     device: str,
@@ -143,6 +151,8 @@ def command(
         raise click.BadParameter("with --shape goes without --draft and --slice", param_hint="--tp, --ep")
     if ranks is not None and (shape is None or draft):
         raise click.BadParameter("goes with --shape, and without --draft", param_hint="--slice")
+    if tried and (shape is None or several):
+        raise click.BadParameter("goes with --shape, without --tp and --ep", param_hint="--try")
     if shape is not None and several:
         settings: dict[str, Any] = {
             "device": device,
@@ -164,12 +174,14 @@ def command(
         rows = []
         for c in contexts:
             for b in batches:
-                if accepted is None:
-                    rows.append(bench.decode(b, c, say, **form))
-                else:
-                    rows.append(
-                        cycle.measure(bench, b, c, say, draft=draft, accepted=accepted, draft_dtype=draft_dtype, **form)
-                    )
+                for names in ((), tried) if tried else ((),):
+                    with registry.trying(names):
+                        if accepted is None:
+                            row = bench.decode(b, c, say, **form)
+                        else:
+                            parts: dict[str, Any] = {"draft": draft, "accepted": accepted, "draft_dtype": draft_dtype}
+                            row = cycle.measure(bench, b, c, say, **parts, **form)
+                    rows.append(row | ({"tried": ", ".join(names)} if names else {}))
         finish(rows, directory)
         return
     rows = []

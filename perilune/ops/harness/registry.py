@@ -15,7 +15,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_args
@@ -300,3 +300,22 @@ def using(overrides: Mapping[str, str]) -> Iterator[None]:
         with _counting:
             _overriding -= bool(overrides)
         _overrides.reset(token)
+
+
+@contextlib.contextmanager
+def trying(names: Sequence[str]) -> Iterator[None]:
+    """In this context, the unmeasured implementations `names` ("op/implementation") are chosen wherever they fit and
+    none before them does, on all threads: to time them. ConfigError if one is unknown or not unmeasured."""
+    known = {f"{op.name}/{i.name}": op for op in all_ops().values() for i in op.impls.values() if i.unmeasured}
+    if absent := [name for name in names if name not in known]:
+        raise ConfigError(f"no unmeasured implementation {absent[0]!r}; there are: {', '.join(known) or 'none'}")
+    before = [(known[name], name.partition("/")[2], known[name].impls[name.partition("/")[2]]) for name in names]
+    try:
+        for op, name, impl in before:
+            op.impls[name] = replace(impl, unmeasured=False)
+        forget()
+        yield
+    finally:
+        for op, name, impl in before:
+            op.impls[name] = impl
+        forget()
