@@ -7,7 +7,8 @@ q_full's type; sums are fp32, rounded once.
 
 "cuda" is for one token: attention's launch, and one for the rest (mla_decode_output_t1.cu), which reads w and w_uv
 before attention has ended, or its queries are ready if the table is narrow (split_kv_short.cuh): so a token's last
-bits depend on the table's width too. "composed" is the ops one by one.
+bits depend on the table's width too. "cuda_mma" is the same for 1 to 4 tokens of 8 or 16 heads in FP8
+(mla_decode_output_mma.cu). "composed" is the ops one by one.
 """
 
 import functools
@@ -31,6 +32,9 @@ from perilune.ops.linear import linear, linear_fp8
 HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # of o, for each processor
+MMA_HEADS = (8, 16)  # of "cuda_mma"
+MMA_TOKENS = 4
+OWNERS, MOST_TILES = 16, 8  # its CTAs that make values; tiles of 8 rows of o for each of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +45,8 @@ class Case(mla_decode.Case):
 
 def _one(context: int, **other: Any) -> Case:
     """One token, the sizes of Kimi K2."""
-    return Case(
-        counts=(1,), contexts=(context,), **{"H": K2.heads, "block_size": 64, "D": K2.hidden, "big": True} | other
-    )
+    usual: dict[str, Any] = {"counts": (1,), "contexts": (context,), "H": K2.heads, "D": K2.hidden}
+    return Case(**usual | {"block_size": 64, "big": True} | other)
 
 
 CASES = [
@@ -59,6 +62,18 @@ CASES = [
     *(_one(c, H=8, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
     _one(130, H=4),
     _one(300, block_size=8),
+    *(
+        _one(1, counts=counts, contexts=contexts, H=H, fp8=True)
+        for H in (8, 16)
+        for counts, contexts in (
+            ((1, 1, 1, 1), (1024, 700, 5, 1000)),
+            ((4,), (1024,)),
+            ((4,), (10240,)),
+            ((1, 2), (40, 3000)),
+            ((1, 0, 1), (300, 0, 1)),
+        )
+    ),
+    _one(130, H=16, D=384, fp8=True, rows=2),
     Case(counts=(0, 1, 0), contexts=(0, 777, 0), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(2, 1), contexts=(40, 100), H=K2.heads, D=K2.hidden, big=True),
     Case(counts=(1,), contexts=(256,), D=384),
@@ -106,6 +121,39 @@ def _kernel() -> Any:
     return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "pp")
 
 
+@functools.cache
+def _mma() -> Any:
+    return build.function("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" * 12 + "l" * 7 + "pp")
+
+
+def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device) -> bool | str:
+    """Whether `launch` takes these: True, or the first reason against it."""
+    (T, H, _), D = q_full.shape, len(weights.o.weight)
+    found = build.on_hopper(
+        "mla_decode_output_mma.cu",
+        device,
+        (1 <= T <= MMA_TOKENS, f"1 to {MMA_TOKENS} tokens"),
+        *mla_decode.needs(q_full, pages),
+        (H in MMA_HEADS, f"{' or '.join(map(str, MMA_HEADS))} heads"),
+        (weights.uv_fp8 is not None, "FP8 weights"),
+        (D % 8 == 0, "an output width in 8s"),
+    )
+    if found is not True:
+        return found
+    processors = mla_decode.processors(device)
+    return build.on_hopper(
+        "mla_decode.cu",
+        device,
+        (processors <= MOST_PROCESSORS, f"at most {MOST_PROCESSORS} processors"),
+        (D <= MOST_TILES * 8 * (processors - OWNERS), f"at most {MOST_TILES * 8} outputs for a processor"),
+    )
+
+
+def mma_mailbox(H: int, T: int) -> int:
+    """Words of the mailbox of `launch`; one token and more of them have different ones."""
+    return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
+
+
 def fits(q_full: Tensor, pages: Tensor, D: int, device: torch.device) -> bool | str:
     """Whether `launch` takes these, for D rows of o: True, or the first reason against it."""
     T, H, _ = q_full.shape
@@ -135,23 +183,27 @@ def launch(
     weights: Attention,
     scale: float,
     mailbox: Tensor,
-    y: Tensor | None,
-    added: tuple[Tensor, Tensor, Peers | None] | None = None,
+    out: Tensor | tuple[Tensor, Tensor, Peers | None],
+    mma: bool = False,
 ) -> None:
-    """Both launches of one token. The second one writes `y` [1, D]; or, with `added` (residual [1, D], fresh [D]
-    int32, the peers that have the other parts of that sum), adds to the residual and hands the sums over by `fresh`.
-    `mailbox` is the mailbox of its CTAs. A kernel that
-    writes before the second launch has ended must have its memory before this call, because memory that the launches
-    only read is free again after it."""
-    (_, H, _), w, device = q_full.shape, weights, q_full.device
+    """Attention's launch and that of what follows it. The second one writes `out` [T, D]; or, where that is (residual
+    [1, D], fresh [D] int32, the peers that have the other parts of that sum), adds to the residual and hands the sums
+    over by `fresh`. `mailbox` is the mailbox of its CTAs. A kernel that writes before the second launch has ended must
+    have its memory before this call, because memory that the launches only read is free again after it. `mma`: the
+    second launch is that of mla_decode_output_mma.cu."""
+    (T, H, _), w, device = q_full.shape, weights, q_full.device
     assert w.w_uv.shape == (H, K2.latent, K2.value), f"{w.w_uv.shape=}"
     w_uv, uv_scale = (w.w_uv, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
     assert w.w_uv.is_contiguous() and w_uv.is_contiguous() and w.o.weight.is_contiguous(), f"{w.o.weight.stride()=}"
     assert uv_scale is None or uv_scale.is_contiguous(), f"{uv_scale.stride()=}"
     _, query_start, context = span.contiguous()
-    partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
-    residual, fresh, others = added or (None, None, None)
-    failed = _kernel()(
+    if T == 1:
+        partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
+    else:
+        partials, shares = mla_decode.attend(q_full, pages, span, scale, None, None)
+        least = mla_decode.LEAST
+    y, (residual, fresh, others) = (out, (None, None, None)) if isinstance(out, Tensor) else (None, out)
+    failed = (_mma() if mma else _kernel())(
         partials.data_ptr(),
         shares.data_ptr(),
         query_start.data_ptr(),
@@ -166,6 +218,7 @@ def launch(
         address(fresh),
         len(partials),
         len(context),
+        *([T] if mma else []),
         H,
         len(w.o.weight),
         least,
@@ -187,6 +240,22 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: f
     H = q_full.shape[1]
     mailbox = workspace.current(q_full.device).zeros(("mla_decode_output", H), H * K2.value + 2)
     launch(q_full, pages, span, weights, scale, mailbox, y)
+    return y
+
+
+@op.impl(
+    "cuda_mma",
+    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device),
+    alone=True,
+    waits=("mla_decode_output_mma.cu",),
+    unmeasured=True,
+)
+def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    T, H, _ = q_full.shape
+    y = torch.empty(T, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
+    words = mma_mailbox(H, T)
+    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output.mma", H, words), words)
+    launch(q_full, pages, span, weights, scale, mailbox, y, mma=True)
     return y
 
 

@@ -141,7 +141,9 @@ def reference(
     return x, router.reference(x, gate.weight, gate.bias, gate.routing)
 
 
-op = Op("mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "norm", "gate"))
+op = Op(
+    "mla_decode_router", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "attention", "norm", "gate")
+)
 
 
 @functools.cache
@@ -151,8 +153,18 @@ def _choose() -> Any:
 
 def _fits(a: Any, device: torch.device) -> bool | str:
     found = mla_decode_output.fits(a.q_full, a.pages, a.gate.weight.shape[1], device)  # o has as many rows
-    if found is not True:
-        return found
+    return found if found is not True else _chooses(a, device)
+
+
+def _fits_mma(a: Any, device: torch.device) -> bool | str:
+    found = mla_decode_output.fits_mma(a.q_full, a.pages, a.attention, device)
+    if found is True and a.q_full.shape[0] != 1:
+        found = "one token"
+    return found if found is not True else _chooses(a, device)
+
+
+def _chooses(a: Any, device: torch.device) -> bool | str:
+    """Whether the launch that chooses experts takes these, with those that `mla_decode_output` takes."""
     (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
         "mla_decode_router_t1.cu",
@@ -172,8 +184,8 @@ def _rows(experts: int, device: torch.device) -> int:
     return max(LEAST_GATE, -(-experts // (mla_decode.processors(device) - 1)))
 
 
-@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
-def cuda(
+def _run(
+    mma: bool,
     q_full: Tensor,
     pages: Tensor,
     span: Span,
@@ -190,8 +202,13 @@ def cuda(
     # Kernels count the CTAs of a launch in these mailboxes (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
     # launches with another number of CTAs need others.
     values, sums, launches, scores = (
-        memory.zeros((f"mla_decode_router.{name}", H, D, E), n)
-        for name, n in (("values", H * K2.value + 2), ("sums", D), ("launches", 2), ("scores", router.MOST_EXPERTS))
+        memory.zeros((f"mla_decode_router.{'mma.' if mma else ''}{name}", H, D, E), n)
+        for name, n in (
+            ("values", mla_decode_output.mma_mailbox(H, 1) if mma else H * K2.value + 2),
+            ("sums", D),
+            ("launches", 2),
+            ("scores", router.MOST_EXPERTS),
+        )
     )
     # Allocated before the launches: the second launch may still run when these are written, so the allocator must not
     # place them in memory that it reads.
@@ -199,7 +216,7 @@ def cuda(
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)
     publication = box.publish(x, Source(sums, norm.weight, norm.eps))
-    mla_decode_output.launch(q_full, pages, span, attention, scale, values, None, (residual, sums, norm.peers))
+    mla_decode_output.launch(q_full, pages, span, attention, scale, values, (residual, sums, norm.peers), mma)
     failed = _choose()(
         sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
         x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
@@ -208,6 +225,40 @@ def cuda(
     )  # fmt: skip
     assert not failed, f"mla_decode_router does not start: CUDA error {failed}"
     return x, Chosen(ids, weights, publication)
+
+
+@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
+def cuda(
+    q_full: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
+    scale: float,
+    residual: Tensor,
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
+    return _run(False, q_full, pages, span, attention, scale, residual, norm, gate)
+
+
+@op.impl(
+    "cuda_mma",
+    when=_fits_mma,
+    alone=True,
+    waits=("mla_decode_output_mma.cu", "mla_decode_router_t1.cu"),
+    unmeasured=True,
+)
+def cuda_mma(
+    q_full: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
+    scale: float,
+    residual: Tensor,
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
+    return _run(True, q_full, pages, span, attention, scale, residual, norm, gate)
 
 
 @op.impl("composed")

@@ -20,6 +20,7 @@ def waiting_sources() -> set[str]:
 def test_every_waiting_kernel_is_registered() -> None:
     sources = waiting_sources()
     assert {"mla_pre_attention_t1.cu", "mla_pre_attention_mma.cu", "mla_decode_output_t1.cu"} <= sources
+    assert "mla_decode_output_mma.cu" in sources
     assert {"mla_decode_router_t1.cu", "router_mma.cu", "moe_int4_t1.cu"} <= sources
     assert registry.waiting().keys() == sources
     assert all(registry.waiting().values())
@@ -29,6 +30,8 @@ def test_registered_implementations_name_their_kernels() -> None:
     found = registry.waiting()
     assert found["router_mma.cu"] == ["router/cuda"] and found["moe_int4_t1.cu"] == ["moe_int4/cuda"]
     assert found["mla_decode_output_t1.cu"] == ["mla_decode_output/cuda", "mla_decode_router/cuda"]
+    mma = ["mla_decode_output/cuda_mma", "mla_decode_router/cuda_mma"]
+    assert found["mla_decode_output_mma.cu"] == mma
 
 
 def test_what_needs_the_gpu_for_itself_waits() -> None:

@@ -23,33 +23,42 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _inputs(context: int, heads: int, fp8: bool, seed: int) -> dict[str, Any]:
-    case = mla_decode_output.Case(counts=(1,), contexts=(context,), H=heads, D=K2.hidden, block_size=64, fp8=fp8)
+def _inputs(context: int, heads: int, fp8: bool, seed: int, tokens: int = 1) -> dict[str, Any]:
+    case = mla_decode_output.Case(counts=(tokens,), contexts=(context,), H=heads, D=K2.hidden, block_size=64, fp8=fp8)
     return mla_decode_output.inputs(case, Make(BFLOAT16, CUDA, seed))
 
 
-def _run(args: dict[str, Any]) -> Tensor:
-    out = mla_decode_output.op.impls["cuda"].run(*args.values())
+def _run(args: dict[str, Any], name: str = "cuda") -> Tensor:
+    out = mla_decode_output.op.impls[name].run(*args.values())
     assert isinstance(out, Tensor)
     return out
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_launches_in_a_graph_give_the_bits_of_a_lone_one(fp8: bool) -> None:
+MANY_HEADS = ((1024, 64, 1), (70, 64, 1), (5000, 64, 1), (700, 32, 1), (1, 64, 1), (900, 16, 1))
+FEW_HEADS = ((1024, 16, 1), (70, 16, 4), (5000, 8, 3), (700, 8, 1), (4, 16, 4), (900, 16, 2), (1, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8", "launches"),
+    [("cuda", False, MANY_HEADS), ("cuda", True, MANY_HEADS), ("cuda_mma", True, FEW_HEADS)],
+)
+def test_launches_in_a_graph_give_the_bits_of_a_lone_one(
+    name: str, fp8: bool, launches: tuple[tuple[int, int, int], ...]
+) -> None:
     """One board serves them in turns, replay after replay, whatever their number and the kernels between."""
-    inputs = [_inputs(c, h, fp8, c) for c, h in ((1024, 64), (70, 64), (5000, 64), (700, 32), (1, 64), (900, 16))]
-    want = [_run(args) for args in inputs]
+    inputs = [_inputs(c, h, fp8, c, tokens) for c, h, tokens in launches]
+    want = [_run(args, name) for args in inputs]
     flood = Make(BFLOAT16, CUDA, 3).randn(4096, K2.hidden)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for args in inputs:
-            _run(args)  # the stream's boards are made outside of the graph
+            _run(args, name)  # the stream's boards are made outside of the graph
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         got = []
         for args in inputs:
-            got.append(_run(args))
+            got.append(_run(args, name))
             linear(got[-1], flood)
     for _ in range(40):
         for y in got:

@@ -13,10 +13,9 @@
 //
 // CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
 // long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
-#include "cuda/peers.cuh"
-#include "cuda/router_mailbox.cuh"
+#include "attention/sm90/output_tile.cuh"
 #include "attention/sm90/split_kv_schedule.cuh"
-#include "cuda/weight_stream.cuh"
+#include "cuda/router_mailbox.cuh"
 
 using namespace stream;
 
@@ -29,6 +28,7 @@ constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way,
 constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
+constexpr int CLAIMED = 116 * 1024;               // of memory at least: two CTAs on one SM would leave another idle
 constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the mailbox
 constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the consumers; of those of a part of k, and on
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
@@ -94,63 +94,6 @@ __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
     take({widen(w.x), widen(w.y), widen(w.z), widen(w.w)});
   }
 }
-
-// Values k .. k + 7 to where `multiply` looks for them (weight_stream.cuh).
-template <typename W>
-__device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32_t (&pairs)[4]) {
-  constexpr int LANE = 16 / W::BYTES;
-  const int lane = k / LANE % 4, second = k / (W::BYTES == 1 ? 8 : W::CHUNK) % 2;
-  auto* to = reinterpret_cast<uint2*>(xs + k / BLOCK * BLOCK + lane * 16 + second * 4);
-  to[0] = make_uint2(pairs[0], pairs[2]);
-  to[2] = make_uint2(pairs[1], pairs[3]);
-}
-
-// A tile's exchange, by a warp. Lanes 2 r and 2 r + 1 send and receive rank r's halves.
-struct Sent {
-  int tile;      // below 0: none
-  uint32_t old;  // lanes 0-3: the residual's pairs
-  uint2 own;     // this rank's pairs, of the lane's half
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ bool of_peer(const Peers& peers) const {
-    return lane() / 2 < peers.ranks && lane() / 2 != peers.rank;
-  }
-  __device__ __forceinline__ int place() const { return AFTER_WORDS + tile * 2 + lane() % 2; }
-
-  // v: row lane % 8.
-  __device__ __forceinline__ void send(const Peers& peers, uint32_t epoch, float v) {
-    const uint32_t mine = __bfloat16_as_ushort(__float2bfloat16(v)), pair = mine | __shfl_down_sync(~0u, mine, 1) << 16;
-    own.x = __shfl_sync(~0u, pair, lane() % 2 * 4), own.y = __shfl_sync(~0u, pair, lane() % 2 * 4 + 2);
-    if (!of_peer(peers)) return;
-    hopper::send(peers.word(lane() / 2, peers.rank, epoch, place()), make_uint4(own.x, epoch, own.y, epoch));
-  }
-
-  // The sum over ranks in their order, and the residual: lanes 0-3, their pair. NaN if a peer's part does not come.
-  __device__ __forceinline__ uint32_t added(const Peers& peers, uint32_t epoch) const {
-    uint4 got = make_uint4(own.x, epoch, own.y, epoch);
-    bool missing = of_peer(peers);
-    const uint4* from = missing ? peers.word(peers.rank, lane() / 2, epoch, place()) : nullptr;
-    const bool patient = *static_cast<const volatile uint32_t*>(peers.control) == 0;
-    uint64_t begin = 0;
-    for (int polls = 1;; polls++) {
-      if (missing) got = look(from), missing = !arrived_word(got, epoch);
-      if (!__any_sync(~0u, missing)) break;
-      if (__any_sync(~0u, too_long(peers, polls, begin, patient))) {
-        if (missing && patient) report(peers, lane() / 2);
-        return NAN_PAIR;
-      }
-    }
-    float low = 0, high = 0;
-    for (int r = 0; r < peers.ranks; r++) {
-      const int half = r * 2 + lane() / 2 % 2;
-      const uint32_t x = __shfl_sync(~0u, got.x, half), z = __shfl_sync(~0u, got.z, half);
-      const float2 f = widen(lane() % 2 ? z : x);
-      low += f.x, high += f.y;
-    }
-    const float2 before = widen(old);
-    return narrow(low + before.x, high + before.y);
-  }
-};
 
 template <typename W, Heads HEADS, bool EXCHANGES>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
@@ -245,14 +188,26 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   Next next{begin(tile, warp), tile, 0, 0};
 #pragma unroll 1
   for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
+  // The warps of a tile add its sums up by turns: scales, which come from memory, are there before.
+  float scale = 1;
+  const auto load_scale = [&](int of) {
+    if (RAISED && of < tiles) scale = __ldg(a.scale + of * TILE + lane % TILE);
+  };
+  load_scale(tile + part * step);
+  // Asked for at once, used later: the CTAs of a launch stand in line for the first word.
+  unsigned long long launched = 0;
+  uint32_t epoch = 0;
+  uint32_t* const count = EXCHANGES ? a.peers.control + AFTER_COUNTS + blockIdx.x : nullptr;
+  const auto ask_turn = [&] {
+    if (threadIdx.x == 0) {
+      launched = atomicAdd(reinterpret_cast<unsigned long long*>(a.mailbox + i), 1ull);
+      if (EXCHANGES) epoch = *static_cast<volatile uint32_t*>(count) + 1;
+    }
+  };
   const auto take_turn = [&] {
     if (threadIdx.x == 0) {
-      auto* launches = reinterpret_cast<unsigned long long*>(a.mailbox + i);
-      turn_shared = static_cast<uint32_t>(atomicAdd(launches, 1ull) / gridDim.x) & 1;
-      if (EXCHANGES) {
-        uint32_t* count = a.peers.control + AFTER_COUNTS + blockIdx.x;
-        *count = epoch_shared = *static_cast<volatile uint32_t*>(count) + 1;
-      }
+      turn_shared = static_cast<uint32_t>(launched / gridDim.x) & 1;
+      if (EXCHANGES) *count = epoch_shared = epoch;
     }
   };
   if (owner) {
@@ -283,7 +238,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
 #pragma unroll
     for (int j = 0; j < MOST_RANGES / 32; j++) v[j] = lane + j * 32 < ranges ? weight[lane + j * 32] : -INFINITY;
     read(0);
-    take_turn();
+    ask_turn();
     float top = -INFINITY, total = 0;
 #pragma unroll
     for (float w : v) top = fmaxf(top, w);
@@ -345,6 +300,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&values_read);
+    take_turn();
     named_sync(OF_HEAD, CONSUMERS);
     if (warp < mla::VALUE / 64) {
       float low = 0, high = 0;
@@ -361,6 +317,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   } else {
     wait_for_predecessor();
     let_successor_start();
+    ask_turn();
     take_turn();
     named_sync(OF_HEAD, CONSUMERS);
   }
@@ -422,7 +379,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   for (int n = 0; n < X::KINDS; n++) x[n] = X::from(xs, 0, 1, n);
   const uint8_t* mine = memory + warp * OWN + S::place(g) + 16 * t;
   const int k0 = part * chunks * W::CHUNK;
-  float scale = 1, lowered = 1;
+  float lowered = 1;
   if (RAISED) lowered = power_of_two(254 - raise_exponent(max(largest[part], largest[part + KS])));
   int stage = 0, phase = 0;
   Sent sent{-1};
@@ -432,8 +389,9 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     if (EXCHANGES && part == turns) {
       sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
     }
-    if (!EXCHANGES && a.residual != nullptr && part == 0) old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
-    if (RAISED) scale = __ldg(a.scale + tile * TILE + lane % TILE);
+    if (!EXCHANGES && a.residual != nullptr && part == turns % KS) {
+      old = __bfloat162float(a.residual[tile * TILE + lane % TILE]);
+    }
     for (int n = 0; n < loads; n++) {
       barrier_wait(&barriers[warp][stage], phase);
       multiply<W, S::CHUNKS>(acc, mine + stage * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
@@ -452,17 +410,16 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
     acc.store(sums[pass][warp]);
     named_sync(1 + group, KS * 32);
-    if (EXCHANGES) {
-      if (part != turns) continue;
-      float v = 0;
+    if (part != turns % KS) continue;
+    float v = 0;
 #pragma unroll
-      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane % TILE];
+    for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane % TILE];
+    if (EXCHANGES) {
       sent.tile = tile;
       sent.send(a.peers, epoch_shared, RAISED ? v * scale : v);
-    } else if (part == 0 && lane < TILE) {
-      float v = 0;
-#pragma unroll
-      for (int s = 0; s < KS; s++) v += sums[pass][group * KS + s][lane];
+      continue;
+    }
+    if (lane < TILE) {
       const bf16 y = __float2bfloat16(RAISED ? v * scale : v);
       const int row = tile * TILE + lane;
       if (a.residual == nullptr) {
@@ -476,6 +433,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
         if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
       }
     }
+    load_scale(tile + KS * step);
   }
   if (EXCHANGES && sent.tile >= 0) {
     const uint32_t pair = sent.added(a.peers, epoch_shared);
@@ -493,7 +451,7 @@ template <typename W, Heads HEADS>
 int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
   using R = Ring<W, HEADS>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
-  const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
+  const int bytes = max(WARPS * R::STAGES * Stage<R::ROW>::BYTES + values, CLAIMED);
   // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
   auto kernel = exchanges ? output_kernel<W, HEADS, true> : output_kernel<W, HEADS, false>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
