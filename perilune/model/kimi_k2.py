@@ -55,7 +55,6 @@ from perilune.ops.linear.linear import linear
 from perilune.ops.linear.linear_fp8 import fp8_in_pieces, linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
-from perilune.ops.moe.add_norm_router import add_norm_router
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
 from perilune.ops.moe.combine_add_rmsnorm_quantize import combine_add_rmsnorm_quantize
@@ -247,14 +246,13 @@ class KimiK2:
         """As `_ffn`, after attention with these queries, which is added to h."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
-        if isinstance(ffn, Mlp) or self.group.slicing.whole_experts:
-            attended = _attend(w, q_full, span, pages, self.scale, self.sharded_kv)
+        sharded = self.sharded_kv
+        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts or sharded is not None:
+            attended = _attend(w, q_full, span, pages, self.scale, sharded)
             return self._ffn(ffn, self._add(h, attended, layer.post_norm))
-        norm, gate = self._norm(layer.post_norm), Gate(ffn.gate, ffn.bias, self.routing)
-        if w.o.format == "int4" or self.sharded_kv is not None:
-            attended = _attend(w, q_full, span, pages, self.scale, self.sharded_kv)
-            return _mixture(ffn, *add_norm_router(h, attended, norm, gate))
-        return _mixture(ffn, *mla_decode_router(q_full, pages, span, w, self.scale, h, norm, gate))
+        gate = Gate(ffn.gate, ffn.bias, self.routing)
+        x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
+        return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
         """[T, D], or its P parts [T, P, D] float32, to be added; or, where nothing is added up over ranks, the results
