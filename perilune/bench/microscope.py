@@ -40,7 +40,7 @@ from perilune.ops.attention import mla_pre_attention, mla_project_query
 from perilune.ops.exchange import peers
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
-from perilune.ops.moe import add_norm_router, router
+from perilune.ops.moe import router
 
 STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
@@ -171,7 +171,7 @@ class Bench:
             ),
             *(
                 [("norm, router, choice", size(moe.gate))]
-                if batch <= add_norm_router.MOST_TOKENS
+                if batch == 1
                 else [
                     ("norm", 0.0),
                     *([("gate", size(moe.gate)), ("choice", 0.0)] if many else [("router, choice", size(moe.gate))]),

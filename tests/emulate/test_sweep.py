@@ -28,7 +28,6 @@ SMALL = [
 ]
 # (op, implementation, text in the case's repr, SMs): the first such case
 BIG = [
-    ("add_norm_router", "cuda", "T=4, D=7168, E=384, k=8, ranks=4", 132),
     ("add_rmsnorm", "cuda_many", "T=700", 8),
     ("linear", "cuda_many", "T=1, i=7168", 16),
     ("linear_fp8", "cuda_many", "T=1, i=7168", 16),

@@ -37,8 +37,6 @@ __device__ __forceinline__ void put(uint32_t* p, uint32_t v) {
 
 // A pair of bf16 as a mailbox word: inverted, and never zero, because zero means "not written yet".
 __device__ __forceinline__ uint32_t written(uint32_t pair) { return ~pair ? ~pair : 0x80000000u; }
-// The same of a float: one NaN for another.
-__device__ __forceinline__ uint32_t written(float v) { return written(__float_as_uint(v)); }
 __device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
 __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
   uint4 v;

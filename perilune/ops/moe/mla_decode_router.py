@@ -9,8 +9,8 @@ are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are
 "cuda" is for one token: the launch of attention; one that adds each row of y, and those that peers send, to the
 residual and writes the sums to a mailbox (mla_decode_output_t1.cu); and one that reads them from there while the second
 still runs (mla_decode_router_t1.cu): its weights are in shared memory by then, and it does not wait for a kernel's end.
-The expert kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" runs
-`mla_decode_output`, then `add_norm_router`.
+The expert kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" runs the ops
+one after the other.
 """
 
 import functools
@@ -27,7 +27,7 @@ from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
-from perilune.ops.moe import add_norm_router, router
+from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 
 SEGMENT = 256  # values of x of which one warp sums the squares
@@ -273,7 +273,8 @@ def composed(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     y = mla_decode_output.mla_decode_output(q_full, pages, span, attention, scale)
-    return add_norm_router.add_norm_router(residual, y, norm, gate)
+    x = exchange_add_rmsnorm.add_norm(residual, y, norm)
+    return x, router.router(x, gate.weight, gate.bias, gate.routing)
 
 
 def mla_decode_router(

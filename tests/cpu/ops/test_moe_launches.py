@@ -9,7 +9,7 @@ import torch
 
 from perilune.ops.drafts import accept_drafts, advance_inputs, argmax_probability, draft_embed, draft_tables
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make
-from perilune.ops.moe import add_norm_router, mla_decode_router, moe_int4, router
+from perilune.ops.moe import mla_decode_router, moe_int4, router
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.sampling import argmax, sample
 from tests.cpu.ops import launches
@@ -56,12 +56,6 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
     **{f"router T={t}": lambda r, t=t: _run(r, router, router.Case(t, 512, 48, 8, narrow=True)) for t in (1, 3, 16)},
     "router T=20": lambda r: _run(r, router, router.Case(20, 512, 48, 8, narrow=True, norm=False), "cuda_many"),
     "router, moe_int4 T=1": _routed,
-    **{
-        f"add_norm_router ranks={n}": lambda r, n=n: _run(
-            r, add_norm_router, add_norm_router.Case(3, 1792, 100, 8, ranks=n, normalise=n > 0)
-        )
-        for n in (0, 2)
-    },
     "mla_decode_router": lambda r: _run(r, mla_decode_router, _decode_router()),
     "mla_decode_router fp8 long": lambda r: _run(r, mla_decode_router, _decode_router(fp8=True, contexts=(9000,))),
     "mla_decode_router, moe_int4": _attended,

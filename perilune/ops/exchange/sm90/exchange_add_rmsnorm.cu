@@ -1,7 +1,11 @@
 // The sum over ranks of their partial outputs, residual += it, y = rmsnorm(residual), through memory that every rank's
 // GPU can write to. Contract in exchange_add_rmsnorm.py; the memory is made by the functions at the end.
 //
-// Lines are those of cuda/lines.cuh.
+// Lines. 56 bf16 values travel as one line of 128 bytes: 112 bytes of data, 16 bytes of flag (LL128, as in NCCL). Eight
+// threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and the
+// second-level cache move such a line whole, so a reader that sees the flag has the data, and no fence is needed: a
+// flag of its own behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
+// place, so nothing is ever cleared.
 //
 // Places. A cluster of CTAs works on a token, each CTA on up to 16 of its lines, then on the cluster's next token. Every
 // CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph continues to count. Epoch e uses
@@ -15,14 +19,42 @@
 //
 // Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
 // in `control` and to the host, and no later launch waits again. The host ends all waits by writing to `failed`.
-#include "cuda/lines.cuh"
+#include "cuda/peers.cuh"
+#include "cuda/wgmma.cuh"
 
-using namespace lines;
+using namespace hopper;
 
 namespace {
 
+constexpr int PIECES = 7;                     // of 8 values, in a line; the eighth thread's is the flag
+constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // of a CTA
+static_assert(THREADS == LINE_THREADS);
 // Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
 constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
+
+// v to the shared memory of another CTA of the cluster, counted by that CTA's barrier.
+__device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int cta, float v) {
+  asm volatile(
+      "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [bar]; }" ::"r"(shared_address(p)),
+      "r"(shared_address(barrier)), "r"(cta), "r"(__float_as_uint(v))
+      : "memory");
+}
+
+// By value: a choice between two variables would put both into local memory.
+__device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
+  return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+}
+__device__ __forceinline__ void widened(float (&to)[8], const uint4& v) {
+  const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    to[2 * j] = __uint_as_float(pairs[j] << 16), to[2 * j + 1] = __uint_as_float(pairs[j] & 0xffff0000u);
+  }
+}
+__device__ __forceinline__ uint4 rounded(const float (&v)[8]) {
+  return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
+}
 
 // This rank's 8 values, rounded: the sum of `parts` partial sums `stride` float4 apart, or those of x.
 template <bool WIDE>
@@ -36,6 +68,36 @@ __device__ __forceinline__ uint4 partial(const bf16* x, const float4* part, int 
     sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
   }
   return rounded(sum);
+}
+
+// Waits, as a warp, until the lines of this epoch have come from the senders of `from`. True if all came.
+template <int RANKS>
+__device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place, uint32_t from, uint32_t epoch,
+                                        const Peers& peers, bool patient) {
+  const bool flag = threadIdx.x % 8 == PIECES;
+  uint64_t begin = 0;
+  for (int polls = 1;; polls++) {
+    uint32_t missing = 0;
+#pragma unroll
+    for (int s = 0; s < RANKS; s++) {
+      if (from >> s & 1) got[s] = look(place + s * HALF);
+    }
+#pragma unroll
+    for (int s = 0; s < RANKS; s++) {
+      if ((from >> s & 1) && flag && (got[s].x != epoch || got[s].w != epoch)) missing |= 1 << s;
+    }
+    if (!__any_sync(~0u, missing)) return true;
+    if (polls % POLLS == 0 || !patient) {
+      const uint64_t now = now_ns();
+      if (!begin) begin = now;
+      bool over = !patient || now - begin > static_cast<uint64_t>(peers.limit_ns);
+      if (polls % HOST_POLLS == 0) over |= *reinterpret_cast<volatile uint32_t*>(peers.failed) != 0;
+      if (__any_sync(~0u, over)) {
+        if (missing && patient) report(peers, __ffs(missing) - 1);
+        return false;
+      }
+    }
+  }
 }
 
 template <int RANKS, bool WIDE, bool TWO_SHOTS>
@@ -98,15 +160,31 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
     float mine[8], before[8];
     widened(mine, own);
     widened(before, old);
-    uint4 got[1][RANKS], fresh = {};
+    uint4 got[RANKS], fresh = {};
     const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
     const uint32_t from = !used ? 0 : adds ? others : 1 << owner;
-    const bool whole = RANKS == 1 || receive<RANKS, 1>(got, {inbox + half}, {from}, {epoch}, peers, patient);
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, from, epoch, peers, patient);
     if (adds) {
-      fresh = added<RANKS>(got[0], mine, before, rank);
+      float sum[8] = {};
+      if (RANKS == 2) {  // two are the same in either order
+        widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += mine[j];
+      } else {
+#pragma unroll
+        for (int s = 0; s < RANKS; s++) {
+          float term[8];
+          widened(term, got[s]);
+#pragma unroll
+          for (int j = 0; j < 8; j++) sum[j] += s == rank ? mine[j] : term[j];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] += before[j];
+      fresh = rounded(sum);
     } else {
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) fresh = either(s == owner, got[0][s], fresh);
+      for (int s = 0; s < RANKS; s++) fresh = either(s == owner, got[s], fresh);
     }
     if (!whole) fresh = make_uint4(~0u, ~0u, ~0u, ~0u), patient = false;  // NaN
     if (TWO_SHOTS && adds && used) {
@@ -202,13 +280,13 @@ __global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const 
       send(peers.mailbox[to] + rank * HALF + place + half, v);
     }
     const uint4 own = data ? x[static_cast<int64_t>(rank) * x_step + word] : flag;
-    uint4 got[1][RANKS];
+    uint4 got[RANKS];
     const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
-    const bool whole = RANKS == 1 || receive<RANKS, 1>(got, {inbox + half}, {others}, {epoch}, peers, patient);
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, others, epoch, peers, patient);
     if (!whole) patient = false;
 #pragma unroll
     for (int s = 0; s < RANKS; s++) {
-      uint4 v = either(s == rank, own, got[0][s]);
+      uint4 v = either(s == rank, own, got[s]);
       if (!whole) v = make_uint4(~0u, ~0u, ~0u, ~0u);  // NaN
       if (data) y[static_cast<int64_t>(s) * words + word] = v;
     }

@@ -9,7 +9,7 @@
 // both CTAs of the expert kernel's next launch are co-resident with it on an SM, beside or after one of
 // mla_decode_output's.
 #include "cuda/residual_mailbox.cuh"
-#include "moe/sm90/choice.cuh"
+#include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
 
 using namespace hopper;
@@ -32,10 +32,24 @@ struct Args {
   float eps;
 };
 
-// Waits for the scores and selects the experts.
+__device__ __forceinline__ uint32_t written(float v) {
+  const uint32_t bits = ~__float_as_uint(v);
+  return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
+}
+
+// Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best;
+// then the rank of each is how many of all lists come before it. Ties go to the lower expert. K: top_k, or 0.
+template <int EACH>
+struct Choosing {
+  float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];
+  uint64_t best[WARPS][32];  // high: key; low: inverted expert id, so that ties go to the lower id
+  int ids[32];
+};
+
 template <int EACH, int K>
-__device__ __forceinline__ void choose(const Args& a, routing::Choosing<WARPS, EACH>& c, bool rehearsal) {
-  const int E = a.choice.E, first = threadIdx.x / 32 * EACH * 32 + threadIdx.x % 32;
+__device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool rehearsal) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, E = a.choice.E, first = warp * EACH * 32 + lane;
+  const int top_k = K ? K : a.choice.top_k;
   uint32_t seen[EACH] = {};
   bool missing;
   do {
@@ -47,12 +61,62 @@ __device__ __forceinline__ void choose(const Args& a, routing::Choosing<WARPS, E
 #pragma unroll
     for (int n = 0; n < EACH; n++) missing |= first + n * 32 < E && seen[n] == 0;
   } while (__any_sync(~0u, missing && !rehearsal));
-  float score[EACH];
+  uint32_t key[EACH];  // scores with bias as integers of the same order; 0 is below all
 #pragma unroll
-  for (int n = 0; n < EACH; n++) score[n] = __uint_as_float(~seen[n]);
-  routing::choose<WARPS, EACH, K>(a.choice, c, score, 0, rehearsal, [] { __syncthreads(); }, [&](int rank, int id) {
-    mailbox::publish_choice(a.mailbox, a.launch, rank, id);
-  });
+  for (int n = 0; n < EACH; n++) {
+    const float score = __uint_as_float(~seen[n]);
+    const uint32_t bits = __float_as_uint(score + c.biases[first + n * 32]);
+    key[n] = first + n * 32 < E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
+    c.scores[first + n * 32] = score;
+  }
+#pragma unroll(K ? K : 1)
+  for (int k = 0; k < top_k; k++) {
+    uint32_t best = key[EACH - 1], own = first + (EACH - 1) * 32;
+#pragma unroll
+    for (int n = EACH - 2; n >= 0; n--) {
+      if (key[n] >= best) best = key[n], own = first + n * 32;
+    }
+    const uint32_t top = __reduce_max_sync(~0u, best), those = __ballot_sync(~0u, best == top);
+    bool won = best == top;
+    if (those & (those - 1)) {
+      const uint32_t least = __reduce_min_sync(~0u, won ? own : ~0u);
+      won = own == least;
+    }
+    if (won) {
+      c.best[warp][k] = static_cast<uint64_t>(top) << 32 | ~own;
+#pragma unroll
+      for (int n = 0; n < EACH; n++) key[n] = first + n * 32 == own ? 0 : key[n];
+    }
+  }
+  __syncthreads();
+  // Four lanes count the rank of one expert.
+#pragma unroll 1
+  for (int k = lane / 4; k < (top_k + 7) / 8 * 8; k += 8) {
+    const uint64_t mine = c.best[warp][min(k, top_k - 1)];
+    int rank = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+#pragma unroll
+      for (int n = 0; n < (K + 3) / 4; n++) rank += c.best[w][lane % 4 + n * 4] > mine;
+      for (int n = lane % 4 + (K + 3) / 4 * 4; n < top_k; n += 4) rank += c.best[w][n] > mine;
+    }
+    rank += __shfl_xor_sync(~0u, rank, 1);
+    rank += __shfl_xor_sync(~0u, rank, 2);
+    if (lane % 4 == 0 && k < top_k && rank < top_k && mine >> 32) {
+      const int id = static_cast<int>(~static_cast<uint32_t>(mine));
+      if (!rehearsal) mailbox::publish_choice(a.mailbox, a.launch, rank, id);
+      c.ids[rank] = id;
+    }
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int id = c.ids[min(lane, top_k - 1)];
+    const float kept = lane < top_k ? c.scores[id] : 0, sum = warp_sum(kept);
+    if (lane < top_k && !rehearsal) {
+      a.choice.ids[lane] = id;
+      a.choice.weights[lane] = (a.choice.norm ? kept / (sum + 1e-20f) : kept) * a.choice.scale;
+    }
+  }
 #pragma unroll
   for (int n = 0; n < EACH; n++) {
     if (first + n * 32 < E && !rehearsal) a.scores[first + n * 32] = 0;
@@ -64,7 +128,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(16) float squares[8];
   __shared__ float parts[ROWS][8];
-  __shared__ routing::Choosing<WARPS, EACH> choosing;
+  __shared__ Choosing<EACH> choosing;
   __shared__ uint64_t barrier;
   __shared__ uint32_t turn_shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tid = threadIdx.x;
@@ -137,7 +201,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
         v = 1.0f / (1.0f + expf(-v));
         const int row = lane / 8;
         if (lane % 8 == 0 && row < ROWS && begin + row < E && !rehearsal) {
-          mailbox::put(a.scores + begin + row, mailbox::written(v));
+          mailbox::put(a.scores + begin + row, written(v));
         }
       }
     }

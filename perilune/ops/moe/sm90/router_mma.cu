@@ -32,6 +32,11 @@ struct Args {
 // Bytes between a warp's rows of the gate: two neighbours share no bank.
 __host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
 
+__device__ __forceinline__ uint32_t written(float v) {
+  const uint32_t bits = ~__float_as_uint(v);
+  return bits ? bits : 0x80000000u;  // one NaN for another
+}
+
 // The sums of a token, expert 32 n + lane, once they are all there; a negative token only rehearses.
 template <int EACH>
 __device__ __forceinline__ void add_up(const Args& a, int token, int lane, float (&score)[EACH]) {
@@ -111,7 +116,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[s][n];
     const int64_t token = n / TILE;
-    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, mailbox::written(v));
+    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, written(v));
   }
 }
 
