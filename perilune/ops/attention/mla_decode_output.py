@@ -230,6 +230,21 @@ def launch(
 
 
 @op.impl(
+    "cuda_mma",
+    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device) if len(a.q_full) > 1 else "several tokens",
+    alone=True,
+    waits=("mla_decode_output_mma.cu",),
+)
+def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
+    T, H, _ = q_full.shape
+    y = torch.empty(T, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
+    words = mma_mailbox(H, T)
+    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output.mma", H, words), words)
+    launch(q_full, pages, span, weights, scale, mailbox, y, mma=True)
+    return y
+
+
+@op.impl(
     "cuda",
     when=lambda a, device: fits(a.q_full, a.pages, len(a.weights.o.weight), device),
     alone=True,
@@ -240,22 +255,6 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: f
     H = q_full.shape[1]
     mailbox = workspace.current(q_full.device).zeros(("mla_decode_output", H), H * K2.value + 2)
     launch(q_full, pages, span, weights, scale, mailbox, y)
-    return y
-
-
-@op.impl(
-    "cuda_mma",
-    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device),
-    alone=True,
-    waits=("mla_decode_output_mma.cu",),
-    unmeasured=True,
-)
-def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    T, H, _ = q_full.shape
-    y = torch.empty(T, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
-    words = mma_mailbox(H, T)
-    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output.mma", H, words), words)
-    launch(q_full, pages, span, weights, scale, mailbox, y, mma=True)
     return y
 
 

@@ -227,20 +227,6 @@ def _run(
     return x, Chosen(ids, weights, publication)
 
 
-@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
-def cuda(
-    q_full: Tensor,
-    pages: Tensor,
-    span: Span,
-    attention: Attention,
-    scale: float,
-    residual: Tensor,
-    norm: Norm,
-    gate: Gate,
-) -> tuple[Tensor, Chosen]:
-    return _run(False, q_full, pages, span, attention, scale, residual, norm, gate)
-
-
 @op.impl(
     "cuda_mma",
     when=_fits_mma,
@@ -259,6 +245,20 @@ def cuda_mma(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     return _run(True, q_full, pages, span, attention, scale, residual, norm, gate)
+
+
+@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
+def cuda(
+    q_full: Tensor,
+    pages: Tensor,
+    span: Span,
+    attention: Attention,
+    scale: float,
+    residual: Tensor,
+    norm: Norm,
+    gate: Gate,
+) -> tuple[Tensor, Chosen]:
+    return _run(False, q_full, pages, span, attention, scale, residual, norm, gate)
 
 
 @op.impl("composed")
