@@ -26,6 +26,7 @@ SMALL = [
     if impl.startswith("cuda")
     for case in check.cases(op, CPU)
 ]
+EIGHTH = "H=8, R=512, r=64, v=128, block_size=64, narrow=False, scale=1.0, rows=0, packed=False, D=7168, fp8=True"
 # (op, implementation, text in the case's repr, SMs): the first such case
 BIG = [
     ("add_rmsnorm", "cuda_many", "T=700", 8),
@@ -34,7 +35,10 @@ BIG = [
     ("linear_w8a8", "cuda", "T=129", 16),
     ("mla_decode", "cuda", "contexts=(1,), H=64", 16),
     ("mla_decode_output", "cuda", "contexts=(130,), H=8", 132),
+    ("mla_decode_output", "cuda_mma", EIGHTH, 132),
+    ("mla_decode_output", "cuda_mma", "counts=(4,), contexts=(1024,), H=16", 132),
     ("mla_decode_router", "cuda", "contexts=(1,), H=8", 132),
+    ("mla_decode_router", "cuda_mma", EIGHTH, 132),
     ("mla_pre_attention", "cuda", "T=1, H=8", 132),
     ("mla_pre_attention", "cuda", "T=2, H=16", 132),
     ("mla_prefill", "cuda", "counts=(512,)", 8),

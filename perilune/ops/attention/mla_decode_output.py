@@ -5,10 +5,10 @@ weights: w_uv [H, R, v] is W_UV and o [D, H v] is w, dense as q_full, or FP8; th
 [H, v] float32 has the same numbers as w_uv, else None; y [T, D] as q_full. The latent output and o are rounded to
 q_full's type; sums are fp32, rounded once.
 
-"cuda" is for one token: attention's launch, and one for the rest (mla_decode_output_t1.cu), which reads w and w_uv
-before attention has ended, or its queries are ready if the table is narrow (split_kv_short.cuh): so a token's last
-bits depend on the table's width too. "cuda_mma" is the same for 1 to 4 tokens of 8 or 16 heads in FP8
-(mla_decode_output_mma.cu). "composed" is the ops one by one.
+"cuda" and "cuda_mma" are attention's launch, and one for the rest, which reads w and w_uv before attention has ended,
+or its queries are ready if one token's table is narrow (split_kv_short.cuh): so its last bits depend on the table's
+width too. "cuda" (mla_decode_output_t1.cu) takes one token: of 8 to 64 heads in bf16, of 32 or 64 in FP8. "cuda_mma"
+(mla_decode_output_mma.cu) takes 1 to 4 tokens of 8 or 16 heads in FP8. "composed" is the ops one by one.
 """
 
 import functools
@@ -32,7 +32,7 @@ from perilune.ops.linear import linear, linear_fp8
 HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # of o, for each processor
-MMA_HEADS = (8, 16)  # of "cuda_mma"
+MMA_HEADS = (8, 16)  # of "cuda_mma", in FP8
 MMA_TOKENS = 4
 OWNERS, MOST_TILES = 16, 8  # its CTAs that make values; tiles of 8 rows of o for each of the others
 
@@ -127,7 +127,7 @@ def _mma() -> Any:
 
 
 def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device) -> bool | str:
-    """Whether `launch` takes these: True, or the first reason against it."""
+    """Whether `launch` with `mma` takes these: True, or the first reason against it."""
     (T, H, _), D = q_full.shape, len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_mma.cu",
@@ -150,19 +150,20 @@ def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.de
 
 
 def mma_mailbox(H: int, T: int) -> int:
-    """Words of the mailbox of `launch`; one token and more of them have different ones."""
+    """Words of the mailbox of `launch` with `mma`; one token and more of them have different ones."""
     return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
 
 
-def fits(q_full: Tensor, pages: Tensor, D: int, device: torch.device) -> bool | str:
-    """Whether `launch` takes these, for D rows of o: True, or the first reason against it."""
-    T, H, _ = q_full.shape
+def fits(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device) -> bool | str:
+    """Whether `launch` takes these: True, or the first reason against it."""
+    (T, H, _), D = q_full.shape, len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_t1.cu",
         device,
         (T == 1, "one token"),
         *mla_decode.needs(q_full, pages),
         (H in HEADS, f"{', '.join(map(str, HEADS))} heads"),
+        (H not in MMA_HEADS or weights.uv_fp8 is None, "bfloat16 weights for 8 or 16 heads"),
         (D % 8 == 0, "an output width in 8s"),
     )
     if found is not True:
@@ -231,7 +232,7 @@ def launch(
 
 @op.impl(
     "cuda_mma",
-    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device) if len(a.q_full) > 1 else "several tokens",
+    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device),
     alone=True,
     waits=("mla_decode_output_mma.cu",),
 )
@@ -246,7 +247,7 @@ def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scal
 
 @op.impl(
     "cuda",
-    when=lambda a, device: fits(a.q_full, a.pages, len(a.weights.o.weight), device),
+    when=lambda a, device: fits(a.q_full, a.pages, a.weights, device),
     alone=True,
     waits=("mla_decode_output_t1.cu",),
 )

@@ -1,4 +1,4 @@
-// x = norm(residual), while mla_decode_output_t1.cu still writes the residual to a mailbox, one pair of bf16 per word.
+// x = norm(residual), while mla_decode_output's kernel still writes the residual to a mailbox, a pair of bf16 per word.
 // Computed by 7 warps, up to 4 pieces of 8 values per thread. Two kernels use it (mla_decode_router_t1.cu,
 // moe_int4_t1.cu), so that both compute x with the same bits.
 #pragma once

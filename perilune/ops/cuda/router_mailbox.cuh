@@ -16,7 +16,7 @@
 // graph uses the same numbers again, so `down` clears the words when gate_up has ended. A launch
 // that sees a word of number n knows that the kernels before router launch n have ended: it may read what they wrote
 // before its own wait_for_predecessor(). Where mla_decode_router_t1.cu chooses, x is the norm of a residual that
-// mla_decode_output_t1.cu may still be writing: gate_up makes x itself, from the half that word 1 names
+// mla_decode_output's kernel may still be writing: gate_up makes x itself, from the half that word 1 names
 // (residual_mailbox.cuh).
 #pragma once
 #include "cuda/hopper.cuh"

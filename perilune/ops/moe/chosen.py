@@ -17,7 +17,7 @@ MAX_NUMBER = (1 << 22) - 1  # of a launch: what a mailbox word holds beside an i
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """What x is the norm of, for a kernel that makes x itself: `residual` [D / 2] words of a mailbox that
-    mla_decode_output_t1.cu may still be writing (cuda/residual_mailbox.cuh), the norm's weights [D], its epsilon."""
+    mla_decode_output's kernel may still be writing (cuda/residual_mailbox.cuh), the norm's weights [D], its epsilon."""
 
     residual: Tensor
     norm: Tensor

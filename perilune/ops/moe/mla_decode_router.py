@@ -6,11 +6,12 @@ peers, += the sum of all ranks' y, as `exchange_add_rmsnorm` has it; x [T, D] = 
 are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of these ops and of
 `add_rmsnorm`; y is rounded before it is added.
 
-"cuda" is for one token: the launch of attention; one that adds each row of y, and those that peers send, to the
-residual and writes the sums to a mailbox (mla_decode_output_t1.cu); and one that reads them from there while the second
-still runs (mla_decode_router_t1.cu): its weights are in shared memory by then, and it does not wait for a kernel's end.
-The expert kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). "composed" runs the ops
-one after the other.
+"cuda" and "cuda_mma" are for one token: the launch of attention; one that adds each row of y, and those that peers
+send, to the residual and writes the sums to a mailbox; and one that reads them from there while the second still runs
+(mla_decode_router_t1.cu): its weights are in shared memory by then, and it does not wait for a kernel's end. The expert
+kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). The second launch is that of the
+same implementation of `mla_decode_output`: "cuda_mma" for 8 or 16 heads in FP8, "cuda" for others. "composed" runs the
+ops one after the other, also where "cuda_mma" would have the heads but not the width or the processors.
 """
 
 import functools
@@ -152,7 +153,7 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits(a.q_full, a.pages, a.gate.weight.shape[1], device)  # o has as many rows
+    found = mla_decode_output.fits(a.q_full, a.pages, a.attention, device)
     return found if found is not True else _chooses(a, device)
 
 
@@ -232,7 +233,6 @@ def _run(
     when=_fits_mma,
     alone=True,
     waits=("mla_decode_output_mma.cu", "mla_decode_router_t1.cu"),
-    unmeasured=True,
 )
 def cuda_mma(
     q_full: Tensor,

@@ -77,14 +77,60 @@ def test_one_tokens_kernels_say_what_they_need(
         whole = [n for n in size if isinstance(n, int)]
         return torch.empty(whole, dtype=size[-1] if len(whole) < len(size) else torch.bfloat16, device="meta")
 
-    weights = SimpleNamespace(o=Matrix(made((7168, 8192))))
+    weights = SimpleNamespace(o=Matrix(made((7168, 8192))), uv_fp8=None)
     gate = Gate(made(sizes["gate"]), torch.empty(sizes["gate"][0]), Routing(*sizes["routing"], 1.0, True))
     norm = Norm(torch.empty(7168, device="meta"), 1e-5, sizes["peers"])
-    a = SimpleNamespace(weights=weights, q_full=made(sizes["q_full"]), pages=made(sizes["pages"]), gate=gate, norm=norm)
+    q_full, pages = made(sizes["q_full"]), made(sizes["pages"])
+    a = SimpleNamespace(weights=weights, attention=weights, q_full=q_full, pages=pages, gate=gate, norm=norm)
     want = True if reason is None else f"needs {reason}"
     assert OPS["mla_decode_router"].impls["cuda"].when(a, torch.device("cuda")) == want
     own = {"gate", "routing", "peers"} & other.keys()
     assert OPS["mla_decode_output"].impls["cuda"].when(a, torch.device("cuda")) == (True if own else want)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "fp8", "other", "output", "router"),
+    [
+        (1, 8, True, {}, "cuda_mma", "cuda_mma"),
+        (1, 16, True, {}, "cuda_mma", "cuda_mma"),
+        (4, 16, True, {}, "cuda_mma", "composed"),
+        (5, 16, True, {}, "composed", "composed"),
+        (1, 8, False, {}, "cuda", "cuda"),
+        (1, 16, False, {}, "cuda", "cuda"),
+        (4, 16, False, {}, "composed", "composed"),
+        (1, 32, True, {}, "cuda", "cuda"),
+        (1, 64, True, {}, "cuda", "cuda"),
+        (1, 4, True, {}, "composed", "composed"),
+        (1, 16, True, {"processors": 114}, "composed", "composed"),  # 6,272 columns at most
+        (1, 16, True, {"processors": 114, "D": 6144}, "cuda_mma", "cuda_mma"),
+        (1, 8, True, {"processors": 16}, "composed", "composed"),
+        (1, 8, True, {"latent": 96}, "composed", "composed"),
+    ],
+)
+def test_heads_and_weights_choose_the_kernel_after_attention(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int, fp8: bool, other: dict[str, int], output: str, router: str
+) -> None:
+    monkeypatch.setattr(build, "is_hopper", lambda device: True)
+    monkeypatch.setattr(build, "library", lambda source: object())
+    monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: other.get("processors", 132))
+    D, latent = other.get("D", 7168), other.get("latent", 576)
+    o = torch.empty(D, heads * 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="meta")
+    weights = SimpleNamespace(o=Matrix(o), uv_fp8=Matrix(o) if fp8 else None)
+    a = SimpleNamespace(
+        q_full=torch.empty(tokens, heads, latent, dtype=torch.bfloat16, device="meta"),
+        pages=torch.empty(8, 64, latent, dtype=torch.bfloat16, device="meta"),
+        weights=weights,
+        attention=weights,
+        norm=Norm(torch.empty(D, device="meta"), 1e-5),
+        gate=Gate(
+            torch.empty(384, D, dtype=torch.bfloat16, device="meta"), torch.empty(384), Routing(8, 1, 1, 1.0, True)
+        ),
+    )
+    for name, want in (("mla_decode_output", output), ("mla_decode_router", router)):
+        taking = [
+            i.name for i in OPS[name].candidates if not i.unmeasured and i.refusal(a, torch.device("cuda")) is None
+        ]
+        assert taking[0] == want and len({"cuda", "cuda_mma"} & set(taking)) <= 1, f"{name}: {taking}"
 
 
 @pytest.mark.parametrize("name", OPS)

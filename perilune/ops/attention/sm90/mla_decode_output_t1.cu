@@ -28,26 +28,20 @@ constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way,
 constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
-constexpr int CLAIMED = 116 * 1024;               // of memory at least: two CTAs on one SM would leave another idle
 constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the mailbox
 constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the consumers; of those of a part of k, and on
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
 // Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
-// stage holds no more than a warp's part of a row, which of 16 heads is 256 bytes in e4m3, of 8 heads 128.
-enum Heads { MANY, FEW, FEWEST };
-template <typename W, Heads HEADS>
+// stage holds no more than a warp's part of a row, which is 256 bytes of 8 heads in bf16, 512 of 32 heads in e4m3.
+template <typename W>
 struct Ring {
   static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
 };
 template <>
-struct Ring<E4m3, MANY> {
+struct Ring<E4m3> {
   static constexpr int ROW = 512, STAGES = 2, OPEN = 1;
-};
-template <>
-struct Ring<E4m3, FEWEST> {
-  static constexpr int ROW = 128, STAGES = 4, OPEN = 2;
 };
 
 struct Args {
@@ -95,17 +89,19 @@ __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
   }
 }
 
-template <typename W, Heads HEADS, bool EXCHANGES>
+// SHORT: a row of w is so short (8 heads) that a ring holds more than two tiles.
+template <typename W, bool SHORT, bool EXCHANGES>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
-  using R = Ring<W, HEADS>;
+  using R = Ring<W>;
   using S = Stage<R::ROW>;
   using X = Sums<4>;
   using Value = typename W::Value;
-  constexpr bool RAISED = W::BYTES == 1, SHORT = HEADS == FEWEST || (RAISED && HEADS == FEW);
+  constexpr bool RAISED = W::BYTES == 1;
   constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // of a warp
   constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of W_UV that its latents meet
   constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages beside its part of W_UV
   static_assert(OWN >= VALUES && OWN % 64 == 0 && VALUES % 64 == 0);
+  static_assert(WARPS * OWN > 114 * 1024);  // of 228 on an SM: two CTAs on one would leave another idle
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * OWN);
   __shared__ float sums[2][WARPS][4 * TILE];
@@ -174,7 +170,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int later = SHORT ? s / loads : s >= loads;  // a ring holds two tiles at most, or of few heads four
+      const int later = SHORT ? s / loads : s >= loads;  // a ring holds two tiles at most, or four short ones
 #pragma unroll 1
       for (int w = first; w < end; w++) {
         const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
@@ -447,21 +443,22 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   }
 }
 
-template <typename W, Heads HEADS>
+template <typename W, bool SHORT>
 int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
-  using R = Ring<W, HEADS>;
+  using R = Ring<W>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
-  const int bytes = max(WARPS * R::STAGES * Stage<R::ROW>::BYTES + values, CLAIMED);
+  const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
   // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
-  auto kernel = exchanges ? output_kernel<W, HEADS, true> : output_kernel<W, HEADS, false>;
+  auto kernel = exchanges ? output_kernel<W, SHORT, true> : output_kernel<W, SHORT, false>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (8, 16, 32 or 64), with as many CTAs (at most
-// 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3 ones, of rows of w and of values.
+// partials, weights: as `mla_decode` leaves them for one token of H heads (8, 16, 32 or 64; 32 or 64 with e4m3
+// weights), with as many CTAs (at most 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3
+// ones, of rows of w and of values.
 // mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
 // H; D at least 32 for each. peers: in the host's memory, with a residual: y is this rank's part of a sum over ranks; or
 // null.
@@ -487,13 +484,7 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(D),
                static_cast<int>(least),
                peers == nullptr ? Peers{} : *peers};
-  const auto of = [&](auto kind) {
-    using W = decltype(kind);
-    constexpr Heads SOME = W::BYTES == 1 ? FEW : MANY;
-    return H <= 8    ? start<W, FEWEST>(a, peers, sms, stream)
-           : H <= 16 ? start<W, SOME>(a, peers, sms, stream)
-                     : start<W, MANY>(a, peers, sms, stream);
-  };
   if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp has one tile at most
-  return scale == nullptr ? of(Bf16()) : of(E4m3());
+  if (scale != nullptr) return H < 32 ? -1 : start<E4m3, false>(a, peers, sms, stream);
+  return H <= 8 ? start<Bf16, true>(a, peers, sms, stream) : start<Bf16, false>(a, peers, sms, stream);
 }

@@ -1,13 +1,12 @@
 // One token's norm, router scores and selection of experts in one launch, while the kernel before still adds to the
 // residual. Contract in mla_decode_router.py.
 //
-// Each CTA has loaded some rows of the gate to shared memory before, reads the new residual from the mailbox that
-// mla_decode_output_t1.cu writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no
-// rows, writes x, polls for the scores and selects the experts. x is not published: the expert kernel computes it
-// itself. The code that runs once the residual has arrived is run once before, without effect: an instruction cache
-// miss takes microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that
-// both CTAs of the expert kernel's next launch are co-resident with it on an SM, beside or after one of
-// mla_decode_output's.
+// Each CTA has loaded some rows of the gate to shared memory before, reads the new residual from the mailbox that the
+// launch before writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no rows, writes
+// x, polls for the scores and selects the experts. x is not published: the expert kernel computes it itself. The code
+// that runs once the residual has arrived is run once before, without effect: an instruction cache miss takes
+// microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that both CTAs of
+// the expert kernel's next launch are co-resident with it on an SM, beside or after one of mla_decode_output's.
 #include "cuda/residual_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
