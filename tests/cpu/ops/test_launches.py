@@ -175,7 +175,7 @@ def launches(name: str, impl_name: str) -> Iterator[tuple[str, list[str]]]:
 
 def _pattern(lines: list[str]) -> str:
     """Launches without their numbers and sizes."""
-    return re.sub(r" -?[0-9][^ ]*|\[[0-9,]*\]|(?<=uint8)\+[0-9]+|'+", " ", "\n".join(lines))
+    return re.sub(r" -?[0-9][^ ]*|\[[0-9,]*\]|(?<=uint8)\+[0-9]+|'+", "", "\n".join(lines))
 
 
 def _pinned() -> dict[str, dict[str, list[str]]]:
