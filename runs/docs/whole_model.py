@@ -34,7 +34,7 @@ FIGURES = [
 def whole() -> str:
     """Four and eight GPUs: predicted, wanted, measured."""
     settings = (Setting(4), Setting(8))
-    found = [(with_steps(predictions(s, RESULTS)), with_steps(_measured(s.tp, LAYERS))) for s in settings]
+    found = [(with_steps(_predicted(s)), with_steps(_measured(s.tp, LAYERS))) for s in settings]
     lines = [
         "| Kimi K2.5, 61 layers, FP8 rest, compact scales, FP8 cache | 4 GPUs: predicted | wanted | measured "
         "| 8 GPUs: predicted | measured |",
@@ -67,12 +67,22 @@ def with_steps(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {**figures, "step ms": 1e3 / plain} if isinstance(plain, float | int) else dict(figures)
 
 
+def _predicted(setting: Setting) -> dict[str, Any]:
+    """By figure; where it has been measured, what its row says was predicted before."""
+    before = {f: r["predicted"] for f, r in _rows(setting.tp, LAYERS).items() if r.get("predicted") is not None}
+    return {**predictions(setting, RESULTS), **before}
+
+
 def _measured(gpus: int, layers: int) -> dict[str, Any]:
-    """By figure, the newest row's, of activations in bfloat16."""
+    return {figure: row["measured"] for figure, row in _rows(gpus, layers).items()}
+
+
+def _rows(gpus: int, layers: int) -> dict[str, Row]:
+    """By figure the newest, of activations in bfloat16."""
     rows: list[Row] = [row for bench in BENCHES for row in read(RESULTS, bench)]
     wanted = {"run": "four-gpus", "gpus": gpus, "layers": layers, "shape": "kimi-k2.5"}
     found = [row for row in rows if wanted.items() <= row.items() and not row.get("fp8_activations")]
-    return {row["figure"]: row["measured"] for row in found}
+    return {row["figure"]: row for row in found}
 
 
 def _shown(value: Any, digits: int) -> str:
