@@ -1,4 +1,4 @@
-"""docs/speed.md: the whole model on four and eight GPUs, predicted from rows of a few layers; and what was measured."""
+"""docs/speed.md, README.md: the whole model on several GPUs, predicted from rows of a few layers, and measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +49,24 @@ def whole() -> str:
             lines.append(f"| {words}, {unit} | {shown} |")
     missing = sorted({value for of, _ in found for value in of.values() if isinstance(value, str)})
     return "\n".join([*lines, *([""] if missing else []), *(f"Not predicted: {words}." for words in missing)])
+
+
+def four() -> str:
+    """For a first screen: what one user and many get of all layers on four GPUs."""
+    of, row = _measured(4, LAYERS), _rows(4, LAYERS)["output_tokens_per_s"]
+    lines = [
+        f"All {LAYERS} layers of Kimi K2.5 on four {row['gpu']}s (random weights, INT4 experts, FP8 rest and cache):",
+        "",
+        f"- one user, {SIZES.prompt:,} tokens in and {SIZES.answer:,} out, over HTTP: "
+        f"{of['output_tokens_per_s']:,.0f} tokens/s with 3 drafts ({ACCEPTED} tokens a cycle, declared); "
+        f"{of['tokens_per_s']:,.0f} without, in the engine",
+        f"- 64 users with {SIZES.short:,} tokens each, in the engine: {of['tokens_per_s of 64']:,.0f} tokens/s "
+        "together",
+        f"- first token of {SIZES.prompt:,} tokens over HTTP: after {of['ttft_s cold']:.2f} s, "
+        f"{of['ttft_s cached']:.2f} s where 90 % are cached; of {SIZES.context:,} tokens, in the engine: "
+        f"{of['ttft_s of the longest']:.0f} s",
+    ]
+    return "\n".join(lines)
 
 
 def two() -> str:
