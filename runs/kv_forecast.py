@@ -171,7 +171,8 @@ class Player:
         drawn = tuple(Output(w.rid, (self._random.randrange(VOCABULARY),)) for w in plan.work if w.sample)
         deltas = self.scheduler.commit(StepResult(plan.step, drawn))
         if self.scheduler.pacer is not None:
-            self.scheduler.pacer.record(plan.tokens, sum(w.count == 1 for w in plan.work), interval)
+            decoding = sum(w.count == 1 for w in plan.work)
+            self.scheduler.pacer.record(plan.tokens, decoding, plan.tokens - decoding, interval)
         if self.scheduler.offload is not None:
             self.scheduler.offload.computed(plan, interval)
         for delta in deltas:

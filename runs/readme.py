@@ -13,7 +13,7 @@ from runs.docs import chart, http_api, references, rooms, screenshot, tables, wh
 from runs.docs.tables import ROOT
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": tables.speed, "nano": tables.nano},
+    "README.md": {"speed": tables.speed, "whole": whole_model.four, "nano": tables.nano},
     "docs/speed.md": {
         "layers": tables.layers,
         "experts": tables.experts,

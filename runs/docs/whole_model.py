@@ -1,4 +1,4 @@
-"""docs/speed.md: the whole model on four and eight GPUs, predicted from rows of a few layers; and what was measured."""
+"""docs/speed.md, README.md: the whole model on several GPUs, predicted from rows of a few layers, and measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ FIGURES = [
 def whole() -> str:
     """Four and eight GPUs: predicted, wanted, measured."""
     settings = (Setting(4), Setting(8))
-    found = [(with_steps(predictions(s, RESULTS)), with_steps(_measured(s.tp, LAYERS))) for s in settings]
+    found = [(with_steps(_predicted(s)), with_steps(_measured(s.tp, LAYERS))) for s in settings]
     lines = [
         "| Kimi K2.5, 61 layers, FP8 rest, compact scales, FP8 cache | 4 GPUs: predicted | wanted | measured "
         "| 8 GPUs: predicted | measured |",
@@ -49,6 +49,24 @@ def whole() -> str:
             lines.append(f"| {words}, {unit} | {shown} |")
     missing = sorted({value for of, _ in found for value in of.values() if isinstance(value, str)})
     return "\n".join([*lines, *([""] if missing else []), *(f"Not predicted: {words}." for words in missing)])
+
+
+def four() -> str:
+    """For a first screen: what one user and many get of all layers on four GPUs."""
+    of, row = _measured(4, LAYERS), _rows(4, LAYERS)["output_tokens_per_s"]
+    lines = [
+        f"All {LAYERS} layers of Kimi K2.5 on four {row['gpu']}s (random weights, INT4 experts, FP8 rest and cache):",
+        "",
+        f"- one user, {SIZES.prompt:,} tokens in and {SIZES.answer:,} out, over HTTP: "
+        f"{of['output_tokens_per_s']:,.0f} tokens/s with 3 drafts ({ACCEPTED} tokens a cycle, declared); "
+        f"{of['tokens_per_s']:,.0f} without, in the engine",
+        f"- 64 users with {SIZES.short:,} tokens each, in the engine: {of['tokens_per_s of 64']:,.0f} tokens/s "
+        "together",
+        f"- first token of {SIZES.prompt:,} tokens over HTTP: after {of['ttft_s cold']:.2f} s, "
+        f"{of['ttft_s cached']:.2f} s where 90 % are cached; of {SIZES.context:,} tokens, in the engine: "
+        f"{of['ttft_s of the longest']:.0f} s",
+    ]
+    return "\n".join(lines)
 
 
 def two() -> str:
@@ -67,12 +85,22 @@ def with_steps(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {**figures, "step ms": 1e3 / plain} if isinstance(plain, float | int) else dict(figures)
 
 
+def _predicted(setting: Setting) -> dict[str, Any]:
+    """By figure; where it has been measured, what its row says was predicted before."""
+    before = {f: r["predicted"] for f, r in _rows(setting.tp, LAYERS).items() if r.get("predicted") is not None}
+    return {**predictions(setting, RESULTS), **before}
+
+
 def _measured(gpus: int, layers: int) -> dict[str, Any]:
-    """By figure, the newest row's, of activations in bfloat16."""
+    return {figure: row["measured"] for figure, row in _rows(gpus, layers).items()}
+
+
+def _rows(gpus: int, layers: int) -> dict[str, Row]:
+    """By figure the newest, of activations in bfloat16."""
     rows: list[Row] = [row for bench in BENCHES for row in read(RESULTS, bench)]
     wanted = {"run": "four-gpus", "gpus": gpus, "layers": layers, "shape": "kimi-k2.5"}
     found = [row for row in rows if wanted.items() <= row.items() and not row.get("fp8_activations")]
-    return {row["figure"]: row["measured"] for row in found}
+    return {row["figure"]: row for row in found}
 
 
 def _shown(value: Any, digits: int) -> str:

@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint instead of random weights: acceptance is then measured")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="fp8")
-    parser.add_argument("--chunk", type=int, default=5120, help="tokens of a prompt computed in one step")
+    parser.add_argument("--chunk", type=int, default=10240, help="tokens of a prompt computed in one step")
     parser.add_argument("--fp8-activations", action="store_true", help="prompts multiply and attend in 8 bits")
     parser.add_argument("--part", default=",".join(USUAL), help=f"letters of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=590.0, help="for all of them together")

@@ -106,7 +106,8 @@ def _many(engine: Engine, setting: Setting) -> Iterator[Row]:
         yield {
             "bench": "arrivals", "decoding": batch, "prompt_tokens": setting.sizes.prompt,
             "every_s": ARRIVAL_EVERY_SECONDS, "decode_stretch": engine.config.decode_stretch,
-            **rounded, "figure": f"p99 over median of {batch}", "measured": rounded["p99_over_median"],
+            "prompt_patience": engine.config.prompt_patience, **rounded,
+            "figure": f"p99 over median of {batch}", "measured": rounded["p99_over_median"],
             "method": "prompts arrive at random while requests decode",
         }  # fmt: skip
 

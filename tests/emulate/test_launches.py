@@ -17,8 +17,7 @@ OPS = registry.all_ops()
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["cuda", "cuda_eager", "cuda_beside"])
-def test_experts_begin_while_the_router_runs(name: str, mode: str) -> None:
+def test_experts_begin_while_the_router_runs(mode: str) -> None:
     """One token: gate_up reads x and the ids from the router's mailbox (cuda/router_mailbox.cuh)."""
     router, experts = OPS["router"], OPS["moe_int4"]
     case = next(c for c in experts.cases if c.T == 1 and c.D == 384 and c.S and not c.compact)
@@ -30,12 +29,12 @@ def test_experts_begin_while_the_router_runs(name: str, mode: str) -> None:
     args["partial"] = True  # the sum of the parts is torch's, which would read them before the launches have run
     rest = list(args.values())[1:]
     want = experts.reference(x, chosen, *rest)
-    with emulated(sms=20, mode=mode, seed=2, overlap=True):
+    with emulated(sms=16, mode=mode, seed=2, overlap=True):
         for _ in range(3):  # the mailbox serves launch after launch
             with together():
                 found = router.impls["cuda"].run(x, gate, bias, routing["routing"])
                 assert found.publication is not None
-                y = experts.impls[name].run(x, found, *rest)
+                y = experts.impls["cuda"].run(x, found, *rest)
             assert torch.equal(found.ids.sort().values, chosen.ids.sort().values)
             tol = check.tolerances(experts, case, BFLOAT16)["y"]
             assert check.difference(y.sum(1, keepdim=True), want, tol) is None

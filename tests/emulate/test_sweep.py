@@ -60,7 +60,6 @@ OWN = [
         for t, width in ((4, 256), (8, 512), (20, 1024))
         for compact in (False, True)
     ),
-    ("moe_int4", "cuda_staged", moe_int4.Case(4, 8, 24, 512, 512, S=512, shared_fp8=True, compact=True)),
 ]
 
 

@@ -1,11 +1,12 @@
 """How many prompt tokens a step computes while other requests decode: bounds inter-token latency (p99).
 
 The bound: of the intervals between a request's tokens, 99 of 100 take at most `stretch` times the median of the last
-WINDOW_STEPS intervals. 1 of 100 may be longer, and prompts use those: each interval adds LONG_SHARE to a credit, and
-one that is longer than the bound takes 1 from it. While there is credit, a step computes all prompt tokens that it has
-room for; credit saved while no prompts came is used up by several that come at once. Without credit prompts get as many
-tokens as the bound leaves time for, by the measured times of steps; if a token would then take more than DEAR_RATIO
-times as long as in a whole step, prompts wait for credit.
+WINDOW_STEPS intervals in which no prompt was computed. With all intervals the bound would rise with the prompt tokens
+that it allows: a queue of prompts doubled it, and doubled it again. 1 of 100 may be longer, and prompts use those: each
+interval adds LONG_SHARE to a credit, and one that is longer than the bound takes 1 from it. While there is credit, a
+step computes all prompt tokens that it has room for; credit saved while no prompts came is used up by several that come
+at once. Without credit prompts get as many tokens as the bound leaves time for, by the measured times of steps; if a
+token would then take more than DEAR_RATIO times as long as in a whole step, prompts wait for credit.
 
 A prompt that has waited for `patience_seconds` is computed in whole steps, even if that breaks the bound: under such a
 load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, a prompt
@@ -123,8 +124,9 @@ class Pacer:
         if decoding and bound < math.inf and tokens > self.times.tokens(bound, self._most):
             self._long_plans.append(self._steps)
 
-    def record(self, tokens: int, decoded: int, seconds: float) -> None:
-        """A step of `tokens` tokens, in which `decoded` requests decoded, came `seconds` after the one before it."""
+    def record(self, tokens: int, decoded: int, prompt_tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens, `prompt_tokens` of them of prompts, in which `decoded` requests decoded, came
+        `seconds` after the one before it."""
         if not self._stretch or seconds <= 0:
             return
         self._steps += 1
@@ -135,6 +137,8 @@ class Pacer:
         if seconds > self._bound:
             # Not below 0: else prompts would later wait long to make up for steps that broke the bound anyway.
             self._credit = max(self._credit - 1.0, 0.0)
+        if prompt_tokens:
+            return
         self._newest.append(seconds)
         insort(self._sorted, seconds)
         if len(self._newest) > WINDOW_STEPS:

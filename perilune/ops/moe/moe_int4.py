@@ -19,9 +19,6 @@ kernel has ended if `chosen` carries a publication that is still valid (`chosen.
 if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
 with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
 
-"cuda_eager" and "cuda_beside" are other ways in which its two launches follow each other for one token of a slice, with
-the same bits: gate_up asks for chosen weights at once; and all of down lies beside it.
-
 "cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 of narrow experts), "cuda_cluster" (moe_int4_cluster.py)
 for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more: grouped products on
 wgmma, P = 1, with the same bits for the routed experts.
@@ -63,8 +60,6 @@ T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of these two; above, dequantising an expert once for all its tokens wins
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # (token, expert)
-SLICE = 1024  # most of the width of a rank's experts, where the kernels may follow each other in other forms
-USUAL, EAGER, BESIDE = range(3)  # those forms, as moe_int4_t1.cu numbers them
 MAX_CHOICES = 32  # of one token
 MAX_SHARED = 16  # tokens: up to these, the shared expert is computed in the routed experts' launches
 PIECE = 128  # values of a row that the kernels take at once
@@ -179,15 +174,15 @@ def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
 @functools.cache
 def _gate_up(source: str) -> Any:
     if source == T1:
-        return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 7 + "p")
+        return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
     return build.function(MMA_TMA, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
 
 
 @functools.cache
 def _down(source: str) -> Any:
     if source == T1:
-        return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 9 + "p")
-    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 9 + "p")
+        return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
+    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
 
 
 @functools.cache
@@ -210,14 +205,6 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         (E <= 1024, "at most 1024 experts"),
     )
     return build.on_hopper(T1, device) if first is True else first
-
-
-def _fits_slice(a: Any, device: torch.device) -> bool | str:
-    fits = _fits(a, device)
-    if fits is not True:
-        return fits
-    one = a.x.shape[0] == 1 and a.chosen.ids.shape[1] <= MAX_CHOICES
-    return True if one and a.gate_up.scale.shape[1] <= 2 * SLICE else f"one token, at most {SLICE} wide"
 
 
 def _streams(width: int, short: int, most: int) -> bool:
@@ -249,42 +236,8 @@ def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
     return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
-@op.impl("cuda_beside", when=_fits_slice, waits=(T1,), unmeasured=True)
-def cuda_beside(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    return _stream(x, chosen, gate_up, down, shared, partial, BESIDE)
-
-
-@op.impl("cuda_eager", when=_fits_slice, waits=(T1,), unmeasured=True)
-def cuda_eager(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    return _stream(x, chosen, gate_up, down, shared, partial, EAGER)
-
-
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    return _stream(x, chosen, gate_up, down, shared, partial)
-
-
-@op.impl(
-    "cuda_staged",
-    when=lambda a, device: _fits(a, device) if len(a.x) > 1 else "needs more than one token",
-    unmeasured=True,
-)
-def cuda_staged(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    """cuda, but each CTA of down has all of h, if that is at most 32 KB, in its shared memory."""
-    return _stream(x, chosen, gate_up, down, shared, partial, staged=True)
-
-
-def _stream(
-    x: Tensor,
-    chosen: Chosen,
-    gate_up: Matrix,
-    down: Matrix,
-    shared: Mlp | None,
-    partial: bool,
-    form: int = USUAL,
-    *,
-    staged: bool = False,
-) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
@@ -306,20 +259,18 @@ def _stream(
     # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
     taken: tuple[int, ...] = (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
-    how: tuple[int, ...] = (processors,)
     if source == T1:
-        how = (form, processors)
         taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)
         found = published.source if published else None
         begin = (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
     failed = _gate_up(source)(
         x.data_ptr(), ids.data_ptr(), *places(gate_up, fused.gate_up if fused else None), *hidden, *taken, *begin,
-        *sizes, *how, memory.stream,
+        *sizes, processors, memory.stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
     failed = _down(source)(
         *hidden, ids.data_ptr(), weights.data_ptr(), *places(down, fused.down if fused else None), y.data_ptr(), *taken,
-        *sizes, P, *(how if source == T1 else (int(staged), *how)), memory.stream,
+        *sizes, P, processors, memory.stream,
     )  # fmt: skip
     assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down.kind=} {S=}"
     if shared is not None and fused is None:

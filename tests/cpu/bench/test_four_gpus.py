@@ -41,7 +41,7 @@ def test_every_start_fits_the_memory_of_so_many_gpus(gpus: int, layers: int | No
 
 
 def test_one_memory_plan_for_all_starts() -> None:
-    of_layout = {"kv_shards", "kv_blocks", "block_size", "max_num_seqs", "max_model_len"}
+    of_layout = {"kv_shards", "kv_blocks", "block_size", "max_num_seqs", "max_model_len", "prompt_patience"}
     of_drafts = {"draft", "draft_tokens", "declared_acceptance", "decode_stretch"}
     plans = [{k: v for k, v in Setting(4).engine(start).items() if k not in of_layout | of_drafts} for start in STARTS]
     assert all(plan == plans[0] for plan in plans) and plans[0]["kv_dtype"] == "fp8"

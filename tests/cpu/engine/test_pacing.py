@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 
 from perilune.core.config import EngineConfig
@@ -33,6 +34,15 @@ def seconds(tokens: int) -> float:
     share = math.log(tokens / TOKENS[at]) / math.log(TOKENS[at + 1] / TOKENS[at])
     ratio: float = (MICROSECONDS[at + 1] / MICROSECONDS[at]) ** share
     return LAYERS * 1e-6 * MICROSECONDS[at] * ratio
+
+
+# Of all 61 layers on four H200s, measured: seconds of steps.
+FOUR_GPUS = {1: 0.0035, 4: 0.0064, 16: 0.0153, 64: 0.0352, 256: 0.062, 1024: 0.129, 5120: 0.302, 10_240: 0.604}
+
+
+def on_four_gpus(tokens: int) -> float:
+    known = sorted(FOUR_GPUS)
+    return float(math.exp(numpy.interp(math.log(tokens), numpy.log(known), numpy.log([FOUR_GPUS[n] for n in known]))))
 
 
 @dataclass
@@ -86,7 +96,7 @@ def play(
         took = took_of(decoding + chunk) * rng.uniform(0.98, 1.04)
         now += took
         intervals.append(took)
-        pacer.record(decoding + chunk, decoding, took)
+        pacer.record(decoding + chunk, decoding, chunk, took)
         for one in waiting:
             if not one.left:
                 firsts.setdefault(one.tokens, []).append(now - one.at)
@@ -109,6 +119,12 @@ def test_what_the_bound_costs() -> None:
     paced, whole = play(2.0, 64, 3.0), play(0, 64, 3.0)
     assert whole.p99 > 8 * whole.median and paced.p99 <= 2 * paced.median
     assert whole.first_token < 0.5 and paced.first_token < 2.0
+
+
+def test_a_queue_of_prompts_does_not_raise_the_bound() -> None:
+    """Prompts come about as fast as the bound lets them be computed, so that steps without any are few."""
+    paced = play(2.0, 64, 3.0, patience=10.0, took_of=on_four_gpus)
+    assert paced.p99 <= 2.0 * paced.median
 
 
 def test_short_prompts_wait_for_long_steps_where_small_parts_are_dear() -> None:
@@ -151,7 +167,7 @@ def test_no_bound_before_there_is_a_median_or_beside_no_request() -> None:
     assert pacer.prompt_tokens(0, prompts) == WHOLE
     assert pacer.prompt_tokens(8, prompts) == WHOLE - 8
     for _ in range(600):
-        pacer.record(8, 8, 0.01)
+        pacer.record(8, 8, 0, 0.01)
     assert pacer.prompt_tokens(0, prompts) == WHOLE
     assert Pacer(0, WHOLE, 2.0).prompt_tokens(WHOLE, prompts) == 1
 
@@ -159,7 +175,7 @@ def test_no_bound_before_there_is_a_median_or_beside_no_request() -> None:
 def test_few_steps_are_long_and_none_is_planned_twice_before_it_is_known() -> None:
     pacer = Pacer(2.0, WHOLE, 2.0)
     for _ in range(120):
-        pacer.record(8, 8, 0.01)
+        pacer.record(8, 8, 0, 0.01)
     pacer.times.record(WHOLE, 1.0)
     granted = []
     for _ in range(10):
@@ -168,7 +184,7 @@ def test_few_steps_are_long_and_none_is_planned_twice_before_it_is_known() -> No
         pacer.planned(8 + granted[-1], 8)
     assert granted[:2] == [WHOLE - 8] * 2 and set(granted[2:]) <= {0}
     for _ in range(20):
-        pacer.record(WHOLE, 8, 1.0)
+        pacer.record(WHOLE, 8, WHOLE - 8, 1.0)
     assert pacer.prompt_tokens(8, [(WHOLE, WHOLE, 1.9)]) == 0
     assert pacer.prompt_tokens(8, [(WHOLE, 100, 2.1)]) == WHOLE - 8, "all of the prompt counts, not what is left of it"
     for waited, tokens in ((0.2, 0), (0.3, WHOLE - 8)):
@@ -179,11 +195,11 @@ def test_credit_is_saved_and_bounded() -> None:
     pacer = Pacer(2.0, WHOLE, 2.0)
     pacer.times.record(WHOLE, 1.0)
     for _ in range(5000):
-        pacer.record(8, 8, 0.01)
+        pacer.record(8, 8, 0, 0.01)
     steps = 0
     while pacer.prompt_tokens(8, [(WHOLE, WHOLE, 0.0)]):
         pacer.planned(WHOLE, 8)
-        pacer.record(WHOLE, 8, 1.0)
+        pacer.record(WHOLE, 8, WHOLE - 8, 1.0)
         steps += 1
     assert pacing.MAX_CREDIT_STEPS - 1 <= steps <= pacing.MAX_CREDIT_STEPS
 

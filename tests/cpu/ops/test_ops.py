@@ -229,6 +229,14 @@ def test_what_is_not_measured_runs_only_where_it_is_named(doubling: registry.Op[
         assert doubling(torch.ones(1))[0] == 102
         with pytest.raises(ConfigError, match="cannot run as 'new' here: needs few"):
             doubling(torch.ones(4))
+    with registry.trying(["doubling/new"]):
+        assert doubling(torch.ones(1))[0] == 102 and doubling(torch.ones(4))[0] == 2
+    assert doubling(torch.ones(1))[0] == 2
+    with (
+        pytest.raises(ConfigError, match="no unmeasured implementation 'doubling/no'; "),
+        registry.trying(["doubling/no"]),
+    ):
+        pass
     assert outcomes(doubling)["new"].refused == "needs few"
     assert doubling.refusal("new", [torch.ones(1)]) is None
 

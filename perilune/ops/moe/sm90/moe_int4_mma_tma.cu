@@ -28,8 +28,6 @@ using namespace moe;
 
 namespace {
 
-constexpr int MOST_STAGED = 32 * 1024, PIECES = 8;
-
 template <bool GATE_UP, bool COMPACT, int RT>
 struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   using Base = Tile<GATE_UP, COMPACT, RT>;
@@ -184,7 +182,6 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       }
     }
     wait_for_predecessor();
-    if (!GATE_UP && a.staged_bytes > 0) barrier_wait(&control().staged, 0);
     if (lanes > 1 && a.shared.tiles) named_sync(1, WARPS * 32);  // from here on slots are dealt otherwise
 
     Control& c = control();
@@ -254,14 +251,6 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       __syncwarp();
     }
     wait_for_predecessor();
-    if (!GATE_UP && a.staged_bytes > 0 && elected()) {
-      barrier_expect(&c.staged, a.staged_bytes);
-      const int piece = a.staged_bytes / PIECES;
-      for (int n = 0; n < PIECES; n++) {  // every CTA reads all of it: each begins elsewhere
-        const int at = (n + blockIdx.x) % PIECES * piece;
-        bulk_load(memory(a.staged + at), reinterpret_cast<const uint8_t*>(a.in) + at, piece, &c.staged);
-      }
-    }
     if (blockIdx.x == 0 && lane == 0) *a.settled = 0;
     Place from{0, 0};
     struct Sums {
@@ -356,8 +345,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     a.sorted = a.segments + most_segments(pairs, a.E) * static_cast<int>(sizeof(Segment));
     a.counts = a.sorted + divide_up(pairs, 2) * 4;
     a.places = a.counts + a.E * 4;
-    a.staged = divide_up(a.places + pairs * 4, 16) * 16;
-    return a.staged + a.staged_bytes;
+    return a.places + pairs * 4;
   }
 
   static __device__ void run(const Args& a, const Maps& maps) {
@@ -367,7 +355,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       barrier_init(&c.full[threadIdx.x], 1);
       barrier_init(&c.empty[threadIdx.x], GROUP);
     }
-    if (threadIdx.x == 31) barrier_init(&c.planned, 1), barrier_init(&c.staged, 1);
+    if (threadIdx.x == 31) barrier_init(&c.planned, 1);
     if (threadIdx.x < TURNS) {
       barrier_init(&c.added[threadIdx.x], GROUP * a.parts);
       barrier_init(&c.free[threadIdx.x], 1);
@@ -472,12 +460,11 @@ API int moe_int4_mma_tma_gate_up(const void* x, const void* ids, const void* pac
                         : start<true, true>(a, static_cast<int>(sms), stream);
 }
 
-// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0. staged: whether
-// CTAs bring all of h to shared memory where it is small.
+// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
 API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* ids, const void* weights, const void* packed,
                       const void* scale, const void* row, const void* shared, const void* shared_scale, void* y,
                       void* counters, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t P,
-                      int64_t staged, int64_t sms, void* stream) {
+                      int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, D * E, D, 8, I / 2, D / 16);
   a.shared = matrix(shared, nullptr, shared_scale, D, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
@@ -490,7 +477,6 @@ API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* i
   a.taken = a.settled + 1;
   a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.P = static_cast<int>(P);
   a.K = static_cast<int>(I), a.width = static_cast<int>(S);
-  if (staged && T * k * I * 2 <= MOST_STAGED) a.staged_bytes = static_cast<int>(T * k * I * 2);
   const auto of = [&](auto narrow) {
     constexpr int RT = decltype(narrow)::value;
     return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)

@@ -19,13 +19,6 @@
 // Of widths up to EARLY_WIDTH (a rank's slice), down's CTAs are small: one is co-resident with two of gate_up on an SM,
 // and has its first slots when gate_up ends. Starting takes longer than streaming there.
 //
-// Form EAGER: of a slice, gate_up's CTAs without a shared unit know their first unit without the counter, and every CTA
-// asks for all free slots once the choice is known. Four slots one after another were four trips to memory.
-//
-// Form BESIDE: as EAGER, and down has one CTA on a processor, beside both of gate_up, which have a slot less each. So all
-// CTAs of down start, know the choice and have four slots of weights before gate_up ends, and what they need of h is
-// read at once. With three CTAs on a processor two start when those of gate_up end.
-//
 // The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, no other round trip to
 // memory, the router's least of all, comes back before them.
 #include "moe/sm90/moe_int4_t1.cuh"
@@ -37,7 +30,7 @@ using namespace moe;
 
 namespace {
 
-template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY, bool WHOLE>
+template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY>
 struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base = OneToken<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
@@ -62,11 +55,9 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base::SHARE;
   using Base::SLOT;
   using Base::stage;
-  using Base::stage_all;
   using Base::stage_fresh;
   using Base::UNIT_ROWS;
   using Base::WARPS;
-  using Base::WIDTH;
 
   // ---- the copying warp ----
 
@@ -79,16 +70,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     int ahead = 0;       // gate_up: a unit taken before it is needed
     int opened = 0;      // gate_up: slots asked for at first
     uint32_t heard = 0;  // gate_up: what the mailbox said of choice `lane`
-    auto take = [&] { return lane == 0 ? a.given + static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
-    // Among the CTAs without shared units, this one's number is its first unit.
-    auto take_first = [&] {
-      const bool own = EARLY && a.given && shared_units.first == shared_units.end;
-      return own ? static_cast<int>(blockIdx.x) - shared_units.first : take();
-    };
+    auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_arrived = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
       plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1});
-      ahead = take_first();
+      ahead = take();
       planned = true;
     };
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
@@ -97,8 +83,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
       for (int n = 0; n < slots; n++) {
         uint64_t* barrier = &barriers().full[into];
-        // One at a time: what others hand over would arrive behind a whole ring.
-        if (GATE_UP && opened < a.slots && !(EARLY && a.eager && planned)) {
+        if (GATE_UP && opened < a.slots) {  // one at a time: what others hand over would arrive behind a whole ring
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
@@ -134,23 +119,19 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     };
     // down has its ids before its activations, gate_up those of the shared expert before its ids.
     Asked asked{};
-    // Ids arrive while the shared expert's weights are asked for, if the ring holds those.
-    const int shared_slots = (shared_units.end - shared_units.first) * divide_up(a.shared.row, PIECE);
-    const bool plans_first = shared_slots == 0 || (WHOLE && shared_slots > a.slots);
     if (!GATE_UP) {
       let_successor_start();
       asked = ask(a);
-      if (plans_first) plan(a, asked);
+      if (shared_units.first == shared_units.end) plan(a, asked);
     }
     for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
-    if (!GATE_UP && !plans_first) plan(a, asked);
+    if (!GATE_UP && shared_units.first < shared_units.end) plan(a, asked);
     if (GATE_UP && !a.launch) {
       wait_for_predecessor();
       plan(a, ask(a));
-      ahead = take_first();
-      planned = true;
+      ahead = take();
     }
-    while (GATE_UP && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
+    while (GATE_UP && a.launch && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
     const Plan& p = plan_of();
     const int per_expert = a.routed.tiles / RT;
     if constexpr (GATE_UP) {
@@ -223,15 +204,6 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       if (lane == 0) *a.counter = 0;
       if (a.launch) mailbox::wipe(a.mailbox);
     }
-    int first_choice = 0;
-    if (WHOLE) {
-      barrier_wait(&barriers().planned, 0);
-      const Plan& p = plan_of();
-      const bool any = p.units.first < p.units.end, shared = shared_units.first < shared_units.end;
-      first_choice = choice_of(a, p.units.first);
-      const int last = any ? choice_of(a, p.units.end - 1) : first_choice - 1;
-      window = {-stage_all(a, p, first_choice, last, shared), a.shared_width / 8};
-    }
     for (int u = shared_units.first; u < shared_units.end; u++) {
       float total[4];
       if (a.shared.factor == nullptr) {
@@ -270,15 +242,14 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       const int s = choice_of(a, u), unit = u - s * per_expert;
       const Chosen chosen = p.chosen[s];
       // x is there since the shared expert, or the first of the routed ones.
-      if (!WHOLE && (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number)) {
+      if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
         if (staged >= 0 || window.end > 0) meet_all();  // every warp is done with the activations before
         stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
       }
       staged = chosen.number;
       float above_sum = 0, below_sum = 0;
-      const int at = WHOLE ? (s - first_choice) * WIDTH : 0;
-      const uint8_t* x = memory(a.xs) + at * 2 + own * 4 + t * 16;
-      const float* start = reinterpret_cast<float*>(memory(a.starts)) + at / 32 + own / 16;
+      const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
+      const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
       const uint8_t* scale = scale_upper + buffer * a.block;
       const uint8_t* factor = memory(a.held) + buffer * a.block + a.scales + row_upper * 2;
       float factor_upper = RESULT, factor_lower = RESULT;
@@ -358,10 +329,10 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 
 // Registers: both CTAs of gate_up find room on a processor beside mla_decode_router_t1.cu's.
 // EARLY: one of down finds room beside them.
-template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY, bool WHOLE>
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 __global__ __maxnreg__(GATE_UP ? 88 : EARLY ? 64 : 72) void moe_int4_t1_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
-  Kernel<GATE_UP, COMPACT, KS, RT, EARLY, WHOLE>::run(a, maps);
+  Kernel<GATE_UP, COMPACT, KS, RT, EARLY>::run(a, maps);
 }
 
 template <typename K>
@@ -370,65 +341,34 @@ bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
                         {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
 }
 
-// Lays out shared memory with a ring of so many slots; false if it takes more than `most` bytes.
-template <typename K>
-bool fits(Args& a, int slots, int most, int choices = 0) {
-  const int per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
-  a.slots = slots;
-  // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
-  a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
-  return K::arrange(a, choices) <= most;
-}
-
-// Most choices that one of so many CTAs has units of (`routed_units`).
-template <typename K>
-int choices_of_one(const Args& a, int ctas) {
-  constexpr int RT = K::UNIT_ROWS / 16;
-  const int per_expert = a.routed.tiles / RT, narrow = a.routed.row + a.K / 32;  // with the smallest scales: most units
-  const int bytes = a.shared.tiles / RT * a.shared.row + a.k * per_expert * narrow;
-  const int units = divide_up(divide_up(bytes, ctas), narrow) + 1;
-  return min(a.k, divide_up(units - 1, per_expert) + 1);
-}
-
-constexpr int PROCESSOR = 228 * 1024;  // bytes of shared memory
-constexpr int OWN = 2048;              // of a CTA besides what `arrange` lays out: static, and what the driver takes
-
-// Bytes that two CTAs of gate_up with BESIDE_SLOTS leave to one of down.
-template <bool COMPACT>
-int left_beside(const Args& down, int64_t D) {
-  Args a = {};
-  a.K = static_cast<int>(D), a.routed.row = a.K / 2;
-  a.shared.row = down.shared.factor == nullptr ? 2 * a.K : a.K;
-  a.shared.factor = down.shared.factor, a.shared.tiles = down.shared.tiles;
-  using K = OneToken<true, COMPACT, 7, 1>;
-  fits<K>(a, BESIDE_SLOTS, 0);
-  return PROCESSOR - 2 * (K::arrange(a) + OWN) - OWN;
-}
-
-template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY, bool WHOLE = false>
-int start(Args a, int slots, int most, int sms, void* stream) {
-  using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY, WHOLE>;
+template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
+int start(Args a, int sms, void* stream) {
+  using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY>;
+  constexpr int FIXED = 3072;  // more than the kernel's own shared memory and what the driver takes
+  constexpr int MOST = 228 * 1024 / CTAS - FIXED;
   // Without a shared expert its map is never used.
   const bool shares = a.shared.tiles > 0;
   if (!shares) a.shared.row = a.routed.row;
   a.chunk = a.routed.row % 128 || a.shared.row % 128 ? 64 : 128;
-  const int ctas = CTAS * sms;
-  const int choices = WHOLE ? choices_of_one<K>(a, ctas) : 0;
-  while (slots > 2 && !fits<K>(a, slots, most, choices)) slots--;
-  if (!fits<K>(a, slots, most, choices) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
+  const int ctas = CTAS * sms, per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
+  auto fits = [&](int slots) {
+    a.slots = slots;
+    // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
+    a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
+    return K::arrange(a) <= MOST;
+  };
+  int slots = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
+  while (slots > 2 && !fits(slots)) slots--;
+  if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
   const int64_t per_expert = a.routed.tiles / RT;
   a.reciprocal = static_cast<uint32_t>(((int64_t(1) << 32) + per_expert - 1) / per_expert);
-  a.given = a.eager ? max(ctas - a.shared.tiles / RT, 0) : 0;
   Maps maps = {};
   if (!describe<K>(&maps.routed, a.routed, a.routed_rows, a.chunk) ||
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
     return -1;
   }
-  const auto kernel = moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY, WHOLE>;
-  if (a.eager || WHOLE) {  // its own split of a processor's memory must not keep the next kernel out
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  }
-  return launch(kernel, dim3(ctas), dim3(K::THREADS), K::arrange(a, choices), stream, 1, a, maps);
+  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
+                K::arrange(a), stream, 1, a, maps);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
@@ -436,13 +376,6 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
   return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
           expert, second, static_cast<int>(row), static_cast<int>(tiles)};
 }
-
-int most(int ctas) { return PROCESSOR / ctas - 3072; }
-
-// How a slice's kernels follow each other: gate_up asks for chosen weights at once; and one CTA of down lies beside two
-// of gate_up on a processor, with all of that processor's work.
-enum Form { USUAL, EAGER, BESIDE };
-bool lies_beside(int64_t D, int64_t I) { return (I == 256 || I == 512) && D % 128 == 0; }
 
 }  // namespace
 
@@ -453,9 +386,8 @@ bool lies_beside(int64_t D, int64_t I) { return (I == 256 || I == 512) && D % 12
 API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
                               void* mailbox, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
-                              int64_t E, int64_t D, int64_t I, int64_t S, int64_t form, int64_t sms, void* stream) {
+                              int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
   Args a = {};
-  a.eager = form >= EAGER && I <= EARLY_WIDTH;
   a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
   a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
   a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
@@ -469,9 +401,8 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   const auto of = [&](auto early) {
     constexpr bool EARLY = decltype(early)::value;
-    const int slots = form == BESIDE && lies_beside(D, I) ? BESIDE_SLOTS : GATE_UP_SLOTS;
-    return row == nullptr ? start<true, false, 7, 1, 2, EARLY>(a, slots, most(2), static_cast<int>(sms), stream)
-                          : start<true, true, 7, 1, 2, EARLY>(a, slots, most(2), static_cast<int>(sms), stream);
+    return row == nullptr ? start<true, false, 7, 1, 2, EARLY>(a, static_cast<int>(sms), stream)
+                          : start<true, true, 7, 1, 2, EARLY>(a, static_cast<int>(sms), stream);
   };
   return I <= EARLY_WIDTH ? of(std::true_type()) : of(std::false_type());
 }
@@ -480,8 +411,7 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
 API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, const void* weights,
                            const void* packed, const void* scale, const void* row, const void* shared,
                            const void* shared_scale, void* y, void* counter, void* mailbox, int64_t launch, int64_t k,
-                           int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t form, int64_t sms,
-                           void* stream) {
+                           int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
   Args a = {};
   a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
   a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
@@ -494,31 +424,16 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
-  a.shared_width = static_cast<int>(S);
   const auto of = [&](auto warps, auto tiles, auto early) {
     constexpr int KS = decltype(warps)::value, RT = decltype(tiles)::value;
     constexpr bool EARLY = decltype(early)::value;
-    constexpr int SLOTS = EARLY ? EARLY_SLOTS : MAX_SLOTS;
-    return row == nullptr ? start<false, false, KS, RT, 3, EARLY>(a, SLOTS, most(3), static_cast<int>(sms), stream)
-                          : start<false, true, KS, RT, 3, EARLY>(a, SLOTS, most(3), static_cast<int>(sms), stream);
+    return row == nullptr ? start<false, false, KS, RT, 3, EARLY>(a, static_cast<int>(sms), stream)
+                          : start<false, true, KS, RT, 3, EARLY>(a, static_cast<int>(sms), stream);
   };
-  const auto whole = [&](auto warps, auto tiles) {
-    constexpr int KS = decltype(warps)::value, RT = decltype(tiles)::value;
-    const auto with = [&](auto compact) {
-      constexpr bool COMPACT = decltype(compact)::value;
-      const int room = left_beside<COMPACT>(a, D);
-      return start<false, COMPACT, KS, RT, 1, true, true>(a, MAX_SLOTS, room, static_cast<int>(sms), stream);
-    };
-    return row == nullptr ? with(std::false_type()) : with(std::true_type());
-  };
-  using std::integral_constant;
-  using One = integral_constant<int, 1>;
-  using Two = integral_constant<int, 2>;
-  using Four = integral_constant<int, 4>;
-  using Eight = integral_constant<int, 8>;
-  if (form == BESIDE && lies_beside(D, I)) return I == 512 ? whole(Two(), Four()) : whole(One(), Eight());
   const auto fills = [&](int tiles) { return I * tiles == 2048 && D % (16 * tiles) == 0; };  // rows fill a slot
-  if (fills(4)) return of(Two(), Four(), std::true_type());
-  if (fills(8)) return of(One(), Eight(), std::true_type());
-  return I <= EARLY_WIDTH ? of(Four(), Two(), std::true_type()) : of(Four(), Two(), std::false_type());
+  using std::integral_constant;
+  if (fills(4)) return of(integral_constant<int, 2>(), integral_constant<int, 4>(), std::true_type());
+  if (fills(8)) return of(integral_constant<int, 1>(), integral_constant<int, 8>(), std::true_type());
+  return I <= EARLY_WIDTH ? of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::true_type())
+                          : of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::false_type());
 }

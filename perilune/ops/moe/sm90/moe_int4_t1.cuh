@@ -8,7 +8,6 @@
 namespace moe {
 
 constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4, EARLY_SLOTS = 2, EARLY_WIDTH = 1024;
-constexpr int BESIDE_SLOTS = 3;  // of gate_up, where all of down lies beside it
 constexpr int MAX_CHOICES = mailbox::MAX_CHOICES;
 
 struct Matrix {
@@ -30,7 +29,6 @@ struct Args {
   void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
   bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
   int k, E, K, P;
-  int shared_width;     // down: values of in_shared
   uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
   int64_t routed_rows, shared_rows;
   uint32_t* mailbox;    // router_mailbox.cuh; down makes it zero again
@@ -39,8 +37,6 @@ struct Args {
   const bf16* norm;       // [K], with it
   float eps;
   uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
-  int given;          // gate_up: routed units that need no counter, one to every CTA without a shared unit
-  bool eager;         // gate_up: once the choice is known, all free slots are asked for at once
   int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
   int slots;          // of the ring
   int scale_buffers;  // units with scales and factors in shared memory
@@ -78,7 +74,6 @@ struct OneToken {
   static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
   static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
   static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
-  static constexpr int WIDTH = 2 * PIECE;        // activations that meet the INT4 of a slot
 
   // What a CTA has in shared memory.
   static __device__ __forceinline__ uint8_t* memory(int at) {
@@ -177,30 +172,6 @@ struct OneToken {
       }
     }
     meet_all();
-  }
-
-  // down, of a CTA with all of its weights: as `stage`, h of choices `first` to `last` and of the shared expert, at once.
-  // They lie one behind the other; returns the pieces before the shared expert's.
-  static __device__ __forceinline__ int stage_all(const Args& a, const Plan& p, int first, int last, bool shared) {
-    constexpr int EACH = WIDTH / 8;
-    const int routed = (last - first + 1) * EACH, all = routed + (shared ? a.shared_width / 8 : 0);
-    const unsigned quad = 0xfu << (threadIdx.x & 28);
-    for (int piece = threadIdx.x; piece < all; piece += CONSUMERS) {
-      const bool of_shared = piece >= routed;
-      const bf16* from = of_shared ? a.in_shared + (piece - routed) * 8
-                                   : a.in + static_cast<int64_t>(p.chosen[first + piece / EACH].number) * WIDTH +
-                                         piece % EACH * 8;
-      const uint4 held = __ldcg(reinterpret_cast<const uint4*>(from));
-      *reinterpret_cast<uint4*>(memory(a.xs) + piece * 16) = raised(held, RAISED / 16);
-      float sum = total(held);
-      sum += __shfl_xor_sync(quad, sum, 1);
-      sum += __shfl_xor_sync(quad, sum, 2);
-      if (piece % 4 == 0 && !of_shared) {
-        reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
-      }
-    }
-    meet_all();
-    return routed;
   }
 
   // As `stage`, of the norm of what is still being handed over: x to the bit, as mla_decode_router_t1.cu makes it.
@@ -352,19 +323,18 @@ struct OneToken {
     for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
   }
 
-  // Lays out shared memory; its bytes. choices: with h of so many at once, besides the shared expert's.
-  static int arrange(Args& a, int choices = 0) {
+  // Lays out shared memory; its bytes.
+  static int arrange(Args& a) {
     a.scale_row = a.K / (COMPACT ? 32 : 16);
     a.scales = UNIT_ROWS * a.scale_row;
     a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
     a.sums = a.slots * SLOT;
     a.starts = a.sums + 2 * WARPS * 64;
-    a.xs = a.starts + divide_up(max(choices, 1) * a.K / 32, 4) * 16;
+    a.xs = a.starts + divide_up(a.K / 32, 4) * 16;
     a.xs_bytes = a.K * 2 + 64;
     if (a.shared.tiles) {  // at least a slot's
       a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
     }
-    a.xs_bytes += choices * a.K * 2;
     a.held = a.xs + a.xs_bytes;
     return a.held + a.scale_buffers * a.block + 256;  // a warp without a share of a slot reads beyond its scales
   }

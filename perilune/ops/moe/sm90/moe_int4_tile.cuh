@@ -37,9 +37,8 @@ struct Args {
   int parts;         // groups of warps that share a tile
   int visit, shared_visit;  // slots of a tile for each of them
   int scale_row, scale_pitch, scale_swizzle;  // bytes; whether chunks of 16 bytes change places, as tensor maps do it
-  int staged_bytes;  // of `in`, if all of it comes to shared memory; else 0
   int whole_scales;  // rows of scales too short for a tensor map come whole
-  int scales, factors, sums, starts, segments, sorted, counts, places, staged;  // where they lie in shared memory
+  int scales, factors, sums, starts, segments, sorted, counts, places;  // where they lie in shared memory
 };
 
 // Boxes of the matrices.
@@ -72,7 +71,7 @@ struct Tile {
   }
   struct Control {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], added[TURNS], free[TURNS];
-    uint64_t planned, staged;
+    uint64_t planned;
     int segments;
     int item[MAX_SLOTS], result[TURNS];  // segment and tile; negative: no more
   };
@@ -114,10 +113,7 @@ struct Tile {
   static __device__ __forceinline__ void hold(const Args& a, const Warp& w, Segment segment, Held& b) {
     constexpr int EACH = 8 / N;  // groups of an accumulator
     const int token = min(w.g / EACH, segment.count() - 1), own = w.g % EACH;
-    const int number = row_of(a, plan_of(a).sorted[segment.first() + token]);
-    const bf16* row = a.in + static_cast<int64_t>(number) * a.K;
-    const bool staged = !GATE_UP && a.staged_bytes > 0;
-    const bf16* here = reinterpret_cast<const bf16*>(memory(a.staged)) + number * a.K;
+    const bf16* row = a.in + static_cast<int64_t>(row_of(a, plan_of(a).sorted[segment.first() + token])) * a.K;
     uint4 v[VISIT][N];
 #pragma unroll
     for (int j = 0; j < VISIT; j++) {
@@ -125,9 +121,7 @@ struct Tile {
       for (int i = 0; i < N; i++) {
         const int k = ((w.part * a.visit + j) * KS + w.ks) * 256 + (i * EACH + own) * 32 + w.t * 8;
         v[j][i] = make_uint4(0, 0, 0, 0);
-        if (j < a.visit && k < a.K) {
-          v[j][i] = staged ? *reinterpret_cast<const uint4*>(here + k) : __ldcg(reinterpret_cast<const uint4*>(row + k));
-        }
+        if (j < a.visit && k < a.K) v[j][i] = __ldcg(reinterpret_cast<const uint4*>(row + k));
       }
     }
     __syncwarp();  // all have read the starts before
