@@ -208,7 +208,7 @@ def resolve_sizes(
 def growing_segments(device: torch.device) -> Iterator[None]:
     """Inside, torch takes a GPU's memory in segments of which it can give back any 20 MB that are unused. Weights that
     are made, converted and split one after the other otherwise share segments with what is freed later: on a full GPU
-    6 of 150 GB could not be given back."""
+    6 of 150 GB could not be given back. For all threads of the process; memory keeps the kind that it was taken as."""
     if device.type != "cuda":
         yield
         return
