@@ -2,7 +2,8 @@
 down before the whole model is measured.
 
 A row is one line of bench/results. One rank's slice is timed on one GPU with its exchanges as copies there
-(`bench decode --slice N`); what two real ranks take more than a slice of two is added for every number of ranks.
+(`bench decode --slice N`); what real ranks, the most that there are rows of, take more than a slice of as many is
+added.
 Nothing is predicted where a row is missing: ConfigError names the command that makes it.
 """
 
@@ -61,18 +62,27 @@ class Forecast:
 
     def step(self, tokens: int, context: int, kv_bytes: float) -> Step:
         """Of `tokens` requests with one token each at `context`; a step that verifies drafts of one request takes as
-        long. `kv_bytes`: of one token's KV and layer, for where the rows have another context."""
-        own, pair = (self._decode_row(n, True, tokens, context) for n in (self.ranks, 2))
-        real = self._decode_row(2, False, tokens, pair["context"])
-        outside = real.get("outside_us", pair["outside_us"])
+        long. `kv_bytes`: of one token's KV and layer, for where the rows have another context. From the row of so many
+        real ranks, or of the most below that; then a slice's row is what other ranks change."""
+        ranks = self._real_ranks(tokens)
+        if ranks == self.ranks:
+            own = pair = real = self._decode_row(ranks, False, tokens, context)
+        else:
+            own, pair = (self._decode_row(n, True, tokens, context) for n in (self.ranks, ranks))
+            real = self._decode_row(ranks, False, tokens, pair["context"])
+        outside = real.get("outside_us", pair.get("outside_us", 0.0))
         us = real.get("us_per_layer") or (1e3 * real["graph_ms"] - outside) / (real["layers"] - 1)
         more = tokens * kv_bytes * (context - own["context"]) / READ_TB_S / 1e6
-        return Step(
-            us_per_layer=own["us_per_layer"] + us - pair["us_per_layer"] + more,
-            outside_us=own["outside_us"] + outside - pair["outside_us"],
-            between_ms=max(real["step_ms"] - real["graph_ms"], 0.0),
-            layers=self.layers,
-        )
+        if own is not pair:
+            us += own["us_per_layer"] - pair["us_per_layer"]
+            outside += own["outside_us"] - pair["outside_us"]
+        between = max(real["step_ms"] - real["graph_ms"], 0.0)
+        return Step(us_per_layer=us + more, outside_us=outside, between_ms=between, layers=self.layers)
+
+    def _real_ranks(self, tokens: int) -> int:
+        """The most real ranks, up to those asked for, with a row of so many tokens; 2 if there is none."""
+        found = [r for r in self._with(tokens) if "slice" not in r and r.get("graph_ms") is not None]
+        return max((r["tp"] for r in found if 2 <= r.get("tp", 1) <= self.ranks), default=2)
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
         """Of a prompt behind `cached` tokens. What ranks share out and what not follow from the rows of one rank and of
@@ -108,18 +118,20 @@ class Forecast:
             if r.get("shape") == self.shape and r.get("balanced", True) and r.get("layers", 0) < self.layers
         ]
 
-    def _decode_row(self, ranks: int, sliced: bool, tokens: int, context: int) -> Row:
-        """The newest with so many tokens; of several contexts the nearest."""
-        found = [
+    def _with(self, tokens: int) -> list[Row]:
+        """Rows of steps with so many tokens, the whole KV on every rank."""
+        return [
             r
             for r in self._of_shape(self.decode)
-            if r.get("tp") == ranks
-            and ("slice" in r) == sliced
-            and r["batch"] * (1 + r.get("draft", 0)) == tokens
+            if r["batch"] * (1 + r.get("draft", 0)) == tokens
             and r.get("kv_layout", "replicated") == "replicated"
             and r["rest_dtype"] == self.rest_dtype
-            and (sliced or r.get("graph_ms") is not None)
         ]
+
+    def _decode_row(self, ranks: int, sliced: bool, tokens: int, context: int) -> Row:
+        """The newest with so many tokens; of several contexts the nearest."""
+        found = [r for r in self._with(tokens) if r.get("tp") == ranks and ("slice" in r) == sliced]
+        found = [r for r in found if sliced or r.get("graph_ms") is not None]
         found = [r for r in found if r["expert_format"] == self.expert_format] or found  # others differ by up to 3 %
         if not found:
             options = f"--{'slice' if sliced else 'tp'} {ranks} --batch {tokens} --rest-dtype {self.rest_dtype}"

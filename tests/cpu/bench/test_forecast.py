@@ -36,6 +36,14 @@ def test_a_step_is_a_slice_and_what_two_real_ranks_take_more() -> None:
     assert longer.us_per_layer == pytest.approx(46.0 + 43_000 * KV_BYTES / 4.3e6)
 
 
+def test_real_ranks_count_before_slices_and_the_most_before_fewer() -> None:
+    rows = [*SLICES, REAL, decode(4, 1, 41.0, outside_us=210.0)]
+    step = Forecast(rows, [], 4).step(1, 1024, KV_BYTES)
+    assert (step.us_per_layer, step.outside_us) == (pytest.approx(41.0), pytest.approx(210.0))
+    of_8 = Forecast(rows, [], 8).step(1, 1024, KV_BYTES)
+    assert (of_8.us_per_layer, of_8.outside_us) == (pytest.approx(30.0 + 41.0 - 40.0), pytest.approx(210.0))
+
+
 def test_a_row_of_one_depth_counts_without_what_is_outside_its_layers() -> None:
     whole = decode(2, 1, 0.0, layers=27, step_ms=2.0, graph_ms=1.8)
     del whole["us_per_layer"], whole["outside_us"]
