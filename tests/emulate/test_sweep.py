@@ -57,7 +57,7 @@ OWN = [
     ("moe_int4", "cuda_tall", moe_int4.Case(130, 2, 4, 512, 256)),
     *(
         ("moe_int4", "cuda", moe_int4.Case(t, 8, 24, 512, width, S=width, shared_fp8=True, compact=compact))
-        for t, width in ((4, 256), (8, 512), (20, 1024))
+        for t, width in ((4, 256), (8, 512))  # more tokens: another kernel computes the shared expert
         for compact in (False, True)
     ),
 ]
