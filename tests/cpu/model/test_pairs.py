@@ -44,7 +44,7 @@ def pairs_of(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: M
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of tokens of each call whose results the norm sums."""
+    """Tokens of each call of the experts that returned `Pairs`, which `combine_add_rmsnorm` then sums."""
     calls: list[int] = []
 
     def counted(x: Tensor, *rest: Any) -> Pairs | None:
