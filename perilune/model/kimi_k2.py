@@ -44,7 +44,8 @@ from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_prefill_w8a8 import mla_prefill_w8a8
 from perilune.ops.attention.mla_project_query import mla_project_query
 from perilune.ops.attention.mla_rotate_query import mla_rotate_query
-from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm
+from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm, reads_owned_rows
+from perilune.ops.exchange.exchange_rows import exchange_rows
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness.tensors import Rows
 from perilune.ops.layouts import operands
@@ -58,12 +59,15 @@ from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
 from perilune.ops.moe.combine_add_rmsnorm_quantize import combine_add_rmsnorm_quantize
+from perilune.ops.moe.exchange_pairs_add_rmsnorm import exchange_pairs_add_rmsnorm
 from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
 from perilune.ops.moe.mla_decode_router import mla_decode_router
 from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces, moe_int4_pairs
 from perilune.ops.moe.router import router
+from perilune.ops.moe.scatter_pairs_add_rmsnorm import scatter_pairs_add_rmsnorm
+from perilune.ops.moe.scatter_pairs_add_rmsnorm_quantize import scatter_pairs_add_rmsnorm_quantize
 from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed_norm import embed_norm
 from perilune.ops.pointwise.embed_part import embed_part
@@ -160,7 +164,7 @@ class KimiK2:
             if i > 0 and isinstance(out, Tensor) and self._fused_over_sums and _absorbed(w, step):
                 q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
             else:
-                qkv = apply(w.qkv_a, x) if i == 0 else self._add_project(h, out, layer.input_norm, w.qkv_a)
+                qkv = apply(w.qkv_a, x) if i == 0 else self._add_project(h, out, layer.input_norm, w.qkv_a, i in layers)
             del out  # pairs of a long prompt are a gigabyte, which the next layer's experts need
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
@@ -214,21 +218,38 @@ class KimiK2:
     def _add(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor) -> Tensor:
         """h += x, the sum of all ranks' parts; gives the norm of that."""
         if isinstance(x, Pairs):
+            if self.peers is not None:
+                return exchange_pairs_add_rmsnorm(h, x, norm, self.eps, self.peers)
             return combine_add_rmsnorm(h, x, norm, self.eps)
         if not isinstance(x, Tensor):
             assert self.pieces is not None
             return add_in_pieces(h, x, norm, self.eps, self.pieces)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
-    def _add_project(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor, w: Matrix) -> Tensor:
-        """As `_add`, then the product with w."""
-        if self.peers is None and isinstance(x, Tensor | Pairs) and linear_w8a8.applies(w, h):
+    def _add_project(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor, w: Matrix, whole: bool) -> Tensor:
+        """As `_add`, then the product with w. Unless `whole`, h may have the sum in the rows that this rank owns only,
+        which is what the next `_add` of the step needs."""
+        peers = self.peers
+        if isinstance(x, Pairs) and peers is not None and not whole and reads_owned_rows(h, norm, self.eps, peers):
+            return self._scatter_project(h, x, norm, w, peers)
+        if peers is None and isinstance(x, Tensor | Pairs) and linear_w8a8.applies(w, h):
             if isinstance(x, Pairs):
                 rounded = combine_add_rmsnorm_quantize(h, x, norm, self.eps)
             else:
                 rounded = add_rmsnorm_quantize(h, total(self.group, x), norm, self.eps)
             return linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
         return apply(w, self._add(h, x, norm))
+
+    def _scatter_project(self, h: Tensor, x: Pairs, norm: Tensor, w: Matrix, peers: Peers) -> Tensor:
+        """`_add_project`, where each rank adds up and multiplies the rows that it owns, and ranks exchange products."""
+        if linear_w8a8.applies(w, h):
+            rounded = scatter_pairs_add_rmsnorm_quantize(h, x, norm, self.eps, peers)
+            own = linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
+        else:
+            own = apply(w, scatter_pairs_add_rmsnorm(h, x, norm, self.eps, peers))
+        sent = own.new_empty(-(-len(h) // peers.ranks), own.shape[1])
+        sent[: len(own)] = own
+        return exchange_rows(sent.view(1, -1), peers).view(-1, own.shape[1])[: len(h)]
 
     @property
     def _fused_over_sums(self) -> bool:
@@ -255,13 +276,13 @@ class KimiK2:
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
-        """[T, D], or its P parts [T, P, D] float32, to be added; or, where nothing is added up over ranks, the results
-        of the experts of a long prompt's tokens."""
+        """[T, D], or its P parts [T, P, D] float32, to be added; or, on one rank or where ranks exchange over peer
+        memory, the results of the experts of a long prompt's tokens."""
         if isinstance(w, Mlp):
             return mlp(w, x)
         chosen, e = self._chosen(w, x), w.experts
-        alone = self.group.ranks == 1 and self.peers is None
-        if alone and isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
+        sums_pairs = self.group.ranks == 1 if self.peers is None else not self.peers.loopback
+        if sums_pairs and isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
             pairs = moe_int4_pairs(x, chosen, *e.matrices, w.shared)
             if pairs is not None:
                 return pairs

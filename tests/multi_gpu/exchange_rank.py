@@ -15,11 +15,17 @@ from perilune.core.errors import EngineError
 from perilune.dist import peer_memory
 from perilune.dist.pieces import SLOTS, Landed, add_in_pieces
 from perilune.ops.exchange.exchange_add_rmsnorm import _partial, exchange_add_rmsnorm, launch, reference
+from perilune.ops.exchange.exchange_rows import exchange_rows
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness import check
-from perilune.ops.harness.case import BFLOAT16, EXACT, K2
+from perilune.ops.harness.case import BFLOAT16, EXACT, K2, Make
+from perilune.ops.moe import exchange_pairs_add_rmsnorm as pairs_op
+from perilune.ops.moe import scatter_pairs_add_rmsnorm as scatter_op
+from perilune.ops.moe import scatter_pairs_add_rmsnorm_quantize as quantized_op
+from perilune.ops.moe.combine_add_rmsnorm import summed
 
-RANKS, EPS = 2, 1e-5
+RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+EPS = 1e-5
 ROUND = 200  # exchanges between two comparisons
 MAX_TOKENS = 400
 
@@ -119,6 +125,48 @@ def in_pieces(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) -
     print(f"ok {exchanges} exchanges in pieces")
 
 
+def of_experts(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) -> None:
+    """Random prompts: all rows of what tokens get from experts, or each rank's own rows and their norms to all; then
+    another sum of all rows. Every result is compared with the reference, and the ranks' bits with each other."""
+    rng, late, device = random.Random(11), random.Random(rank), torch.device("cuda", rank)
+    sums, end = 0, time.monotonic() + seconds
+    while any(int(more) for more in swap(b"1" if rank == 0 and time.monotonic() < end else b"0")):
+        case = pairs_op.Case(rng.randint(513, 1500), K2.hidden, K2.top_k, shared=rng.random() < 0.8)
+        seed, op = rng.randrange(1 << 30), rng.choice((pairs_op, scatter_op, scatter_op, quantized_op))
+        made = [pairs_op.inputs(case, Make(BFLOAT16, device, seed + r)) for r in range(RANKS)]
+        before, w = made[0]["residual"], made[0]["w"]
+        every = [summed(one["pairs"]).to(BFLOAT16) for one in made]
+        later = [inputs(r, case.T, 0, seed)[1] for r in range(RANKS)]
+        held, want = before.clone(), before.clone()
+        y = reference(want, every[rank], w, EPS, given(every))
+        final = want.clone()
+        last = reference(final, later[rank], w, EPS, given(later))
+        if late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(2_000_000))  # cycles, up to 1 ms
+        found = op.cuda(held, made[rank]["pairs"], w, EPS, peers)
+        own = slice(None) if op is pairs_op else scatter_op.owned(case.T, peers)
+        middle = held[own].clone()
+        if op is quantized_op:
+            found = found[0].float() * found[1][:, : len(found[0])].T.repeat_interleave(128, 1)
+        sent = torch.zeros(1, -(-case.T // RANKS) * K2.hidden, dtype=BFLOAT16, device=device)
+        if op is not pairs_op:
+            sent[0, : found.numel()] = found.to(BFLOAT16).flatten()
+        rows = exchange_rows(sent, peers).view(-1, K2.hidden)[: case.T]
+        z = launch(held, later[rank], w, EPS, peers, True)
+        got = found if op is pairs_op else rows
+        # Sums that fall on the other side of a rounding are an ulp off, and what follows by more: few values are.
+        for name, a, b, share in (
+            ("residual", middle, want[own], 1e-3), ("y", got, y, 0.03 if op is quantized_op else 2e-3),
+            ("residual after", held, final, 1e-3), ("y after", z, last, 2e-3),
+        ):  # fmt: skip
+            apart = float((a.float() - b.float()).norm() / b.float().norm())
+            assert apart <= share, f"{case} {op.__name__} {name}: {apart:.2e} apart"
+        bits = hashlib.sha256(torch.cat([held, z, got]).view(torch.int16).cpu().numpy().tobytes()).digest()
+        assert len(set(swap(bits))) == 1, case
+        sums += 1
+    print(f"ok {sums} sums over experts")
+
+
 def killed(rank: int, peers: Peers, memory: peer_memory.PeerMemory, swap: peer_memory.Swap) -> None:
     """Rank 1 ends between two exchanges, without a word; rank 0 goes on, also in pieces."""
     _, link = landed(rank, peers, swap, 96)
@@ -158,12 +206,8 @@ def main() -> None:
     peers = Peers(rank, RANKS, torch.clone, memory.mailboxes)  # nothing is gathered
     if mode == "killed":
         killed(rank, peers, memory, swap)
-    elif mode == "pieces":
-        in_pieces(rank, peers, swap, seconds)
-        memory.check()
-        memory.close(swap)
     else:
-        stress(rank, peers, swap, seconds)
+        {"pieces": in_pieces, "experts": of_experts, "stress": stress}[mode](rank, peers, swap, seconds)
         memory.check()
         memory.close(swap)
 

@@ -18,10 +18,12 @@ constexpr int LINE_THREADS = 128;  // threads of a CTA
 constexpr int LINE_WORDS = REGIONS * CLUSTER * LINE_THREADS;  // words of 16 bytes
 // Behind them: words of the kernels before attention (four tokens) and after it (one).
 constexpr int TOKEN_WORDS = 7168 / 4, BEFORE_WORDS = LINE_WORDS, AFTER_WORDS = BEFORE_WORDS + 4 * TOKEN_WORDS;
-constexpr int64_t HALF = AFTER_WORDS + TOKEN_WORDS;  // words of one half of a mailbox, for one sender
+// Behind them: rows that have a CTA each (two_shots.cuh).
+constexpr int ROWS = 264, ROW_WORDS = CLUSTER * LINE_THREADS, ROWS_AT = AFTER_WORDS + TOKEN_WORDS;
+constexpr int64_t HALF = ROWS_AT + ROWS * ROW_WORDS;  // words of one half of a mailbox, for one sender
 constexpr int MAX_CTAS = 160;
 constexpr int BEFORE_COUNTS = 1 + REGIONS * CLUSTER, AFTER_COUNTS = BEFORE_COUNTS + 4 * MAX_CTAS;
-constexpr int CONTROL = AFTER_COUNTS + MAX_CTAS;
+constexpr int ROW_COUNTS = AFTER_COUNTS + MAX_CTAS, CONTROL = ROW_COUNTS + ROWS;
 constexpr int POLLS = 256;              // polls between two reads of the clock
 constexpr int HOST_POLLS = 64 * POLLS;  // polls between two reads of host memory (1 us each): about 10 ms
 constexpr uint32_t NAN_PAIR = 0x7fff7fff;

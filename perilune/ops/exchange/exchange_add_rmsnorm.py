@@ -6,8 +6,8 @@ to the residual's type once, before it is sent; the rounded ones are added in fp
 residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the same T in the
 same order.
 
-"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu). Its CTAs wait for those of the peers, so each rank
-needs a GPU of its own. "gathered" works between any devices.
+"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu, of many rows cuda/two_shots.cuh). Its CTAs wait for
+those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
 """
 
 import functools
@@ -93,39 +93,52 @@ NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # names of the op and of its impl
 op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
-# With so many rows and more than 2 ranks: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks one
-# shot (every rank sends every row to every rank) sends the same bytes.
-TWO_SHOT_ROWS = 24
+# With so many rows: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks it sends as many bytes as
+# one shot (every rank sends every row to every rank), but there and back.
+TWO_SHOT_ROWS, TWO_SHOT_ROWS_OF_2 = 24, 512
 
 
 @functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "exchange_add_rmsnorm", "pppllpplllfp")
+def _kernel(two_shots: bool) -> Any:
+    return build.function(SOURCE, "exchange_two_shots" if two_shots else "exchange_add_rmsnorm", "pppllppllfp")
 
 
-def _fits(a: Any, device: torch.device) -> bool | str:
-    T, D = a.residual.shape
+def fits(source: str, residual: Tensor, peers: Peers, device: torch.device) -> bool | str:
+    """`when` of an implementation in `source` that exchanges rows of this residual."""
+    T, D = residual.shape
     return build.on_hopper(
-        SOURCE,
+        source,
         device,
-        *needs(a.peers),
-        (a.residual.dtype == BFLOAT16, "bfloat16"),
+        *needs(peers),
+        (residual.dtype == BFLOAT16, "bfloat16"),
         (T > 0, "rows"),
         (D % 8 == 0 and D <= MAX_WIDTH, f"a width in 8s up to {MAX_WIDTH:,}"),
     )
 
 
+def _fits(a: Any, device: torch.device) -> bool | str:
+    return fits(SOURCE, a.residual, a.peers, device)
+
+
 @op.impl(KERNEL, when=_fits, alone=True, waits=(SOURCE,))
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
-    two_shots = peers.ranks > 2 and len(residual) >= TWO_SHOT_ROWS and not peers.loopback
-    return launch(residual, x, w, eps, peers, two_shots)
+    return launch(residual, x, w, eps, peers, _two_shots(residual, peers))
+
+
+def _two_shots(residual: Tensor, peers: Peers) -> bool:
+    return len(residual) >= (TWO_SHOT_ROWS if peers.ranks > 2 else TWO_SHOT_ROWS_OF_2) and not peers.loopback
+
+
+def reads_owned_rows(residual: Tensor, w: Tensor, eps: float, peers: Peers) -> bool:
+    """Whether `exchange_add_rmsnorm` with the rows of such a residual reads those that this rank owns only."""
+    return _two_shots(residual, peers) and op.choice(residual, residual, w, eps, peers) is cuda
 
 
 def launch(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers, two_shots: bool) -> Tensor:
     (T, D), x, wide = residual.shape, x.contiguous(), x.dim() == 3
     assert peers.mailboxes is not None
     y = torch.empty_like(residual)
-    failed = _kernel()(
+    failed = _kernel(two_shots)(
         peers.mailboxes.table,
         residual.data_ptr(),
         x.data_ptr(),
@@ -135,7 +148,6 @@ def launch(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers, two
         y.data_ptr(),
         T,
         D,
-        two_shots,
         eps,
         torch.cuda.current_stream().cuda_stream,
     )

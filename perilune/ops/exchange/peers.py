@@ -9,8 +9,8 @@ from torch import Tensor
 
 MAX_RANKS = 8
 RANKS = (1, 2, 4, 8)  # group sizes that kernels are compiled for
-HALF_BYTES = 16 * (128 * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
-CONTROL = 1 + 128 * 8 + 5 * 160  # number of control words (counters) of a mailbox, as in cuda/peers.cuh
+HALF_BYTES = 16 * ((128 + 264) * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
+CONTROL = 1 + 128 * 8 + 5 * 160 + 264  # number of control words (counters) of a mailbox, as in cuda/peers.cuh
 ENDED = 1 + MAX_RANKS  # value of `Mailboxes.failed` after `end`
 
 

@@ -118,7 +118,7 @@ def test_norms_that_round_too_keep_the_models_bits(monkeypatch: pytest.MonkeyPat
     op = registry.all_ops()["add_rmsnorm_quantize"]
     found, ran = [], []
 
-    def apart(model: KimiK2, h: Tensor, x: Tensor, norm: Tensor, w: Matrix) -> Tensor:
+    def apart(model: KimiK2, h: Tensor, x: Tensor, norm: Tensor, w: Matrix, whole: bool) -> Tensor:
         return linear_w8a8.linear(model._add(h, x, norm), w) if applies(w, h) else apply(w, model._add(h, x, norm))
 
     for instead in (None, apart):

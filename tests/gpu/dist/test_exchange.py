@@ -70,8 +70,8 @@ def inputs(ranks: int, T: int, D: int, parts: int, seed: int) -> tuple[Tensor, l
         *((2, t, K2.hidden) for t in (1, 2, 3, 16, 32)),
         *((4, t, K2.hidden) for t in (1, 5, 16)),
         *((8, t, K2.hidden) for t in (1, 8)),
-        *((r, 300, NANO.hidden) for r in (2, 4)),  # more tokens than clusters: each takes several
-        (8, 40, NANO.hidden),
+        # More tokens than clusters: each takes several. With two shots a token has a CTA, of few tokens an SM.
+        *((2, 130, NANO.hidden), (4, 32, NANO.hidden), (8, 16, NANO.hidden)),
         (2, 7, 520),
     ],
 )

@@ -13,13 +13,12 @@
 // which the peer wrote after it had read epoch e - 2, the half's last use. All ranks must run the same launches with the
 // same T in the same order.
 //
-//   one shot    every rank sends its line to every other one, and each adds all of them in the order of ranks
-//   two shots   rank t % ranks owns token t: it gets the others' lines, adds, and sends the new residual's line back.
-//               2 (N - 1) / N lines per line instead of N - 1: for many tokens of more than two ranks.
-//
-// Either way the ranks' results are the same bits. A line that does not come within `limit_ns` becomes NaN, is reported
-// in `control` and to the host, and no later launch waits again. The host ends all waits by writing to `failed`.
+// Every rank sends its line to every other one (one shot), and each adds all of them in the order of ranks, so the ranks'
+// results are the same bits. Of many tokens cuda/two_shots.cuh sends fewer lines. A line that does not come within
+// `limit_ns` becomes NaN, is reported in `control` and to the host, and no later launch waits again. The host ends all
+// waits by writing to `failed`.
 #include "cuda/peers.cuh"
+#include "cuda/two_shots.cuh"
 #include "cuda/wgmma.cuh"
 
 using namespace hopper;
@@ -100,7 +99,7 @@ __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place,
   }
 }
 
-template <int RANKS, bool WIDE, bool TWO_SHOTS>
+template <int RANKS, bool WIDE>
 __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_kernel(
     const __grid_constant__ Peers peers, bf16* residual, const void* x, int parts, const bf16* w, bf16* y, int T, int D,
     float inverse, float eps) {
@@ -144,54 +143,39 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   bool patient = *peers.control == 0;  // after a failure, lines are looked at once
   int turn = 0;
   for (int t = cluster; t < T; t += clusters, turn++) {
-    const uint32_t owner = TWO_SHOTS ? t % RANKS : 0;
-    const bool adds = !TWO_SHOTS || owner == rank;
     epoch++;
     const int64_t half = epoch & 1 ? RANKS * HALF : 0;
     const uint4 flag = make_uint4(epoch, epoch, epoch, epoch);
-    if (used && !(TWO_SHOTS && adds)) {
+    if (used) {
       const uint4 out = either(slot == PIECES, flag, own);
 #pragma unroll
-      for (int s = 1; s < RANKS; s++) {
-        if (!TWO_SHOTS || (rank + s) % RANKS == owner) send(outbox[s] + half, out);
-      }
+      for (int s = 1; s < RANKS; s++) send(outbox[s] + half, out);
     }
 
     float mine[8], before[8];
     widened(mine, own);
     widened(before, old);
-    uint4 got[RANKS], fresh = {};
+    uint4 got[RANKS];
     const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
-    const uint32_t from = !used ? 0 : adds ? others : 1 << owner;
-    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, from, epoch, peers, patient);
-    if (adds) {
-      float sum[8] = {};
-      if (RANKS == 2) {  // two are the same in either order
-        widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
+    const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, used ? others : 0, epoch, peers, patient);
+    float sum[8] = {};
+    if (RANKS == 2) {  // two are the same in either order
+      widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum[j] += mine[j];
-      } else {
-#pragma unroll
-        for (int s = 0; s < RANKS; s++) {
-          float term[8];
-          widened(term, got[s]);
-#pragma unroll
-          for (int j = 0; j < 8; j++) sum[j] += s == rank ? mine[j] : term[j];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] += before[j];
-      fresh = rounded(sum);
+      for (int j = 0; j < 8; j++) sum[j] += mine[j];
     } else {
 #pragma unroll
-      for (int s = 0; s < RANKS; s++) fresh = either(s == owner, got[s], fresh);
-    }
-    if (!whole) fresh = make_uint4(~0u, ~0u, ~0u, ~0u), patient = false;  // NaN
-    if (TWO_SHOTS && adds && used) {
-      const uint4 out = either(slot == PIECES, flag, fresh);
+      for (int s = 0; s < RANKS; s++) {
+        float term[8];
+        widened(term, got[s]);
 #pragma unroll
-      for (int s = 1; s < RANKS; s++) send(outbox[s] + half, out);
+        for (int j = 0; j < 8; j++) sum[j] += s == rank ? mine[j] : term[j];
+      }
     }
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum[j] += before[j];
+    uint4 fresh = rounded(sum);
+    if (!whole) fresh = make_uint4(~0u, ~0u, ~0u, ~0u), patient = false;  // NaN
 
     float value[8], squares = 0;
     widened(value, fresh);
@@ -226,26 +210,38 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   if (threadIdx.x == 0) *count = epoch;  // every warp has read it: its squares have come
 }
 
-template <bool WIDE, bool TWO_SHOTS>
+template <bool WIDE>
 auto kernel_for(int64_t ranks) {
-  return ranks == 1   ? exchange_kernel<1, WIDE, false>
-         : ranks == 2 ? exchange_kernel<2, WIDE, TWO_SHOTS>
-         : ranks == 4 ? exchange_kernel<4, WIDE, TWO_SHOTS>
-                      : exchange_kernel<8, WIDE, TWO_SHOTS>;
+  return ranks == 1   ? exchange_kernel<1, WIDE>
+         : ranks == 2 ? exchange_kernel<2, WIDE>
+         : ranks == 4 ? exchange_kernel<4, WIDE>
+                      : exchange_kernel<8, WIDE>;
 }
 
 }  // namespace
 
 // peers is in the host's memory. wide: x holds floats [T, parts, D], else bf16 [T, D].
 API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide,
-                             const void* w, void* y, int64_t T, int64_t D, int64_t two_shots, float eps, void* stream) {
-  auto kernel = wide ? (two_shots ? kernel_for<true, true>(peers->ranks) : kernel_for<true, false>(peers->ranks))
-                     : (two_shots ? kernel_for<false, true>(peers->ranks) : kernel_for<false, false>(peers->ranks));
+                             const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
+  auto kernel = wide ? kernel_for<true>(peers->ranks) : kernel_for<false>(peers->ranks);
   const int lines = (D / 8 + PIECES - 1) / PIECES, cluster = (lines + LINES - 1) / LINES;
   const int64_t clusters = min(T, static_cast<int64_t>(large(peers->ranks, wide) ? REGIONS / 2 : REGIONS));
   return launch(kernel, dim3(clusters * cluster), dim3(THREADS), 0, stream, cluster, *peers,
                 static_cast<bf16*>(residual), x, static_cast<int>(parts), static_cast<const bf16*>(w),
                 static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
+}
+
+// The same arguments, for many rows.
+API int exchange_two_shots(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide, const void* w,
+                           void* y, int64_t T, int64_t D, float eps, void* stream) {
+  using two_shots::FEW, two_shots::MANY, two_shots::NARROW, two_shots::PARTS, two_shots::start;
+  const two_shots::Args a = {static_cast<bf16*>(residual), x, static_cast<int>(parts), nullptr, nullptr, nullptr,
+                             static_cast<const bf16*>(w), y, nullptr, 0, static_cast<int>(T), static_cast<int>(D),
+                             1.0f / D, eps};
+  if (T <= two_shots::FEW_ROWS) {
+    return wide ? start<PARTS, false, false, FEW>(*peers, a, stream) : start<NARROW, false, false, FEW>(*peers, a, stream);
+  }
+  return wide ? start<PARTS, false, false, MANY>(*peers, a, stream) : start<NARROW, false, false, MANY>(*peers, a, stream);
 }
 
 // ---- rows that go from every rank to every other one, for exchange_rows.py ----

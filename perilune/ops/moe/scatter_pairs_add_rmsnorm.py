@@ -1,0 +1,86 @@
+"""Reduce-scatter of what tokens get from the ranks' parts of their experts, fused with their sum, residual and norm.
+
+As exchange_pairs_add_rmsnorm.py, of the rows that this rank owns: `owned(T, peers)`, the rank-th block of
+ceil(T / ranks) rows. Of residual [T, D] these rows are updated. The others, which their owners have, keep old values
+until "cuda" of exchange_add_rmsnorm.py (many rows) or of exchange_pairs_add_rmsnorm.py sums all rows, for which the
+owners' values do. y [n, D]: the norms of the n owned rows. The rank sends (N - 1) / N of the rows instead of twice as
+many, and what follows the norm is computed once, instead of on every rank.
+
+No rank waits for the owners of its rows, so ranks must meet in exchange_rows.py before the next exchange.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.exchange.peers import Peers
+from perilune.ops.harness import build
+from perilune.ops.harness.case import Make
+from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import address
+from perilune.ops.layouts.operands import Pairs
+from perilune.ops.moe import combine_add_rmsnorm as of_one_rank
+from perilune.ops.moe import exchange_pairs_add_rmsnorm as whole
+from perilune.ops.moe.exchange_pairs_add_rmsnorm import Case
+
+SOURCE = "scatter_pairs_add_rmsnorm.cu"
+CASES, TOL = whole.CASES, whole.TOL
+
+
+def owned(T: int, peers: Peers) -> slice:
+    """The rows of this rank, of T."""
+    block = -(-T // peers.ranks)
+    return slice(min(T, peers.rank * block), min(T, (peers.rank + 1) * block))
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    return whole.inputs(c, g)
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return whole.cost(c, dtype)
+
+
+def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    own, complete = owned(len(residual), peers), residual.clone()
+    y = whole.reference(complete, pairs, w, eps, peers)[own]
+    residual[own] = complete[own]
+    return y
+
+
+op = Op("scatter_pairs_add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "pairs", "peers"))
+
+
+@functools.cache
+def _kernel() -> Callable[..., int]:
+    return build.function(SOURCE, "scatter_pairs_add_rmsnorm", "ppppppllppplllfp")
+
+
+def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers, y: Tensor, scales: Tensor | None) -> None:
+    """Writes y [n, D] in bfloat16, or in e4m3 with `scales` as quantize_tokens.py has them."""
+    failed = _kernel()(
+        *whole.places(residual, pairs, w, peers),
+        y.data_ptr(),
+        address(scales),
+        0 if scales is None else scales.shape[1],
+        *residual.shape,
+        eps,
+        torch.cuda.current_stream(residual.device).cuda_stream,
+    )
+    assert not failed, f"CUDA error {failed}: {residual.shape=} {pairs.kind=} {peers.ranks=}"
+
+
+@op.impl("cuda", when=lambda a, device: whole.fits(SOURCE, a, device), alone=True, waits=(SOURCE,))
+def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    y = torch.empty_like(residual[owned(len(residual), peers)])
+    run(residual, pairs, w, eps, peers, y, None)
+    return y
+
+
+def scatter_pairs_add_rmsnorm(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    of_one_rank.check(residual, pairs, w)
+    return op(residual, pairs, w, eps, peers)

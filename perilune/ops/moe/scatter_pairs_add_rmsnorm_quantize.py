@@ -1,0 +1,69 @@
+"""As scatter_pairs_add_rmsnorm.py, with the norm as linear_w8a8.py reads it.
+
+values [n, D] float8_e4m3fn and scale [ceil(D / 128), n rounded up to whole tiles] float32 as quantize_tokens.py gives
+them, of the norm rounded to the residual's type. "cuda" gives the bits of both ops.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.core import cost as costs
+from perilune.ops.exchange.peers import Peers
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make, Tol
+from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Pairs
+from perilune.ops.linear import quantize_tokens as to_e4m3
+from perilune.ops.linear.quantize_tokens import GROUP, rows
+from perilune.ops.moe import combine_add_rmsnorm as of_one_rank
+from perilune.ops.moe import combine_add_rmsnorm_quantize as quantized
+from perilune.ops.moe import exchange_pairs_add_rmsnorm as whole
+from perilune.ops.moe import scatter_pairs_add_rmsnorm as plain
+from perilune.ops.moe.exchange_pairs_add_rmsnorm import Case
+
+CASES = plain.CASES
+_STEP = to_e4m3.TOL["values"][BFLOAT16]
+# The residual is an ulp of a partial sum off where a sum falls on the other side of a rounding, so y by up to 0.1, and
+# values by 448 / 4 times that (4: the least of the largest magnitudes of groups).
+_VALUES = Tol(12.0, _STEP.rel, _STEP.norm, "an ulp of a partial sum, scaled")
+_SCALE = Tol(1e-3, 2**-6, 1e-3, "the largest value of a group is off likewise")
+TOL = {
+    "values": {FLOAT32: _VALUES, BFLOAT16: _VALUES},
+    "scale": {FLOAT32: _SCALE, BFLOAT16: _SCALE},
+    "residual": plain.TOL["residual"],
+}
+
+
+def inputs(c: Case, g: Make) -> dict[str, Any]:
+    return plain.inputs(c, g)
+
+
+def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
+    return quantized.cost(c, dtype)
+
+
+def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
+    return to_e4m3.reference(plain.reference(residual, pairs, w, eps, peers), None, 0.0, False)
+
+
+op = Op(
+    "scatter_pairs_add_rmsnorm_quantize", CASES, TOL, inputs, cost, reference, decides=("residual", "pairs", "peers")
+)
+
+
+@op.impl("cuda", when=lambda a, device: whole.fits(plain.SOURCE, a, device), alone=True, waits=(plain.SOURCE,))
+def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
+    own, D = plain.owned(len(residual), peers), residual.shape[1]
+    n = own.stop - own.start
+    values = torch.empty(n, D, dtype=torch.float8_e4m3fn, device=residual.device)
+    scale = torch.empty(-(-D // GROUP), rows(n), dtype=FLOAT32, device=residual.device)
+    plain.run(residual, pairs, w, eps, peers, values, scale)
+    return values, scale
+
+
+def scatter_pairs_add_rmsnorm_quantize(
+    residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers
+) -> tuple[Tensor, Tensor]:
+    of_one_rank.check(residual, pairs, w)
+    return op(residual, pairs, w, eps, peers)
