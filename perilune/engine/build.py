@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -239,8 +239,10 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
     worker = compute_thread(config.threads, task.place)
     slicing = task.place.slicing
     rounding = Rounding() if config.expert_scales == "compact" else None
-    compact = {} if rounding is None else {"rounding": rounding}
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **compact)
+    more: dict[str, Any] = {} if rounding is None else {"rounding": rounding}
+    if source is load and config.rest_dtype == "fp8":
+        more["apart"] = True
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **more)
 
     def meet() -> Group:
         loaded()
