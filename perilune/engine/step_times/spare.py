@@ -15,16 +15,16 @@ Size = tuple[int, int]  # requests and tokens of a step in which all requests de
 
 
 class SpareTime:
-    """`record` gets what each step left: seconds from the result before it to its own, without the time in which the
-    next step was planned and launched. The least since steps had another size counts: an interval that is long because
-    its launch came too late must not make the next one later. After RENEWED_STEPS it is learned anew."""
+    """The least of what steps of one size left counts, until it is learned anew: an interval that is long because its
+    launch came too late must not make the next one later."""
 
     def __init__(self) -> None:
         self._size: Size | None = None
         self._least, self._steps = 0.0, 0
 
     def record(self, size: Size | None, seconds: float) -> None:
-        """size: None for steps with prompts, and for those of which the result was awaited first."""
+        """seconds: from the result before a step to its own, without planning and launching the next. size: None for
+        steps with prompts, and for those of which the result was awaited first."""
         if size is None or size != self._size or self._steps == RENEWED_STEPS:
             self._size, self._least, self._steps = size, seconds, 0
         self._least = min(self._least, seconds)

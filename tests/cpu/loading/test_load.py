@@ -526,7 +526,6 @@ def test_progress_on_stderr(given, tmp_path, capsys, form):
 def test_layers_that_will_be_converted_lie_apart_and_leave_nothing(
     tmp_path: Path, given: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between weights that stay they left 1.5 GB of gaps: 61 layers on four GPUs."""
     monkeypatch.setattr(apart, "CHUNK_BYTES", 300_000)
     with synthetic.directory("tiny", 2) as shape:
         for path in (put(tmp_path / "checkpoint", given), shape):

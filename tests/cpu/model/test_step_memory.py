@@ -26,8 +26,8 @@ CONFIG = EngineConfig(dtype="bfloat16", draft="off", max_num_seqs=66, max_model_
 
 
 def tracked(tokens: int, context: int, ranks: int, features: int) -> int:
-    """The most bytes that live at once in a step of one prompt of K2's first two layers: every launcher and every
-    product runs on tensors without memory, and kernels are not launched."""
+    """The most bytes that live at once in a step of one prompt: K2's first two layers on tensors without memory, all
+    launchers, no kernels."""
 
     class Group(Alone):
         slicing = Slicing(0, ranks)
@@ -67,8 +67,7 @@ def tracked(tokens: int, context: int, ranks: int, features: int) -> int:
     ],
 )
 def test_a_step_of_a_prompt_fits_the_workspace(tokens: int, context: int, ranks: int, features: int) -> None:
-    """61 layers on four GPUs ended without memory in their first step of 10,000 tokens, for which 1.07 GB were left: it
-    takes 2.1."""
+    """61 layers on four GPUs had left 1.07 GB for a step of 10,000 tokens. It takes 2.1."""
     config = replace(CONFIG, max_step_tokens=tokens, max_model_len=context)
     model = replace(shape("kimi-k2.5", 2), n_routed_experts=64)
     planned, real = step_bytes(model, config, WIDTH, features, ranks), tracked(tokens, context, ranks, features)
