@@ -25,7 +25,7 @@ from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Progress, Ranks, places
 from perilune.engine.resolve import (
     Choices,
-    free_bytes,
+    free_on,
     grow_segments,
     resolve_declared,
     resolve_device,
@@ -186,7 +186,7 @@ def _fewest(model_dir: Path, config: EngineConfig, device: torch.device, choices
     """The config with `tp` set to the fewest ranks that hold the model."""
     count, why = config.ep, "one process computes a CPU's work fastest"
     if device.type == "cuda":
-        free = [float(free_bytes(torch.device("cuda", n))) for n in _gpus(config)]
+        free = [float(free_on(n)) for n in _gpus(config)]
         count, why = fewest_gpus(model_dir, config, device, free), f"the fewest of {len(free)} GPUs that hold the model"
     choices.note("tp", count, why)
     return replace(config, tp=count)

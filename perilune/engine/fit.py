@@ -12,7 +12,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
-from perilune.engine.resolve import Choices, free_bytes, resolve_draft, resolve_dtypes
+from perilune.engine.resolve import Choices, free_bytes, free_on, resolve_draft, resolve_dtypes
 from perilune.engine.vision.open import bytes_beside, sees, weight_bytes
 from perilune.formats import scheme, synthetic
 from perilune.formats.checkpoint import Checkpoint
@@ -215,7 +215,7 @@ def _free(config: EngineConfig, device: torch.device) -> float:
         return free_bytes(device)
     listed = range(config.ranks) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
     there = [n for n in listed if n < torch.cuda.device_count()]
-    return min((free_bytes(torch.device("cuda", n)) for n in there), default=free_bytes(device))
+    return min(map(free_on, there), default=0) or free_bytes(device)
 
 
 def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:

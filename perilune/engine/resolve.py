@@ -1,5 +1,6 @@
 """Turns "auto" and None of an EngineConfig into values, once, each with its reason."""
 
+import ctypes
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
+CONTEXT_BYTES = 520 << 20  # that a process of CUDA takes of a GPU
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU, unless the configuration sets a size
 CPU_KV_REQUESTS = 4  # It holds at least so many requests of the longest kind, even if that takes more bytes.
 
@@ -220,3 +222,23 @@ def free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # converting weights leaves gigabytes of unused memory in torch's cache
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
+
+
+def free_on(gpu: int) -> int:
+    """As `free_bytes`, of a GPU that another process will use. From NVML: after a question to CUDA this process would
+    hold 0.55 GB there for as long as it lives."""
+    if gpu == torch.cuda.current_device() or (nvml := _nvml()) is None:
+        return free_bytes(torch.device("cuda", gpu))
+    handle, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+    failed = nvml.nvmlDeviceGetHandleByUUID(build.uuid(gpu), ctypes.byref(handle))
+    if failed or nvml.nvmlDeviceGetMemoryInfo(handle, sizes):
+        return free_bytes(torch.device("cuda", gpu))
+    return sizes[1] - CONTEXT_BYTES
+
+
+def _nvml() -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return None if nvml.nvmlInit_v2() else nvml
