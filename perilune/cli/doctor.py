@@ -18,7 +18,7 @@ from perilune.doctor import tensors as weights_examine
 from perilune.doctor import vocabulary as text_examine
 from perilune.doctor.finding import Finding
 from perilune.engine.fit import model_of
-from perilune.engine.resolve import WORKSPACE_BYTES, free_bytes
+from perilune.engine.resolve import free_bytes
 from perilune.formats import checksums as sums
 from perilune.formats import hub
 from perilune.formats.progress import progress
@@ -28,6 +28,7 @@ from perilune.loading.survey import Survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
+from perilune.model.step_memory import SLACK_BYTES
 from perilune.plan import memory
 
 GB = 1e9
@@ -233,7 +234,7 @@ def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
     report.rows = memory.table(formats, kv_bytes)
     free = free_bytes(torch.device("cpu"))
     wide = memory.footprints(model, stored, width=4.0)
-    on_cpu = [memory.fit(f, 1, free, 2 * kv_bytes, WORKSPACE_BYTES["cpu"]) for f in wide]
+    on_cpu = [memory.fit(f, 1, free, 2 * kv_bytes, SLACK_BYTES["cpu"]) for f in wide]
     report.machine.append((f"CPU, float32, {free / GB:.1f} GB free", on_cpu))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +25,8 @@ from perilune.engine.masks import Grammars
 from perilune.engine.ranks import Place, Progress, Ranks, places
 from perilune.engine.resolve import (
     Choices,
-    free_bytes,
-    growing_segments,
+    free_on,
+    grow_segments,
     resolve_declared,
     resolve_device,
     resolve_draft,
@@ -186,7 +186,7 @@ def _fewest(model_dir: Path, config: EngineConfig, device: torch.device, choices
     """The config with `tp` set to the fewest ranks that hold the model."""
     count, why = config.ep, "one process computes a CPU's work fastest"
     if device.type == "cuda":
-        free = [float(free_bytes(torch.device("cuda", n))) for n in _gpus(config)]
+        free = [float(free_on(n)) for n in _gpus(config)]
         count, why = fewest_gpus(model_dir, config, device, free), f"the fewest of {len(free)} GPUs that hold the model"
     choices.note("tp", count, why)
     return replace(config, tp=count)
@@ -239,8 +239,10 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
     worker = compute_thread(config.threads, task.place)
     slicing = task.place.slicing
     rounding = Rounding() if config.expert_scales == "compact" else None
-    compact = {} if rounding is None else {"rounding": rounding}
-    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **compact)
+    more: dict[str, Any] = {} if rounding is None else {"rounding": rounding}
+    if source is load and config.rest_dtype == "fp8":
+        more["apart"] = True
+    weights = partial(source, model_dir, dtype=dtype, device=device, progress=progress, slicing=slicing, **more)
 
     def meet() -> Group:
         loaded()
@@ -337,33 +339,34 @@ def _allocate(
     meet: Callable[[], Group],
 ) -> tuple[EngineConfig, KimiK2, Pages, Drafter | None, Tower | None]:
     """Loads the weights, joins the other ranks, sizes the KV cache by the memory that is left, and allocates it."""
-    with growing_segments(device):
-        model_config, weights = source()
-        group = meet()
-        dtype, pieces = getattr(torch, config.dtype), None
-        if config.exchange_piece_tokens is not None:  # now, so that the KV cache takes what is left
-            pieces = group.pieces(config.exchange_piece_tokens, model_config.hidden_size, dtype)
-        if config.kv_dtype == "fp8":
-            to_fp8_latents(weights)
-        if config.rest_dtype == "fp8":
-            agree = None if group.ranks == 1 else lambda x: group.gather(x).amax(0)
-            loss = to_fp8(weights, agree, activations=config.fp8_activations)
-            choices.note(
-                "rest_dtype",
-                "fp8",
-                f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
-                f"worst {loss.worst_db:.1f} dB ({loss.worst})",
-            )
-        drafter = None
-        if drafter_dir is not None:
-            fp8 = config.draft_dtype == "fp8"
-            drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
-        tower, reserved = None, 0.0
-        if tower_dir is not None:
-            tower, reserved = (
-                open_tower(tower_dir, dtype, device, group),
-                bytes_beside(tower_dir, config, device, dtype),
-            )
+    grow_segments(device, True)
+    model_config, weights = source()
+    group = meet()
+    dtype, pieces = getattr(torch, config.dtype), None
+    if config.exchange_piece_tokens is not None:  # now, so that the KV cache takes what is left
+        pieces = group.pieces(config.exchange_piece_tokens, model_config.hidden_size, dtype)
+    if config.kv_dtype == "fp8":
+        to_fp8_latents(weights)
+    if config.rest_dtype == "fp8":
+        agree = None if group.ranks == 1 else lambda x: group.gather(x).amax(0)
+        loss = to_fp8(weights, agree, activations=config.fp8_activations)
+        choices.note(
+            "rest_dtype",
+            "fp8",
+            f"{loss.matrices} matrices, {loss.saved_bytes / 1e9:.2f} GB saved, SQNR {loss.sqnr_db:.1f} dB, "
+            f"worst {loss.worst_db:.1f} dB ({loss.worst})",
+        )
+    drafter = None
+    if drafter_dir is not None:
+        fp8 = config.draft_dtype == "fp8"
+        drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
+    tower, reserved = None, 0.0
+    if tower_dir is not None:
+        tower, reserved = (
+            open_tower(tower_dir, dtype, device, group),
+            bytes_beside(tower_dir, config, device, dtype),
+        )
+    grow_segments(device, False)
     config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group, reserved)
     assert config.kv_blocks and config.block_size and config.max_model_len
     if drafter is not None:
@@ -394,4 +397,5 @@ def _allocate(
         device,
         shards,
     )
+    grow_segments(device, True)
     return config, model, pages, drafter, tower

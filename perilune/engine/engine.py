@@ -24,6 +24,7 @@ from perilune.engine.build import Source, build, speculator
 from perilune.engine.ranks import OrderCosts
 from perilune.engine.readout import Readout
 from perilune.engine.step_times.cost_table import capture_first, measure_costs, measure_prompts
+from perilune.engine.step_times.spare import Size, SpareTime
 from perilune.kv.prefix import root_of
 from perilune.kv.tiers import EXPIRE_SECONDS
 from perilune.loading.load import load
@@ -61,6 +62,8 @@ class Engine:
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
         self._committed_at: float | None = None  # perf_counter() of the last step's result; None when no step followed
+        self._spare = SpareTime()
+        self._plans_late = self.runner.pages.data.device.type == "cuda"  # a CPU's steps take too different times
         self.drafting_seconds = self.waiting_seconds = 0.0
         self._encoder = self.scheduler.encoder
         self._costs: dict[bool, Costs] = {}  # measured seconds of steps, by whether a draft model reads them
@@ -107,6 +110,14 @@ class Engine:
         """Whether nothing can be computed before `provide` brings the pixels of a picture."""
         return self._running is None and self._encoder is not None and self._encoder.awaiting
 
+    @property
+    def spare_seconds(self) -> float:
+        """For so long `step` need not be called, because the device is busy; a prompt that is submitted meanwhile waits
+        for one step less."""
+        if self._running is None or self._committed_at is None or not self._plans_late:
+            return 0.0
+        return max(self._committed_at + self._spare.seconds(_size(self._running[0])) - time.perf_counter(), 0.0)
+
     def wants(self) -> list[Want]:
         """Pictures of unfinished requests that need their pixels now, each once; `provide` brings them."""
         return [] if self._encoder is None else self._encoder.wants()
@@ -123,6 +134,7 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Delta]:
+        before, begin, waited = self._committed_at, time.perf_counter(), self.waiting_seconds
         deltas = self._admission.schedule_compiled(idle=self._running is None and not self.scheduler.has_work)
         deltas += self._expire()
         self.scheduler.take_transfers()
@@ -131,11 +143,14 @@ class Engine:
         first = running is not None and chained is None and self._commits_first(running[0])
         if running is not None and first:
             deltas += self._commit(*running)
+            self._spare.record(None, 0.0)
         self._running = self._launch(chained)
         if self._transfer is not None:
             self._transfer.steps_run = self._running is not None
         if running is not None and not first:
             deltas += self._commit(*running)
+            if before is not None:
+                self._spare.record(_size(running[0]), begin - before + self.waiting_seconds - waited)
         if self._running is None:
             self._committed_at = None
             if self._transfer is not None and not deltas and self.scheduler.has_work:
@@ -308,3 +323,9 @@ class Engine:
         if self._rejected is not None:
             self._rejected.close()
         del self.runner, self.scheduler, self._drafter, self._transfer
+
+
+def _size(plan: StepPlan) -> Size | None:
+    if not plan.work or plan.slices or any(w.count - w.drafts > 1 for w in plan.work):
+        return None
+    return len(plan.work), plan.tokens

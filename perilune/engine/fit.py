@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
-from perilune.engine.resolve import WORKSPACE_BYTES, Choices, free_bytes, resolve_draft, resolve_dtypes
+from perilune.engine.resolve import Choices, free_bytes, free_on, resolve_draft, resolve_dtypes
 from perilune.engine.vision.open import bytes_beside, sees, weight_bytes
 from perilune.formats import scheme, synthetic
 from perilune.formats.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from perilune.loading.survey import survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
+from perilune.model.step_memory import STEP_TOKENS, workspace_bytes
 from perilune.ops.layouts import latent_cache
 from perilune.plan import memory
 
@@ -114,15 +116,16 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     kv_bytes = model.num_hidden_layers * values * kv_dtype.itemsize
     kv_sharded = 0 if config.kv_shards == 1 else kv_bytes
     none = drafter = memory.Footprint("drafter", 0.0, 0.0)
-    own_kv = 0
+    own_kv = features = 0
     if drafter_dir is not None:
-        drafter, own_kv = _drafter(drafter_dir, config, dtype)
+        drafter, own_kv, features = _drafter(drafter_dir, config, dtype)
         kv_bytes += own_kv
     longest = min(config.max_model_len or ENOUGH_TOKENS, model.max_position_embeddings)
     shards = 1 if config.kv_shards == "auto" else config.kv_shards
     block = config.block_size or shards * (64 if device.type == "cuda" else 16)
     least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
-    step = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
+    step = config.max_step_tokens or STEP_TOKENS[device.type]
+    workspace = partial(workspace_bytes, device, model, config, values * kv_dtype.itemsize, features)
     graphs = GRAPH_BYTES if device.type == "cuda" else 0
     sizes = model_of(model)
     vision = 0.0
@@ -140,7 +143,7 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
             weights=weights if int4 else (plain,),
             drafter=drafter,
             graphs=graphs,
-            workspace=WORKSPACE_BYTES[device.type] - graphs,
+            workspace=workspace,
             mailboxes=2.0 * step * model.hidden_size * dtype.itemsize,
             kv_bytes=kv_bytes,
             kv_sharded=kv_sharded,
@@ -212,7 +215,7 @@ def _free(config: EngineConfig, device: torch.device) -> float:
         return free_bytes(device)
     listed = range(config.ranks) if config.gpus is None else [int(n) for n in config.gpus.split(",")]
     there = [n for n in listed if n < torch.cuda.device_count()]
-    return min((free_bytes(torch.device("cuda", n)) for n in there), default=free_bytes(device))
+    return min(map(free_on, there), default=0) or free_bytes(device)
 
 
 def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:
@@ -230,8 +233,8 @@ def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[fl
     return float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name)), form
 
 
-def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, int]:
-    """Memory of the draft model's weights, and bytes of its KV cache per token."""
+def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, int, int]:
+    """Memory of the draft model's weights, bytes of its KV cache per token, and how many states it reads."""
     draft = Eagle3Config.from_directory(path)
     here = {names.DRAFT_HEAD}
     if synthetic.read(path) is None:
@@ -247,7 +250,7 @@ def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memo
             whole += size
         else:
             split += size
-    return memory.Footprint("drafter", split, whole), draft.kv_width * dtype.itemsize
+    return memory.Footprint("drafter", split, whole), draft.kv_width * dtype.itemsize, draft.num_aux
 
 
 def model_of(config: KimiConfig, vision: int = 0) -> memory.Model:

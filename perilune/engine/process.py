@@ -90,8 +90,8 @@ def serve(engine: Engine, channel: Channel) -> None:
     sent_at = 0.0
     while True:
         out: list[Any] = []
-        wait_seconds = engine.idle_seconds if not engine.busy else STARVED_SECONDS if engine.starved else 0.0
-        for message in channel.receive(wait_seconds):
+        wait_seconds = engine.spare_seconds if engine.busy else engine.idle_seconds
+        for message in channel.receive(STARVED_SECONDS if engine.starved else wait_seconds):
             if isinstance(message, Submit | Pixels):
                 try:
                     engine.submit(message) if isinstance(message, Submit) else engine.provide(message)

@@ -1,9 +1,8 @@
 """Turns "auto" and None of an EngineConfig into values, once, each with its reason."""
 
-import contextlib
+import ctypes
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +12,19 @@ from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
 from perilune.dist.group import ALONE, Group, least
+from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
+from perilune.model.step_memory import SLACK_BYTES, STEP_TOKENS, workspace_bytes
 from perilune.ops.harness import build
 from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
+CONTEXT_BYTES = 520 << 20  # that a process of CUDA takes of a GPU
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU, unless the configuration sets a size
 CPU_KV_REQUESTS = 4  # It holds at least so many requests of the longest kind, even if that takes more bytes.
-# Kept free besides weights and KV: for activations, logits and memory that the allocator cannot use.
-WORKSPACE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ def resolve_device(config: EngineConfig, choices: Choices) -> torch.device:
         return torch.device("cpu")
     try:
         device = torch.device(config.device)
-        WORKSPACE_BYTES[device.type]
+        SLACK_BYTES[device.type]
     except (RuntimeError, KeyError) as e:
         raise ConfigError(f"device must be auto, cpu or cuda, not {config.device!r}") from e
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -148,14 +148,13 @@ def resolve_sizes(
     assert config.block_size is not None
     if config.block_size % shards:
         raise ConfigError(f"block_size={config.block_size} is no multiple of kv_shards={shards}: give one that is")
-    block = Pages.block_bytes(
-        model.num_hidden_layers,
-        config.block_size,
-        latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype),
-        kv_dtype,
-        shards,
-    )
-    free = free_bytes(device) * config.memory_fraction - WORKSPACE_BYTES[device.type] - reserved
+    width = latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype)
+    block = Pages.block_bytes(model.num_hidden_layers, config.block_size, width, kv_dtype, shards)
+    features = 0 if drafter is None else len(drafter.aux_layers)
+    workspace = workspace_bytes(device, model, config, width * kv_dtype.itemsize, features, group.ranks)
+    free = free_bytes(device) * config.memory_fraction - workspace - reserved
+    if device.type == "cuda":
+        free -= GRAPH_BYTES
     if drafter is not None:
         dtype = getattr(torch, config.dtype)
         block += drafter.block_bytes(config.block_size, dtype)
@@ -181,6 +180,9 @@ def resolve_sizes(
         modest = max(CPU_KV_BYTES // block, CPU_KV_REQUESTS * each) + 1 if device.type == "cpu" else enough
         blocks = min(fits, enough, modest)
         why = f"{blocks * block / GB:.2f} GB, memory_fraction {config.memory_fraction} of what is free"
+        if device.type == "cuda":
+            gaps = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            why += f"; gaps between weights hold {gaps / GB:.2f} GB, a step {workspace / GB:.2f}"
         if blocks == enough:
             why = f"{config.max_num_seqs} requests of {longest} tokens"
         elif blocks == modest:
@@ -199,25 +201,19 @@ def resolve_sizes(
         choices.note("max_model_len", longest, "the checkpoint's max_position_embeddings")
     step = config.max_step_tokens
     if step is None:
-        step = 8192 if device.type == "cuda" else 512
+        step = STEP_TOKENS[device.type]
         choices.note("max_step_tokens", step, f"default on {device.type}")
     return dataclasses.replace(config, kv_blocks=blocks, max_model_len=longest, max_step_tokens=step)
 
 
-@contextlib.contextmanager
-def growing_segments(device: torch.device) -> Iterator[None]:
-    """Inside, torch takes a GPU's memory in segments of which it can give back any 20 MB that are unused. Weights that
-    are made, converted and split one after the other otherwise share segments with what is freed later: with
-    140 GB of weights 3.7 GB were left of 150, with this 6.9 (docs/LOG.md). The setting holds for all threads of the
-    process; memory that was taken before or inside keeps its kind of segment."""
-    if device.type != "cuda":
-        yield
-        return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+def grow_segments(device: torch.device, on: bool) -> None:
+    """From now on torch takes a GPU's memory in segments of which it can give back any 20 MB that are unused, or as
+    usual. Weights that are made, converted and split one after the other otherwise share segments with what is freed
+    later: with 140 GB of weights 3.7 GB were left of 150, with this 6.9 (docs/LOG.md). In steps a tensor of a gigabyte
+    otherwise finds no room where smaller ones lie in what an earlier step's had. The setting holds for all threads of
+    the process; memory that was taken before keeps its kind of segment."""
+    if device.type == "cuda":
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -226,3 +222,23 @@ def free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # converting weights leaves gigabytes of unused memory in torch's cache
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
+
+
+def free_on(gpu: int) -> int:
+    """As `free_bytes`, of a GPU that another process will use. From NVML: after a question to CUDA this process would
+    hold 0.55 GB there for as long as it lives."""
+    if gpu == torch.cuda.current_device() or (nvml := _nvml()) is None:
+        return free_bytes(torch.device("cuda", gpu))
+    handle, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+    failed = nvml.nvmlDeviceGetHandleByUUID(build.uuid(gpu), ctypes.byref(handle))
+    if failed or nvml.nvmlDeviceGetMemoryInfo(handle, sizes):
+        return free_bytes(torch.device("cuda", gpu))
+    return sizes[1] - CONTEXT_BYTES
+
+
+def _nvml() -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return None if nvml.nvmlInit_v2() else nvml

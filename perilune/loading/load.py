@@ -19,6 +19,7 @@ from perilune.formats import synthetic
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.served import require_served
 from perilune.loading import jobs
+from perilune.loading.apart import Apart
 from perilune.loading.progress import Report, counted
 from perilune.loading.rounding import Rounding
 from perilune.loading.survey import spell, survey
@@ -39,6 +40,7 @@ def load(
     progress: bool | Report = False,
     slicing: Slicing = WHOLE,
     rounding: Rounding | None = None,
+    apart: bool = False,
 ) -> tuple[KimiConfig, Weights]:
     """The configuration and weights of the checkpoint in `path`, random ones if it is marked so (formats/synthetic.py).
 
@@ -47,21 +49,23 @@ def load(
     progress  show a bar on stderr; or a function that is called with (bytes read, bytes to read), now and then
     slicing   what this rank holds: the same records, narrower. Of the rest no byte is read
     rounding  makes the scales of INT4 experts compact, and receives what that changed
+    apart     dense linear layers lie apart from all else, because they will be converted
 
     Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device or
     a tensor cannot be split over so many ranks.
     An interrupt ends it when the pieces that are being read are complete, with no thread left.
     """
     config = KimiConfig.from_directory(path)
+    memory = Apart(torch.device(device)) if apart else None
     if (mark := synthetic.read(path)) is not None:
         made = random_weights(
-            config, dtype=dtype, device=device, seed=mark.seed, slicing=slicing, rounding=rounding
-        )  # fmt: skip
+            config, dtype=dtype, device=device, seed=mark.seed, slicing=slicing, rounding=rounding, apart=memory
+        )
         return config, made
     require_served(config.quantization, str(path))
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         found = survey(checkpoint, config)
-        plan = WeightsPlan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding)
+        plan = WeightsPlan(config, checkpoint, found, dtype, torch.device(device), slicing, rounding, memory)
         try:
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU

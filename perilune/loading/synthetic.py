@@ -14,6 +14,7 @@ from torch import Tensor
 from perilune.core.errors import ConfigError
 from perilune.dist.slicing import WHOLE, Slicing
 from perilune.formats import int4_compact
+from perilune.loading.apart import Apart
 from perilune.loading.rounding import Rounding
 from perilune.model import names
 from perilune.model.config import KimiConfig
@@ -36,16 +37,19 @@ def random_weights(
     seed: int = 0,
     slicing: Slicing = WHOLE,
     rounding: Rounding | None = None,
+    apart: Apart | None = None,
 ) -> Weights:
     """Weights as `load` would give for a checkpoint with INT4 experts and everything else in `dtype`."""
-    return _Random(config, _Values(dtype, torch.device(device), seed, slicing), rounding).weights()
+    return _Random(config, _Values(dtype, torch.device(device), seed, slicing, apart), rounding).weights()
 
 
 class _Values:
     """Zero-mean tensors, each from a generator of its own, of which this rank's slices are kept."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, slicing: Slicing) -> None:
-        self.dtype, self.device, self.slicing = dtype, device, slicing
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, slicing: Slicing, apart: Apart | None = None
+    ) -> None:
+        self.dtype, self.device, self.slicing, self._apart = dtype, device, slicing, apart
         self._seed = seed
         self._generator = torch.Generator(device)
 
@@ -73,7 +77,8 @@ class _Values:
             raise ConfigError(f"{name} {list(t.shape)}: {e}") from e
 
     def linear(self, name: str, shape: tuple[int, ...], cut: _Cut | None = None) -> Matrix:
-        return Matrix(self.normal(name, *shape, scale=shape[1] ** -0.5, cut=cut))
+        made = self.normal(name, *shape, scale=shape[1] ** -0.5, cut=cut)
+        return Matrix(made if self._apart is None else self._apart.empty(tuple(made.shape), made.dtype).copy_(made))
 
     def norm(self, name: str, *shape: int) -> Tensor:
         return self.normal(name, *shape, scale=0.1).add_(1.0)

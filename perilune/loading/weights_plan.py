@@ -19,6 +19,7 @@ from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.served import SERVED
 from perilune.formats.stored import Part
 from perilune.loading import jobs
+from perilune.loading.apart import Apart
 from perilune.loading.cuts import own_cuts
 from perilune.loading.rounding import Rounding
 from perilune.loading.survey import Stretch, Survey, read_linear
@@ -68,8 +69,10 @@ class WeightsPlan:
         device: torch.device,
         slicing: Slicing = WHOLE,
         rounding: Rounding | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self.jobs: list[jobs.Job] = []
+        self._apart = apart
         self._config, self._checkpoint, self._found = config, checkpoint, found
         self._dtype, self._device = dtype, device
         self._slicing, self._rounding = slicing, rounding
@@ -183,7 +186,8 @@ class WeightsPlan:
             for name, part in zip(linears, slices):
                 self._fill(name, {".weight_packed": weight[part], ".weight_scale": scale[part]})
             return Matrix(weight, scale)
-        dense = Matrix(self._empty(rows, inputs))
+        apart = self._apart
+        dense = Matrix(self._empty(rows, inputs) if apart is None else apart.empty((rows, inputs), self._dtype))
         for name, part in zip(linears, slices):
             self._fill_dense(name, dense.weight[part])
         return dense

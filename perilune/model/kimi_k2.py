@@ -151,8 +151,9 @@ class KimiK2:
         numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
         num_hidden_layers: as it leaves the last.
         """
-        h, x, rotary = self._embed(step, self.weights.layers[0].input_norm)
-        out: Tensor | Rows | Pairs = x  # from layer 1 on: the output of the layer before, not yet added to h
+        # out: the norm of h; from layer 1 on: the output of the layer before, not yet added to h
+        out: Tensor | Rows | Pairs
+        h, out, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
@@ -163,8 +164,10 @@ class KimiK2:
                 self.group.mark()
             if i > 0 and isinstance(out, Tensor) and self._fused_over_sums and _absorbed(w, step):
                 q_full = mla_pre_attention(h, out, self._norm(layer.input_norm), w, rotary, latents, self.qk_norm_eps)
+            elif i == 0 and isinstance(out, Tensor):
+                qkv = apply(w.qkv_a, out)
             else:
-                qkv = apply(w.qkv_a, x) if i == 0 else self._add_project(h, out, layer.input_norm, w.qkv_a, i in layers)
+                qkv = self._add_project(h, out, layer.input_norm, w.qkv_a, i in layers)
             del out  # pairs of a long prompt are a gigabyte, which the next layer's experts need
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
@@ -174,9 +177,12 @@ class KimiK2:
                 heads = mla_heads(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
                 out = self._ffn_rows(layer.ffn, self._add(h, _apply_rows(w.o, heads), layer.post_norm))
             else:
-                attended = self._attention(w, qkv, rotary, step, latents)
-                out = self._ffn(layer.ffn, self._add(h, attended, layer.post_norm))
+                # Nothing that the experts do not read has a name here: step_memory.py counts on it.
+                x = self._add(h, self._attention(w, qkv, rotary, step, latents), layer.post_norm)
+                out = self._ffn(layer.ffn, x)
+                del x
         x = self._add(h, out, self.weights.norm)
+        del out
         kept[len(self.weights.layers)] = h
         return x, torch.cat([kept[i] for i in layers], -1) if layers else x[:, :0]
 

@@ -5,7 +5,7 @@ projections of attention, the router and norms. Each GPU holds the whole KV cach
 latents, unless it is sharded along the sequence. GB are 10^9 bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 FP8_BLOCK = 128 * 128
@@ -107,7 +107,7 @@ class Demand:
     weights: tuple[Footprint, ...]  # the first that leaves room for `enough` tokens is taken
     drafter: Footprint
     graphs: float
-    workspace: float
+    workspace: Callable[[int], float]  # on each of so many devices
     mailboxes: float  # of several ranks: what they exchange goes through these
     kv_bytes: int  # of a token on each device, where KV is not sharded
     kv_sharded: int = 0  # of these, what devices share out
@@ -173,5 +173,5 @@ def _filled(demand: Demand, footprint: Footprint, ranks: int, free: float) -> Pl
     if ranks > 1:
         takes["mailboxes"] = demand.mailboxes
     rest = (free - sum(takes.values())) * (1 - demand.fraction)
-    takes |= {"kept free": max(rest, 0.0), "graphs": demand.graphs, "workspace": demand.workspace}
+    takes |= {"kept free": max(rest, 0.0), "graphs": demand.graphs, "workspace": demand.workspace(ranks)}
     return Plan(demand, footprint, ranks, free, takes, free - sum(takes.values()))

@@ -211,7 +211,8 @@ def _in_process(path: Path, setting: Setting, start: str, letters: list[str], ke
     begin = time.perf_counter()
     engine = Engine(path, build(EngineConfig, setting.engine(start)), progress=True)
     started = round(time.perf_counter() - begin, 1)
-    print(f"start {start!r}: {started} s, exchange {engine.runner.group.name}", flush=True)
+    print(f"start {start!r}: {started} s, exchange {engine.runner.group.name}")
+    print(*(f"kv_blocks {n}: {why}" for key, n, why in engine.info.choices if key == "kv_blocks"), flush=True)
     failed = []
     try:
         for letter in letters:

@@ -43,7 +43,7 @@ from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 log = logging.getLogger("perilune.engine")
 
 MAX_GRAPHS = 128  # the least recently used is dropped first
-MAX_BYTES = 1 << 30  # half of the memory that engine/resolve.py leaves free besides weights and cache
+MAX_BYTES = 1 << 30  # engine/resolve.py leaves so many free
 MAX_REQUESTS = 256
 MAX_ROWS = 512
 GRAPH_TOKENS = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for

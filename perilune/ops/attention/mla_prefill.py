@@ -169,6 +169,7 @@ def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: 
             k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
             values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])
             yield Keys(requests, max(request[2] for request in some), part, k, values, latent[:, R:])
+            del k, values  # the caller drops its own: else those of the next heads are made beside them
 
 
 def rows_apart(q: Tensor) -> Tensor:
@@ -233,6 +234,7 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
             torch.cuda.current_stream(q.device).cuda_stream,
         )
         assert not failed, f"CUDA error {failed}: {q.shape=} {of.requests=} {pages.shape=}"
+        del of
     return out
 
 

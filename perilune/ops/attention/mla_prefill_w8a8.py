@@ -108,6 +108,7 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
             stream,
         )
         assert not failed, f"CUDA error {failed}: {q.shape=} {of.requests=} {pages.shape=}"
+        del of, k8, v8, of_tiles
     return values, scales
 
 

@@ -184,6 +184,11 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
     return found if isinstance(found, str) else True
 
 
+def uuid(gpu: int) -> bytes:
+    """As NVML takes it."""
+    return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}".encode()
+
+
 def check_nvcc(device: torch.device) -> None:
     """Call it before computing on `device`: warns, once per process, if its CUDA kernels cannot be compiled."""
     if is_hopper(device) and _nvcc() is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,3 +46,30 @@ def test_what_a_gpu_has_free_counts_memory_that_weights_left_unused(monkeypatch:
     monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((7 << 30) - sum(kept), 140 << 30))
     assert resolve.free_bytes(torch.device("cuda", 0)) == 7 << 30
+
+
+def test_what_other_gpus_have_free_takes_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's process asked CUDA and held 520 MiB of every other rank's GPU."""
+
+    class Nvml:
+        failed = 0
+
+        def nvmlInit_v2(self) -> int:
+            return 0
+
+        def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: object) -> int:
+            return self.failed if uuid == b"GPU-one" else 1
+
+        def nvmlDeviceGetMemoryInfo(self, handle: object, sizes: Any) -> int:
+            sizes[:] = 150 << 30, 149 << 30, 1 << 30
+            return 0
+
+    asked: list[torch.device] = []
+    monkeypatch.setattr(resolve.ctypes, "CDLL", lambda name: Nvml())
+    monkeypatch.setattr(resolve, "free_bytes", lambda device: asked.append(device) or 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid="one"))
+    assert resolve.free_on(1) == (149 << 30) - resolve.CONTEXT_BYTES and not asked
+    assert resolve.free_on(0) == 7
+    Nvml.failed = 6
+    assert resolve.free_on(1) == 7 and [device.index for device in asked] == [0, 1]

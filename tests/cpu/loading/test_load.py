@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from perilune.cli.shared import synthetic
 from perilune.core.errors import CheckpointError
+from perilune.engine.step_times import cost_table
 from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.writer import write
-from perilune.loading import jobs
+from perilune.loading import apart, jobs
+from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.load import load, survey
 from perilune.loading.survey import read_linear
 from perilune.loading.weights_plan import WeightsPlan
@@ -27,6 +30,7 @@ from perilune.model.weights import (
     Mlp,
     Moe,
     NvFp4Experts,
+    Weights,
 )
 
 CONFIG = {
@@ -517,3 +521,22 @@ def test_progress_on_stderr(given, tmp_path, capsys, form):
         plan.weights()
         jobs.run(plan.jobs, 2, torch.device("cpu"), seen.append)
     assert sum(seen) == total
+
+
+def test_layers_that_will_be_converted_lie_apart_and_leave_nothing(
+    tmp_path: Path, given: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "CHUNK_BYTES", 300_000)
+    with synthetic.directory("tiny", 2) as shape:
+        for path in (put(tmp_path / "checkpoint", given), shape):
+            usual, weights = (load(path, dtype=torch.float32, device="cpu", apart=a)[1] for a in (False, True))
+            assert all(torch.equal(a, b) for a, b in zip(_leaves(usual), _leaves(weights), strict=True))
+            held = {t.untyped_storage().data_ptr() for t in _leaves(weights) if t.untyped_storage().nbytes() > t.nbytes}
+            assert held
+        to_fp8(weights)  # of the shape: widths of the checkpoint are no multiples of 64
+        left = [t for t in _leaves(weights) if t.untyped_storage().nbytes() > t.nbytes]
+        assert not {t.untyped_storage().data_ptr() for t in left} & held
+
+
+def _leaves(weights: Weights) -> list[torch.Tensor]:
+    return [leaf for leaf in cost_table._leaves(weights) if isinstance(leaf, torch.Tensor)]
