@@ -5,6 +5,7 @@ the configuration. It ends after a Shutdown message, or when the other side clos
 """
 
 import ctypes
+import gc
 import logging
 import os
 import select
@@ -132,6 +133,8 @@ def main() -> None:
                 build.compile_aside(registry.forget)
             engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
             engine.on_lost_rank(partial(_end, channel))
+            gc.collect()
+            gc.freeze()  # as the server: what exists now lives as long as the process, and collections need not walk it
         except PeriluneError as e:
             channel.send([Failed(str(e))])
             return

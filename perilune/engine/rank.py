@@ -6,6 +6,7 @@ or its heartbeats stop.
 """
 
 import contextlib
+import gc
 import os
 import select
 import shutil
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
     digest."""
     reader, drafter = Reader(), runner.drafter
     running: deque[Future[None]] = deque()
+    launched: Future[Readout] | None = None
 
     def finish(queued: "Future[Readout]", counts: bool, decode_seconds: float) -> None:
         try:
@@ -114,6 +116,9 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
 
     with ThreadPoolExecutor(1, "perilune-digests") as reporting:
         while True:
+            if launched is not None:
+                # Not beside polls: the thread that launches a prompt's kernels gives the GIL away at each of them.
+                wait((launched,))
             body = orders.next()
             begin = time.perf_counter()
             order: Order = reader.order(body)
@@ -122,7 +127,8 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
                 seconds = time.perf_counter() - begin
                 if len(running) == 2:  # as in the engine: at most two steps in flight
                     running.popleft().result()
-                running.append(reporting.submit(finish, runner.launch(plan), order.kind == "plan", seconds))
+                launched = runner.launch(plan)
+                running.append(reporting.submit(finish, launched, order.kind == "plan", seconds))
                 continue
             if order.kind == "move" and tiers is not None:
                 while len(running) > order.number:
@@ -176,6 +182,8 @@ def main() -> None:
             loaded=lambda: leader.send("loaded"),
         )
         leader.group = parts.runner.group
+        gc.collect()
+        gc.freeze()  # as the server: what exists now lives as long as the process, and collections need not walk it
         # Ranks on a CPU sleep instead: polling would take a core from the step.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)

@@ -137,7 +137,7 @@ def emulated(
         mock.patch.object(build, "on_hopper", _on_hopper),
         mock.patch.object(build, "is_hopper", lambda device: True),
         mock.patch.object(torch.Tensor, "data_ptr", pointer),
-        mock.patch.object(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=_open.stream)),
+        mock.patch.object(build, "stream", lambda device=None: _open.stream),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),

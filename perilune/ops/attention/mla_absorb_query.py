@@ -118,7 +118,7 @@ def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, 
         w_uk.data_ptr(),
         out.data_ptr(),
         H,
-        torch.cuda.current_stream(q.device).cuda_stream,
+        build.stream(q.device),
     )
     assert not failed, f"mla_absorb_query does not start: CUDA error {failed}"
     return out

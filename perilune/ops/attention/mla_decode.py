@@ -208,7 +208,7 @@ def attend(
         ctas,
         LEAST,
         scale,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"mla_decode does not start: CUDA error {failed}"
     return partials, weights
@@ -240,7 +240,7 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
         H,
         slots,
         scale,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"mla_attend_few does not start: CUDA error {failed}"
     return partials, weights, FEW

@@ -108,7 +108,7 @@ def cuda(o: Tensor, lse: Tensor, w_uv: Tensor) -> Tensor:
         N,
         T,
         H,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"mla_decode_merge does not start: CUDA error {failed}"
     return out

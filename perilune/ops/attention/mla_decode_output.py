@@ -225,7 +225,7 @@ def launch(
         least,
         mla_decode.processors(device),
         peers.table(others),
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"mla_decode_output does not start: CUDA error {failed}"
 

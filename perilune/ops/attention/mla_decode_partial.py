@@ -181,7 +181,7 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, sc
         H,
         groups,
         mla_decode.LEAST,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"mla_decode_partial does not start: CUDA error {failed}"
     return o, lse

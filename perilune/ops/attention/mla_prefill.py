@@ -159,7 +159,7 @@ def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: 
             len(some),
             rows.data_ptr(),
             total,
-            torch.cuda.current_stream(q.device).cuda_stream,
+            build.stream(q.device),
         )
         assert not failed, f"CUDA error {failed}: {some=} {pages.shape=}"
         latent = latent_cache.unpack(rows, R, q.dtype)
@@ -231,7 +231,7 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
             of.rope.stride(0),
             out.stride(0),
             scale,
-            torch.cuda.current_stream(q.device).cuda_stream,
+            build.stream(q.device),
         )
         assert not failed, f"CUDA error {failed}: {q.shape=} {of.requests=} {pages.shape=}"
         del of

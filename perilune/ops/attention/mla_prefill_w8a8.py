@@ -77,7 +77,7 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
     (T, H, _), n, v, device = q.shape, w_uk.shape[1], w_uv.shape[2], q.device
     values = torch.empty(T, H * v, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.zeros(H, rows(T), dtype=FLOAT32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = build.stream(device)
     for of in keys_and_values(q, pages, w_uk, w_uv, span):
         total, h, heads = len(of.k), of.heads.start, of.heads.stop - of.heads.start
         k8 = torch.empty(heads, total, n, dtype=torch.int8, device=device)

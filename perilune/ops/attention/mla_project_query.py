@@ -124,7 +124,7 @@ def cuda(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: 
         w_uk.data_ptr(),
         out.data_ptr(),
         H,
-        torch.cuda.current_stream(q_a.device).cuda_stream,
+        build.stream(q_a.device),
     )
     assert not failed, f"mla_project_query does not start: CUDA error {failed}"
     return out

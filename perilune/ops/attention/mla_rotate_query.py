@@ -131,7 +131,7 @@ def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Laten
         T,
         H,
         eps,
-        torch.cuda.current_stream(q.device).cuda_stream,
+        build.stream(q.device),
     )
     assert not failed, f"CUDA error {failed}: {q.shape=} {latents.pages.shape=}"
 

@@ -74,7 +74,7 @@ def cuda(slots: Tensor, positions: Tensor, rank: int, ranks: int, tokens: int) -
         rank,
         ranks,
         tokens,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"shard_rows does not start: CUDA error {failed}"
     return own, context

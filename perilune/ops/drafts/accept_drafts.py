@@ -129,7 +129,7 @@ def cuda(
         len(drawn) // B,
         W,
         len(state.last_tokens),
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {drawn.shape=} {report.out.shape=}"
 

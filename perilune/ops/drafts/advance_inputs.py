@@ -158,7 +158,7 @@ def cuda(ids: Tensor, columns: Columns, requests: Requests, state: Continuation,
         requests.tables.shape[1],
         *state.drafts.shape,
         block_size,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {ids.shape=} {requests.tables.shape=}"
 

@@ -53,7 +53,7 @@ def cuda(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.empty(S, dtype=torch.int64, device=logits.device)
     probability = torch.empty(S, dtype=FLOAT32, device=logits.device)
     failed = _kernel()(
-        logits.data_ptr(), ids.data_ptr(), probability.data_ptr(), S, V, torch.cuda.current_stream().cuda_stream
+        logits.data_ptr(), ids.data_ptr(), probability.data_ptr(), S, V, build.stream()
     )  # fmt: skip
     assert not failed, f"CUDA error {failed}: {logits.shape=}"
     return ids, probability

@@ -119,7 +119,7 @@ def cuda(
         D,
         r,
         eps,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {ids.shape=} {table.shape=}"
     return x, cos_rows, sin_rows

@@ -121,7 +121,7 @@ def cuda(tables: Tensor, last: Tensor, pages: Tensor, scratch: int, ahead: int, 
         k,
         pages.shape[1],
         _block_bytes(pages),
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {tables.shape=} {pages.shape=}"
     return found, positions, slots, contexts

@@ -149,7 +149,7 @@ def launch(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers, two
         T,
         D,
         eps,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=} {peers.ranks=}"
     return y

@@ -99,7 +99,7 @@ def cuda(x: Tensor, peers: Peers) -> Tensor:
         words if x.shape[0] > 1 else 0,
         y.data_ptr(),
         words,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {peers.ranks=}"
     return y

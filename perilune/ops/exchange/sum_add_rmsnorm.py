@@ -105,7 +105,7 @@ def cuda(residual: Tensor, own: Tensor, others: Tensor, rank: int, w: Tensor, y:
         T,
         D,
         eps,
-        torch.cuda.current_stream(residual.device).cuda_stream,
+        build.stream(residual.device),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {others.shape=} {others.stride()=}"
 

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from perilune.ops.harness import build
+
 T = TypeVar("T")
 
 
@@ -84,7 +86,7 @@ class Workspaces:
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return build.stream(device) if device.type == "cuda" else 0
 
 
 _owner: ContextVar[Workspaces | None] = ContextVar("perilune_workspaces", default=None)

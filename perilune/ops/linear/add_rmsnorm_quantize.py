@@ -96,7 +96,7 @@ def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Te
         T,
         D,
         eps,
-        torch.cuda.current_stream(residual.device).cuda_stream,
+        build.stream(residual.device),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=}"
     return values, scale

@@ -177,7 +177,7 @@ def run_streamed(
         8 if shared else k_split(i * w.itemsize // 64, o // 8, processors),
         2 if shared else 1,
         processors,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {w.shape=}"
     return y

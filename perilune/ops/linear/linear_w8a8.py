@@ -117,7 +117,7 @@ def cuda(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
         x_scale.shape[1],
         tall(T, o, processors),
         processors,
-        torch.cuda.current_stream(x.device).cuda_stream,
+        build.stream(x.device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {w.kind=}"
     return y

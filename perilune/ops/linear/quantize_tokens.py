@@ -118,7 +118,7 @@ def cuda(x: Tensor, norm: Tensor | None, eps: float, gated: bool) -> tuple[Tenso
     T, i = x.shape[0], x.shape[1] // (2 if gated else 1)
     values = torch.empty(T, i, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(-(-i // GROUP), rows(T), dtype=FLOAT32, device=x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = build.stream(x.device)
     failed = _kernel()(
         x.data_ptr(),
         x.stride(0),

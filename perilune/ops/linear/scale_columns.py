@@ -70,7 +70,7 @@ def _kernel() -> Any:
 )
 def cuda(y: Tensor, scale: Tensor) -> None:
     assert y.data_ptr() % 16 == 0 and scale.data_ptr() % 16 == 0, f"{y.shape=} {scale.shape=}"
-    stream = torch.cuda.current_stream(y.device).cuda_stream
+    stream = build.stream(y.device)
     failed = _kernel()(y.data_ptr(), scale.data_ptr(), *y.shape, y.dtype == FLOAT32, stream)
     assert not failed, f"CUDA error {failed}: {y.shape=}"
 

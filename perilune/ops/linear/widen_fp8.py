@@ -77,7 +77,7 @@ def _kernel() -> Any:
 )
 def cuda(w: Tensor, y: Tensor) -> None:
     assert w.data_ptr() % 8 == 0 and y.data_ptr() % 16 == 0, f"{w.shape=}"
-    failed = _kernel()(w.data_ptr(), y.data_ptr(), w.numel(), torch.cuda.current_stream(w.device).cuda_stream)
+    failed = _kernel()(w.data_ptr(), y.data_ptr(), w.numel(), build.stream(w.device))
     assert not failed, f"CUDA error {failed}: {w.shape=}"
 
 

@@ -129,7 +129,7 @@ def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, y: Tensor, scales
         T,
         D,
         eps,
-        torch.cuda.current_stream(residual.device).cuda_stream,
+        build.stream(residual.device),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {pairs.kind=}"
 

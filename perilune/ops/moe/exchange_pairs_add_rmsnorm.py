@@ -109,7 +109,7 @@ def _kernel() -> Callable[..., int]:
 
 @op.impl("cuda", when=lambda a, device: fits(SOURCE, a, device), alone=True, waits=(SOURCE,))
 def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
-    y, stream = torch.empty_like(residual), torch.cuda.current_stream(residual.device).cuda_stream
+    y, stream = torch.empty_like(residual), build.stream(residual.device)
     failed = _kernel()(*places(residual, pairs, w, peers), y.data_ptr(), *residual.shape, eps, stream)
     assert not failed, f"CUDA error {failed}: {residual.shape=} {pairs.kind=} {peers.ranks=}"
     return y

@@ -92,7 +92,7 @@ def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Te
         I,
         rows // 8,
         torch.cuda.get_device_properties(device).multi_processor_count,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
     return Pairs(slabs, position.view(T, k), weights, shared, mixed=True)

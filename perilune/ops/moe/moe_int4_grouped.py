@@ -102,7 +102,7 @@ def in_pieces(
             y.data_ptr(),
             *at.shape,
             D,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            build.stream(x.device),
         )
         assert not failed, f"CUDA error {failed}: {at.shape=} {D=}"
         return y
@@ -157,7 +157,7 @@ def _chunk(
         tiles,
         groups,
         torch.cuda.get_device_properties(device).multi_processor_count,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
     return slabs, position.view(T, k)

@@ -93,7 +93,7 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
         tiles,
         rows // 8,
         torch.cuda.get_device_properties(device).multi_processor_count,
-        torch.cuda.current_stream(device).cuda_stream,
+        build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"
     return y

@@ -246,7 +246,7 @@ def cuda_many(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen
         routing.top_k,
         routing.normalise,
         routing.factor,
-        torch.cuda.current_stream(x.device).cuda_stream,
+        build.stream(x.device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate.shape=}"
     return Chosen(ids, weights)

@@ -69,7 +69,7 @@ def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers, y: 
         0 if scales is None else scales.shape[1],
         *residual.shape,
         eps,
-        torch.cuda.current_stream(residual.device).cuda_stream,
+        build.stream(residual.device),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {pairs.kind=} {peers.ranks=}"
 

@@ -119,7 +119,7 @@ def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
         D,
         8 if D >= 4096 else 1,
         eps,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {residual.shape=} {x.shape=}"
     return y
@@ -144,7 +144,7 @@ def cuda_many(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     (T, D), x = residual.shape, x.contiguous()
     y = torch.empty_like(residual)
     wide = x.dim() == 3
-    stream = torch.cuda.current_stream(residual.device).cuda_stream
+    stream = build.stream(residual.device)
     failed = _many()(
         residual.data_ptr(),
         x.data_ptr(),

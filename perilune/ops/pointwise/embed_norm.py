@@ -144,7 +144,7 @@ def cuda(
         r,
         PENDING,
         eps,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {ids.shape=} {table.shape=}"
     return h, x, cos_rows, sin_rows

@@ -112,7 +112,7 @@ def cuda(
         D,
         r,
         PENDING,
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {ids.shape=} {table.shape=}"
     return zeros, part, cos_rows, sin_rows

@@ -99,7 +99,7 @@ def cuda(x: Tensor, w: Tensor, eps: float) -> Tensor:
     x = aligned(x)
     T, D = x.shape
     y = torch.empty(T, D, dtype=x.dtype, device=x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = build.stream(x.device)
     failed = _on_gpu()(x.data_ptr(), x.stride(0), w.data_ptr(), y.data_ptr(), T, D, eps, stream)
     assert not failed, f"CUDA error {failed}: {x.shape=}"
     return y

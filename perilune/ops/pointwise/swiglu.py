@@ -96,7 +96,7 @@ def cuda(gate_up: Tensor) -> Tensor:
     gate_up = aligned(gate_up)
     T, both = gate_up.shape
     y = torch.empty(T, both // 2, dtype=BFLOAT16, device=gate_up.device)
-    stream = torch.cuda.current_stream(gate_up.device).cuda_stream
+    stream = build.stream(gate_up.device)
     failed = _one_pass()(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), T, both // 2, stream)
     assert not failed, f"CUDA error {failed}: {gate_up.shape=}"
     return y

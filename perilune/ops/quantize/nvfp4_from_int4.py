@@ -245,7 +245,7 @@ def cuda(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None) -> 
             packed.data_ptr(), scale.data_ptr(), None if often is None else often.data_ptr(), o, inputs, exponent,
             (t.cost if often is None else t.coarse).data_ptr(), t.error.data_ptr(),
             t.codes.data_ptr(), t.price.data_ptr(), t.byte.data_ptr(), values.data_ptr(), steps.data_ptr(),
-            energy.data_ptr(), torch.cuda.current_stream().cuda_stream,
+            energy.data_ptr(), build.stream(),
         )  # fmt: skip
     assert not failed, f"CUDA error {failed}: {packed.shape=}"
     return values, steps, energy

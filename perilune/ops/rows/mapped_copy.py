@@ -57,7 +57,7 @@ def _kernel() -> Any:
 @op.impl("cuda", when=lambda a, device: build.on_hopper("mapped_copy.cu", device, (a.here.numel() > 0, "an element")))
 def cuda(here: Tensor, host: Tensor, to_host: bool) -> None:
     to, source = (host, here) if to_host else (here, host)
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = build.stream()
     failed = _kernel()(to.data_ptr(), source.data_ptr(), here.nbytes // WORD_BYTES, stream)
     assert not failed, f"CUDA error {failed}: {here.shape=} {to_host=}"
 

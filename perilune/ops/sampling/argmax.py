@@ -117,7 +117,7 @@ def cuda(logits: Tensor) -> Tensor:
     (S, V), logits = logits.shape, logits.contiguous()
     ids = torch.empty(S, dtype=torch.int64, device=logits.device)
     failed = _kernel()(
-        logits.data_ptr(), ids.data_ptr(), S, V, processors(S), torch.cuda.current_stream().cuda_stream
+        logits.data_ptr(), ids.data_ptr(), S, V, processors(S), build.stream()
     )  # fmt: skip
     assert not failed, f"CUDA error {failed}: {logits.shape=}"
     return ids

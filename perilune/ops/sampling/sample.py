@@ -180,7 +180,7 @@ def cuda(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
         S,
         V,
         processors(S),
-        torch.cuda.current_stream().cuda_stream,
+        build.stream(),
     )
     assert not failed, f"CUDA error {failed}: {logits.shape=}"
     return ids

@@ -135,7 +135,7 @@ def as_on_hopper() -> Iterator[Recorder]:
             (build, "library", lambda source: object()),
             (torch.cuda, "get_device_properties", lambda device: properties),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-            (torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM)),
+            (build, "stream", lambda device=None: STREAM),
             (workspace, "_stream", lambda device: STREAM),
             (linear_fp8, "quantize_rows", _quantized),
             (linear_fp8, "quantize_exactly", _exactly),

@@ -1,7 +1,6 @@
 """Which CUDA kernels a step's experts go to, and that each is called with the arguments it takes: no GPU needed."""
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(moe_int4, "_down", moe_int4._down.__wrapped__)
     monkeypatch.setattr(moe_int4, "_processors", lambda device: 132)
     monkeypatch.setattr(moe_int4, "_add_shared", lambda *args: names.append("apart"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(build, "stream", lambda device=None: 0)
     with workspace.owned():
         yield names
 

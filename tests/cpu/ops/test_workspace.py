@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perilune.ops.harness import registry, workspace
+from perilune.ops.harness import build, registry, workspace
 
 CACHED = re.compile(r"(functools\.)?(lru_)?cache\b")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The current stream of every GPU; memory of GPUs is made on the CPU."""
     now, real = SimpleNamespace(cuda_stream=0), torch.zeros
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    monkeypatch.setattr(build, "stream", lambda device: now.cuda_stream)
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: real(*size, dtype=dtype))
     yield now
 
