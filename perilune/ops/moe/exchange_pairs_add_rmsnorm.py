@@ -115,6 +115,12 @@ def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) ->
     return y
 
 
+@op.impl("composed")
+def composed(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    sums = of_one_rank.summed(pairs).to(residual.dtype)
+    return of_sums.exchange_add_rmsnorm(residual, sums, w, eps, peers)
+
+
 def exchange_pairs_add_rmsnorm(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
     of_one_rank.check(residual, pairs, w)
     return op(residual, pairs, w, eps, peers)

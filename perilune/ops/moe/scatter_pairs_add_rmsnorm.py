@@ -81,6 +81,14 @@ def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) ->
     return y
 
 
+@op.impl("composed")
+def composed(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
+    own, complete = owned(len(residual), peers), residual.clone()
+    y = whole.exchange_pairs_add_rmsnorm(complete, pairs, w, eps, peers)[own]
+    residual[own] = complete[own]
+    return y
+
+
 def scatter_pairs_add_rmsnorm(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:
     of_one_rank.check(residual, pairs, w)
     return op(residual, pairs, w, eps, peers)

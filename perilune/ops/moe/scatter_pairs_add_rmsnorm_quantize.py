@@ -62,6 +62,11 @@ def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) ->
     return values, scale
 
 
+@op.impl("composed")
+def composed(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
+    return to_e4m3.quantize_tokens(plain.scatter_pairs_add_rmsnorm(residual, pairs, w, eps, peers))
+
+
 def scatter_pairs_add_rmsnorm_quantize(
     residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
