@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch import distributed as dist
-from torch import multiprocessing
 
 
 class Ranks:

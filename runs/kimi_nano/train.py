@@ -294,7 +294,7 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
 def backward(
     model: KimiNano, block: dict[str, Tensor], device: str, way: Callable[..., Any], blocks: Any, ranks: Ranks = ALONE
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of one block's part of the mean loss of all ranks' blocks, to be summed; returns the loss's sum over the
+    """Gradients of a block's part of the mean loss of all ranks, to be summed; returns the loss's sum over the
     ranks and the number of targets, on the device."""
     longest = min(int(block["starts"].diff().max()), LONGEST)
     stream, starts = (block[key].to(device, non_blocking=True) for key in ("stream", "starts"))
