@@ -81,15 +81,9 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     if widely(split) and rng.random() < 0.16:
         return _found(rng, split, thinking)
     roll = rng.random()
-    kind = (
-        _parallel
-        if roll < (0.46 if widely(split) else 0.36)
-        else _result
-        if roll < 0.68
-        else _refusal
-        if roll < 0.88
-        else _follow_up
-    )
+    # In training fewer refusals: who refuses often also refuses what is asked for in other words.
+    parallel, result = (0.52, 0.76) if widely(split) else (0.36, 0.68)
+    kind = _parallel if roll < parallel else _result if roll < result else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
 
 

@@ -47,6 +47,20 @@ _FLAGS: Final = listed("""
     licence deposit delivery lunch shower radio kitchen insurance roof camera alarm guarantee manual charger
     towels cleaning
 """)
+_STATES: Final = tuple(
+    [
+        row.split(":")
+        for row in """
+in stock:is available right now:is sold out at the moment:can be had at once:is out of stock, sorry:have run out of it
+open:is open as usual:is shut today:opens its doors again:stays closed for now:has closed for good
+paid:has been paid in full:still has to be paid:was settled last week:remains unpaid:nobody has paid for it yet
+finished:is done at last:is still being worked on:was completed in time:is not ready yet:will take a while longer
+working:runs fine again:is broken:does its job:does not start any more:stopped last night
+urgent:cannot wait any longer:can wait:has to happen at once:is in no hurry at all:there is plenty of time
+vegetarian:has no meat in it:comes with bacon:is made without meat or fish:contains chicken:is full of beef
+""".strip().split("\n")
+    ]
+)  # key, true, false, true, false, false
 _CODES: Final = ("serial number", "order number", "customer number", "part number", "case number", "reference", "code",
     "ticket number", "invoice number", "plate", "tracking code", "model number", "batch", "member id")  # fmt: skip
 _CHOSEN: Final = ("color", "size", "status", "condition", "mood", "kind", "level", "shape", "grade", "mode")
@@ -148,6 +162,16 @@ def _flag(rng: Random) -> Mention:
     made = _made(rng, key, held, yes if held else no, parts, a=article)
     named = pick(rng, ("{k}", "{k}", "has {k}", "with {k}", "{k} included", "{k} available")).format(k=key)
     return Mention(named, held, made.text, made.whole)
+
+
+def _state(rng: Random) -> Mention:
+    """True or false by what is said, in other words than the key."""
+    key, yes, no, also, never, nor = pick(rng, _STATES)
+    held = rng.random() < 0.5
+    text = pick(rng, (yes, also) if held else (no, never, nor))
+    if not text.startswith(("nobody", "there")):
+        text = f"{'we' if text.startswith('have') else pick(rng, ('it', 'this one', 'the thing'))} {text}"
+    return Mention(pick(rng, (key, key, f"is {key}")), held, text, True)
 
 
 def _code(rng: Random) -> Mention:
@@ -253,6 +277,7 @@ def _measured(rng: Random) -> Mention:
 _KINDS: Final = (
     _sort,
     _measured,
+    _state,
     _person,
     _person,
     _place,
