@@ -118,7 +118,7 @@ def joined(rng: Random, texts: list[str], split: str) -> str:
     out = texts[0]
     for text in texts[1:]:
         if widely(split) and rng.random() < 0.65 and "\n" not in out[-12:]:
-            out = out.rstrip(".!") + pick(rng, _SMALL_JOINS) + small(text)
+            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + small(text)
             continue
         join = pick(rng, _JOINS)
         out += join + (text if join == "\n" or text.startswith("I ") else text[0].lower() + text[1:])
