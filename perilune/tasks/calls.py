@@ -27,6 +27,7 @@ from perilune.tasks.tools import (
     shuffled,
     together,
     tool,
+    wishes,
     worded,
 )
 from perilune.tasks.wordings import small
@@ -67,16 +68,11 @@ def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
 # ---- tools_multi -------------------------------------------------------------------------------------------------
 
 _JOINS: Final = (" Also ", " And ", " Then ", " After that ", "\n")
-_SMALL_JOINS: Final = (
-    " and ",
-    " and then ",
-    ", and also ",
-    " and ",
-    ", then ",
-    ", plus ",
-    " and after that ",
-    ", also ",
-)
+_SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ", ", plus ", " and after that ",
+    ", also ", ", and ", ". Oh, and ", ", oh and ", ". While you're at it, ", ", and while you are at it ", " & ", "; ",
+    ". Next, ",
+    ", and please also ", ". One more: ", " and can you also ", ". When that's done, ", " and besides ", ", ",
+    ". And another thing: ", ", and once you have that, ", ". Finally ", " + ")  # fmt: skip
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
@@ -85,7 +81,9 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     if widely(split) and rng.random() < 0.16:
         return _found(rng, split, thinking)
     roll = rng.random()
-    kind = _parallel if roll < 0.36 else _result if roll < 0.68 else _refusal if roll < 0.88 else _follow_up
+    # In training fewer refusals: who refuses often also refuses what is asked for in other words.
+    parallel, result = (0.52, 0.76) if widely(split) else (0.36, 0.68)
+    kind = _parallel if roll < parallel else _result if roll < result else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
 
 
@@ -119,8 +117,8 @@ def joined(rng: Random, texts: list[str], split: str) -> str:
         return _rows(rng, texts)
     out = texts[0]
     for text in texts[1:]:
-        if widely(split) and rng.random() < 0.4 and "\n" not in out[-12:]:
-            out = out.rstrip(".!") + pick(rng, _SMALL_JOINS) + small(text)
+        if widely(split) and rng.random() < 0.65 and "\n" not in out[-12:]:
+            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + small(text)
             continue
         join = pick(rng, _JOINS)
         out += join + (text if join == "\n" or text.startswith("I ") else text[0].lower() + text[1:])
@@ -162,16 +160,21 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
     text = ""
-    if widely(split) and (roll := rng.random()) < 0.6:
-        if roll < 0.2:
+    if widely(split) and (roll := rng.random()) < 0.1:
+        text, asked = wishes(rng, count)
+        asked = asked if belongs(("call", *call_key(asked[0].call)), split) else []
+        text = text if asked else ""
+    elif widely(split) and roll < 0.56:
+        if roll < 0.24:
             made: tuple[str, list[Request]] | None = listed(rng, count)
         else:
-            made = (together if roll < 0.36 else in_rows)(rng, catalog_tool(rng), count)
+            made = (together if roll < 0.44 else in_rows)(rng, catalog_tool(rng), count)
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
     text = text or joined(rng, [a.text for a in asked], split)
-    trace = "\n".join([f"{i}. {a.trace(text)}" for i, a in enumerate(asked, 1)])
+    # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
+    trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, asked, split), thinking)
@@ -211,8 +214,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
     text = f"{joined(rng, [a.text for a in asked], split)} {question}"
-    traces = [a.trace(text) for a in asked]
-    thought = "\n".join([f"{i}. {trace}" for i, trace in enumerate(traces, 1)] if len(traces) > 1 else traces)
+    thought = "\n".join([a.trace(text) for a in asked])
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
     reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))

@@ -321,6 +321,9 @@ def asked_together(
         return None
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
     if joined:
+        before = re.search(rf"\b(to|in|into|for|from|at|on|of|with|by|about) {{{{{name}}}}}", form)
+        if before and " " in join and rng.random() < 0.5:  # "to Rome and to Oslo"
+            join += f"{before[1]} "
         shown[name] = enumerated(list(values), join)
     calls = [(text, _ordered(entry, arguments | {name: value})) for text, value in values.items()]
     return (form, shown, arguments), calls

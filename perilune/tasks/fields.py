@@ -21,6 +21,7 @@ from perilune.tasks.words import (
     PLAIN,
     SURNAMES,
     any_word,
+    compound,
     invents_more,
     listed,
     made_up,
@@ -239,7 +240,13 @@ def _words(rng: Random) -> list[str]:
 _DRAW: Final[dict[str, Callable[[Random], Any]]] = {
     "person": _person,
     "city": _city,
-    "word": lambda rng: made_up(rng) if rng.random() < 0.4 else pick(rng, PLAIN if rng.random() < 0.7 else ADJECTIVES),
+    "word": lambda rng: (
+        compound(rng)
+        if invents_more() and rng.random() < 0.2
+        else made_up(rng)
+        if rng.random() < 0.4
+        else pick(rng, PLAIN if rng.random() < 0.7 else ADJECTIVES)
+    ),
     "code": _code,
     "date": _date,
     "time": _time,

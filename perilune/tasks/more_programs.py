@@ -16,18 +16,21 @@ DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday
 _MONTHS: Final = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
     "November", "December")  # fmt: skip
 _LENGTHS: Final = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
+    "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
 _VOWELS: Final = "aeiou"
 
 
 def word(rng: Random) -> str:
-    """3 to 8 letters, real or made up or at random."""
+    """3 to 8 letters or 10 to 12, real or made up or at random."""
     roll = rng.random()
     if roll < 0.2:
         return "".join([LETTERS[int(rng.random() * 26)] for _ in range(3 + int(rng.random() * 5))])
     while True:
         one = pick(rng, PLAIN) if roll < 0.5 else pick(rng, NAMES).lower() if roll < 0.6 else made_up(rng)
-        if 3 <= len(one) <= 8:
+        if rng.random() < 0.12:
+            one += one[-1] + pick(rng, PLAIN)  # letters twice
+        if 3 <= len(one) <= 8 or 10 <= len(one) <= 12:
             return one
 
 

@@ -3,7 +3,8 @@
 Letters and items get their index first (1p2l3a4n), which also parts a word into letters whatever the vocabulary; then
 each line follows from the lines above by index, or by a running value. `7<9:2` reads: compare, the count is now 2.
 
-Structure: structural problems are worded anew, and half of them are longer than any in training (9 letters, 7 items).
+Structure: structural problems are worded anew, and half of them have a length
+that training never shows (9 letters, 7 items).
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, counted
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.program_forms import MORE
-from perilune.tasks.wordings import agreeing, bare, phrase
+from perilune.tasks.wordings import agreeing, bare, in_words, phrase
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Run = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -42,7 +43,10 @@ def _asked(rng: Random, form: str, kept: tuple[str, ...], words: dict[str, Any])
         forms = (inside, inside, inside.replace(",", ""), f"{head} and {tail}", inside.replace(", ", ","),
                  inside.replace(",", ";"), f"({inside})", f"{{{inside}}}")  # fmt: skip
         words["x"] = pick(rng, forms)
-    return phrase(rng, agreeing(form, words), kept).format(**words)
+    form = agreeing(form, words)
+    if isinstance(words.get("n"), int) and rng.random() < 0.2:
+        words["n"] = in_words(words["n"])
+    return phrase(rng, form, kept).format(**words)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------

@@ -58,6 +58,20 @@ _AFTER: Final = ("", "", "", ".", "!", " :)", "...")
 _SMALL: Final = tuple(talk for talk in TALK if talk[1] != _LIMIT)
 
 
+# For `small_talk` only; the numbers are places in TALK.
+_CHAT: Final = (
+    (6, ("Can you sing?", "Do you like {w}s?", "Are you tired?", "I'm bored.", "What's your favourite colour?",
+        "You are funny.", "Do you dream?", "Do you sleep?", "Have you got any friends?", "Do you believe in luck?",
+        "My {w} broke today.", "lol", "It's raining again.", "I had a {w} when I was small.", "Do you miss {c}?",
+        "I don't feel like working today.", "Have you ever been to {c}?", "I love {c}.", "My neighbour {n} snores.",
+        "What would you do with a million?", "I think I'm getting a cold.", "Can you keep a secret?",
+        "Guess what happened to {n}.", "Do you get along with {n}?", "I'm so happy today!", "Can you whistle?")),
+    (4, ("thanks, that was all for today!", "That was it, thanks.", "perfect, nothing else", "Great job!", "ok cool",
+        "never mind, got it", "No, that's all.", "nothing more, thanks", "All good now.", "You're a star!", "awesome",
+        "cheers {n} out", "That's exactly what I wanted.", "Brilliant.", "Thx, we're done here", "you saved my day")),
+)  # fmt: skip
+
+
 def _filled(rng: Random, forms: tuple[str, ...]) -> str:
     return pick(rng, forms).format(n=pick(rng, NAMES), c=pick(rng, CITIES), w=pick(rng, PLAIN))
 
@@ -68,8 +82,9 @@ def _ended(rng: Random, text: str) -> str:
 
 def small_talk(rng: Random) -> tuple[str, str, str]:
     """A thought, an answer and what people said, where nothing was asked for that a tool could do."""
-    thought, content, said, _ = pick(rng, _SMALL)
-    return thought, content, _ended(rng, pick(rng, _BEFORE) + _filled(rng, said))
+    talk, said = pick(rng, _SMALL), pick(rng, _CHAT)
+    talk, forms = (talk, talk[2]) if rng.random() < 0.5 else (TALK[said[0]], said[1])
+    return talk[0], talk[1], _ended(rng, pick(rng, _BEFORE) + _filled(rng, forms))
 
 
 def sample_chat(rng: Random, split: str, thinking: bool) -> Problem:

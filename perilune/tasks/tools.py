@@ -372,6 +372,29 @@ def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
     return _separated(Request(made, text, opening(text, core), ToolCall(made.name, calls[0][1])), calls)
 
 
+_WISHES: Final = ("I need {x}.", "I'd like {x}.", "Can I have {x}?", "Please arrange {x}.", "Get me {x}.",
+    "{x}, please.", "I want {x}", "Could you see to {x}?", "We need {x}.", "There should be {x}.",
+    "What I need is {x}.", "{x} pls",
+    "Would you sort out {x} for me?", "I could use {x}.", "I'm after {x}.", "Let me have {x}.")  # fmt: skip
+
+
+def wishes(rng: Random, count: int) -> tuple[str, list[Request]]:
+    """One sentence that asks for things of several tools without a verb for each, and the request of each call."""
+    made: list[Request] = []
+    parts: list[str] = []
+    while len(made) < count:
+        one = tool(rng, "train", verbs=pick(rng, (1, 1, 8)))
+        arguments = {f.name: value(rng, f) for f in (*one.required, *[f for f in one.optional if rng.random() < 0.4])}
+        fields = [f for f in (*one.required, *one.optional) if f.name in arguments]
+        part = f"{pick(rng, ('a', 'a', 'one', 'a new'))} {one.noun}{_clauses(rng, fields, arguments)}"
+        if all(one.noun not in p and r.tool.noun not in part for p, r in zip(parts, made)):
+            parts.append(part)
+            made.append(Request(one, "", part, ToolCall(one.name, arguments)))
+    x = enumerated(parts, pick(rng, (" and ", " and ", ", and ", ", and also ", " plus ", " as well as ", ", ")))
+    text = phrase(rng, pick(rng, _WISHES), asking=0.0).replace("{x}", x)
+    return text, [replace(r, text=text, opening=opening(r.opening)) for r in made]
+
+
 def _separated(first: Request, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, list[Request]]:
     """The text, and the request of each call: the first one begins where the text does, the others at their words."""
     requests, at = [first], first.text.find(calls[0][0])

@@ -146,6 +146,12 @@ def invents_more() -> bool:
     return bool(_learnt)
 
 
+def compound(rng: Random) -> str:
+    """A thing in two or three words, so that copies do not end after the first: "garden hose"."""
+    words = [any_word(rng), pick(rng, PLAIN)] if rng.random() < 0.8 else [pick(rng, ADJECTIVES), any_word(rng)]
+    return " ".join([*words, pick(rng, PLAIN)] if rng.random() < 0.2 else words)
+
+
 def any_word(rng: Random) -> str:
     roll = rng.random()
     return made_up(rng) if roll < 0.4 else pick(rng, PLAIN) if roll < 0.8 else pick(rng, ADJECTIVES)

@@ -56,7 +56,7 @@ pipeline_tag: text-generation
 
 {parameters:,} parameters in the architecture and checkpoint format of Kimi K2.5: multi-head latent attention,
 sigmoid-routed experts with a selection bias, INT4 pack-quantized experts, Kimi's control tokens and chat template.
-Trained from nothing on one {device}, with quantized experts from the first step, so that what is shipped is what was
+Trained from nothing on {device}, with quantized experts from the first step, so that what is shipped is what was
 trained. It reasons before it answers (`<think>`), or answers at once where thinking is switched off.
 
 **Use**: to try a server, a client, a parser or a quantizer of the family end to end, on a CPU, without a download.
@@ -98,7 +98,7 @@ longer contexts work, but nothing was learnt about them.
 ## Training
 {before}
 {steps:,} steps of {batch:,} tokens, {tokens:.2f} billion in all, of which {learnt:.2f} billion were predicted (the
-assistant's last turn, and plain text), in {minutes:.0f} minutes on one {device}, torch {torch}, seed {data_seed}. Muon
+assistant's last turn, and plain text), in {minutes:.0f} minutes on {device}, torch {torch}, seed {data_seed}. Muon
 and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward pass, gradients straight through. To
 repeat all of it, this card included:
 
@@ -178,10 +178,11 @@ def training(log: Path, model: Path) -> Row:
     return {
         "weights_sha256": weights_hash(model),
         **{key: start[key] for key in ("parameters", "device", "torch")},
+        "gpus": start.get("gpus", 1),
         "vocabulary": start["shape"]["vocab_size"],
         "seed": start["options"]["seed"],
         "mix": start["mix"],
-        "tokens_per_step": start["options"]["tokens"],
+        "tokens_per_step": start["options"]["tokens"] * start.get("gpus", 1),
         "steps": stop["step"],
         "tokens": stop["tokens"],
         "tokens_learnt": stop["learnt"],
@@ -304,7 +305,7 @@ def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures:
     families = [f"  - {name}, {100 * share / sum(mix.values()):.0f} %: {SKILLS[name]}" for name, share in mix.items()]
     return CARD.format(
         parameters=trained["parameters"],
-        device=trained["device"],
+        device=f"one {trained['device']}" if trained.get("gpus", 1) == 1 else f"{trained['gpus']} {trained['device']}s",
         torch=trained["torch"],
         vocabulary=trained["vocabulary"],
         data_seed=trained["seed"],

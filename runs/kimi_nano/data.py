@@ -191,10 +191,10 @@ def pack(samples: Sequence[tuple[list[int], int]], size: int) -> dict[str, torch
 
 
 class Blocks(IterableDataset[dict[str, torch.Tensor]]):
-    """Endless blocks of `size` tokens from number `first` on; worker w of n makes first + w, first + w + n, ..."""
+    """Endless blocks of `size` tokens: first, first + each, ...; worker w of n makes every n-th of them from w on."""
 
-    def __init__(self, run: Path, seed: int, size: int, first: int) -> None:
-        self.run, self.seed, self.size, self.first = run, seed, size, first
+    def __init__(self, run: Path, seed: int, size: int, first: int, each: int = 1) -> None:
+        self.run, self.seed, self.size, self.first, self.each = run, seed, size, first, each
         self._codec: Codec | None = None
         self._corpus: Corpus | None = None
         self._families: dict[str, Family] = {}
@@ -205,10 +205,10 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
         self._codec, self._corpus = Codec(self.run), Corpus.load(self.run / CORPUS_FILE)
         self._families = families(self.run)
         learn_words(kept_passages(self.run))
-        number = self.first + mine
+        number = self.first + self.each * mine
         while True:
             yield self._block(number)
-            number += workers
+            number += self.each * workers
 
     def _block(self, number: int) -> dict[str, torch.Tensor]:
         assert self._codec is not None and self._corpus is not None

@@ -7,7 +7,7 @@ the root mean square of an AdamW update, 0.2, as Kimi K2's report does, so that 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +68,23 @@ class Optimizer:
         torch._foreach_copy_(list(self.parameters.values()), masters)
 
     @torch.no_grad()
-    def step(self, rate: Tensor | float, number: Tensor | int, clip: float = 1.0) -> Tensor:
-        """One update with the model's gradients, which are cleared; `number` counts from 1. Returns their norm.
+    def step(
+        self,
+        rate: Tensor | float,
+        number: Tensor | int,
+        clip: float = 1.0,
+        add: Callable[[list[Tensor]], None] | None = None,
+    ) -> Tensor:
+        """One update with the model's gradients, which are cleared; `number` counts from 1. Returns their norm. `add`
+        sums the gradients, in float32, over ranks.
 
         A CUDA graph keeps numbers as they were when it was captured: there, `rate` and `number` are float32 tensors [].
         """
         grads = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
         for p in self.parameters.values():
             p.grad = None
+        if add:
+            add(list(grads.values()))
         norm = torch.stack(torch._foreach_norm(list(grads.values()))).norm()
         torch._foreach_mul_(list(grads.values()), (clip / (norm + 1e-6)).clamp_max(1.0))
         self._adamw(grads, rate, number)

@@ -9,6 +9,9 @@ Before the fall begins, a resumed run may be given another end.
 --from MODEL begins with an exported checkpoint's weights (experts dequantised) and its vocabulary instead of random
 ones; the learning rate then warms up anew and falls to zero along a cosine. Each line of
 `log.jsonl`, printed too, is a JSON record.
+
+--gpus N: a process per GPU, with --tokens and --workers each; a step is one on N times the tokens, to be given sqrt(N)
+times the rate. Step k of rank r learns block N k + r.
 """
 
 import argparse
@@ -44,10 +47,12 @@ from runs.kimi_nano.evaluate import cells_of, score
 from runs.kimi_nano.export import read_back
 from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled
 from runs.kimi_nano.optim import Optimizer
+from runs.kimi_nano.ranks import Ranks, start
 from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, Progress, progress_of, restore, save
 from runs.kimi_nano.written import records
 
 WARMUP, FALL = 150, 0.4
+ALONE = Ranks()
 BALANCE = 1e-3  # step of the routers' biases
 SEED = 20261121
 
@@ -66,13 +71,14 @@ class Options:
     prepare_only: bool = False
     model: Path | None = None  # an exported checkpoint to begin with
     device: str = "cuda"
-    tokens: int = 131072
+    gpus: int = 1
+    tokens: int = 131072  # of a GPU and step
     rate: float = 2e-3
     decay: float = 0.1
     muon: bool = True
     attention: str = "auto"
     compile: bool = True
-    workers: int = 13
+    workers: int = 13  # of a GPU
     save_every: float = 120.0
     score_every: float = 120.0
     score_count: int = 64
@@ -81,10 +87,12 @@ class Options:
 
 
 class Log:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def __call__(self, kind: str, **record: Any) -> None:
+        if self._path is None:
+            return
         line = json.dumps({"kind": kind, **record})
         with self._path.open("a") as file:
             file.write(line + "\n")
@@ -173,13 +181,13 @@ def text_loss(model: KimiNano, way: str, ids: Tensor, limit: int = 65536) -> flo
     return float(total) / max(size - size // 512, 1)
 
 
-def train(options: Options, began: float) -> Progress:
-    """Runs the schedule, or the part of it until --pause-after; `began` is the process's start, time.monotonic()."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = Log(options.out / LOG_FILE)
-    prepare(options, log)
-    if options.prepare_only:
-        return Progress()
+def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
+    """Runs the schedule, or the part of it until --pause-after; `began` is the process's start, time.monotonic().
+
+    With several ranks the directory is prepared already; the first one scores, saves and logs."""
+    log = Log(None if ranks.rank else options.out / LOG_FILE)
+    if ranks.count == 1:
+        prepare(options, log)
     torch.manual_seed(options.seed)
     device, s, codec = options.device, options.shape, Codec(options.out)
     begun = read_back(options.model) if options.model else None
@@ -188,7 +196,10 @@ def train(options: Options, began: float) -> Progress:
     if codec.tokenizer.vocab_size != s.vocab_size:
         raise SystemExit(f"{options.out} has a vocabulary of {codec.tokenizer.vocab_size} tokens, not {s.vocab_size}")
     progress = progress_of(options.out / CHECKPOINT) if options.resume else Progress()
-    data = iter(loader(Blocks(options.out, options.seed, options.tokens, progress.step), options.workers))
+    first_block = progress.step * ranks.count + ranks.rank
+    blocks_here = Blocks(options.out, options.seed, options.tokens, first_block, ranks.count)
+    data = iter(loader(blocks_here, options.workers))
+    ranks.join(device)
     model = (begun or KimiNano(s)).to(device)
     optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # masters from weights not yet rounded
     model.cast(torch.bfloat16 if device == "cuda" else torch.float32)
@@ -205,7 +216,7 @@ def train(options: Options, began: float) -> Progress:
     log(
         "start", parameters=sum(p.numel() for p in model.parameters()), step=progress.step, torch=torch.__version__,
         device=torch.cuda.get_device_name() if device == "cuda" else device, attention=way, reason=reason,
-        seconds=round(time.monotonic() - began, 1),
+        gpus=ranks.count, seconds=round(time.monotonic() - began, 1),
         options={k: v for k, v in vars(options).items() if isinstance(v, int | float | str)}, shape=asdict(s),
         mix={f.name: f.weight for f in FAMILIES.values()},
     )  # fmt: skip
@@ -221,23 +232,23 @@ def train(options: Options, began: float) -> Progress:
     first = True
     while True:
         done = progress.step / options.steps if options.steps else progress.seconds / total_seconds
-        if done >= 1.0:
-            break
-        if options.pause_after and time.monotonic() - began > options.pause_after:
+        pause = options.pause_after and time.monotonic() - began > options.pause_after
+        done, pause = ranks.agreed(done, pause)
+        if done >= 1.0 or pause:
             break
         asked = time.monotonic()
         block = next(data)
         waited += time.monotonic() - asked
-        loss, count = backward(model, block, device, WAYS[way], blocks)
+        loss, count = backward(model, block, device, WAYS[way], blocks, ranks)
         share = rate_at(done, progress.step, cosine=options.model is not None)
-        norm = optimizer.step(options.rate * share, progress.step + 1)
+        norm = optimizer.step(options.rate * share, progress.step + 1, add=ranks.add)
         optimizer.publish()
         for router in model.routers():
             router.balance(BALANCE * share)
         losses.append(loss)
         counts.append(count)
         progress.step += 1
-        progress.tokens += options.tokens
+        progress.tokens += options.tokens * ranks.count
         if first:
             first = False
             float(loss)
@@ -254,42 +265,48 @@ def train(options: Options, began: float) -> Progress:
             log(
                 "step", step=progress.step, loss=round(float(torch.stack(losses).sum()) / seen, 4),
                 norm=round(float(norm), 3), rate=round(options.rate * share, 6),
-                tokens_per_second=round(len(losses) * options.tokens / (now - spoken)),
+                tokens_per_second=round(len(losses) * options.tokens * ranks.count / (now - spoken)),
                 step_seconds=round((now - spoken) / len(losses), 4), waiting=round(waited / (now - spoken), 3),
                 minutes=round(progress.seconds / 60, 2), done=round(done, 4),
                 memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0,
             )  # fmt: skip
             losses, counts, waited, spoken = [], [], 0.0, now
-            if cells and now - scored > options.score_every:
+            if cells and not ranks.rank and now - scored > options.score_every:
                 report(model, codec, cells, way, apart, progress, log)
                 scored = spoken = time.monotonic()
-        if time.monotonic() - saved > options.save_every:
+        if not ranks.rank and time.monotonic() - saved > options.save_every:
             save(options.out / CHECKPOINT, model, optimizer, progress)
             saved = time.monotonic()
     if counts:
         progress.learnt += int(torch.stack(counts).sum())
     if not first:
         progress.seconds = before + time.monotonic() - clock
-    save(options.out / CHECKPOINT, model, optimizer, progress)
+    if not ranks.rank:
+        save(options.out / CHECKPOINT, model, optimizer, progress)
     del data
-    log("stop", finished=done >= 1.0, **asdict(progress), wall=round(time.monotonic() - began, 1))
-    if cells and done >= 1.0:
+    apart_by = ranks.apart(list(optimizer.state.values()))
+    log("stop", finished=done >= 1.0, **asdict(progress), apart=apart_by, wall=round(time.monotonic() - began, 1))
+    if cells and not ranks.rank and done >= 1.0:
         report(model, codec, cells, way, apart, progress, log)
     return progress
 
 
 def backward(
-    model: KimiNano, block: dict[str, Tensor], device: str, way: Callable[..., Any], blocks: Any
+    model: KimiNano, block: dict[str, Tensor], device: str, way: Callable[..., Any], blocks: Any, ranks: Ranks = ALONE
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean loss of one block; returns the loss's sum and the number of targets, on the device."""
+    """Gradients of a block's part of the mean loss of all ranks, to be summed; returns the loss's sum over the
+    ranks and the number of targets, on the device."""
     longest = min(int(block["starts"].diff().max()), LONGEST)
     stream, starts = (block[key].to(device, non_blocking=True) for key in ("stream", "starts"))
     packed = Packed(starts, longest, stream.shape[1])
     tokens, targets = stream.long()
     count = (targets >= 0).sum()
+    ranks.add([count])
     loss = model.loss(tokens, packed.positions(), targets, way(packed, model.s.softmax_scale), blocks)
     (loss / count).backward()
-    return loss.detach(), count
+    loss = loss.detach()
+    ranks.add([loss, *(router.load for router in model.routers())])
+    return loss, count
 
 
 def report(model: KimiNano, codec: Codec, cells: Any, way: str, apart: Tensor, progress: Progress, log: Log) -> None:
@@ -320,20 +337,22 @@ def parse() -> Options:
     add("--resume", action="store_true", help="go on from the checkpoint of --out")
     add("--prepare-only", action="store_true", help="make the vocabulary and the corpus, then leave")
     add("--device", choices=("cuda", "cpu"), default=defaults.device, help="where to train")
-    add("--tokens", type=int, default=defaults.tokens, help="tokens of a step")
+    add("--gpus", type=int, default=1, help="GPUs of this host (processes, with --device cpu)")
+    add("--tokens", type=int, default=defaults.tokens, help="tokens of a step on a GPU")
     add("--rate", type=float, default=defaults.rate, help="peak learning rate")
     add("--optimizer", choices=("muon", "adamw"), default="muon", help="for the layers' matrices")
     add("--attention", choices=("auto", *WAYS), default=defaults.attention, help="attention over packed samples")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the blocks")
-    add("--workers", type=int, default=defaults.workers, help="data processes")
+    add("--workers", type=int, default=defaults.workers, help="data processes of a GPU")
     add("--save-every", type=float, default=defaults.save_every, help="seconds between checkpoints")
     add("--score-every", type=float, default=defaults.score_every, help="seconds between held-out scores")
     add("--score-count", type=int, default=defaults.score_count, help="problems per family of such a score (0: none)")
     args = parser.parse_args()
     if args.tokens < LONGEST or args.minutes <= 0 or args.steps < 0 or args.workers < 0:
         parser.error(f"--tokens must be at least {LONGEST}, --minutes positive, --steps and --workers not negative")
-    if args.device == "cuda" and not args.prepare_only and not torch.cuda.is_available():
-        parser.error("no CUDA device here: give --device cpu")
+    there = torch.cuda.device_count() if args.device == "cuda" and not args.prepare_only else args.gpus
+    if not 0 < args.gpus <= there:
+        parser.error(f"--gpus {args.gpus}, but {there} CUDA devices are here: give fewer, or --device cpu")
     if args.resume and not (args.out / CHECKPOINT).is_file():
         parser.error(f"--resume needs {args.out / CHECKPOINT}, which is not there: leave --resume out to begin anew")
     if args.model and not (args.model / "config.json").is_file():
@@ -344,8 +363,14 @@ def parse() -> Options:
 
 
 def main() -> None:
-    began = time.monotonic()
-    train(parse(), began)
+    began, options = time.monotonic(), parse()
+    prepare(options, Log(options.out / LOG_FILE))
+    if options.prepare_only:
+        return
+    if options.gpus > 1:
+        start(options.gpus, train, options, began)
+    else:
+        train(options, began)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from perilune.tasks.more_programs import DAYS, LETTERS, counted, indexed, word
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, enumerated, phrase, small
+from perilune.tasks.wordings import capital, enumerated, numeral, phrase, small
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -360,7 +360,7 @@ def _days_before(rng: Random) -> Made:
     if then.month != day.month:
         length = (day.replace(day=1) - timedelta(1)).day
         lines += [f"{then:%Y-%m} has {length}", f"{length}{day.day - n if day.day < n else '-0'}={then.day}"]
-    days = "1 day" if n == 1 else f"{n} days"
+    days = "1 day" if n == 1 else f"{numeral(rng, n, 0.25)} days"
     form = pick(rng, ("what date is {n} before {d}?", "which day is {n} earlier than {d}?", "subtract {n} from {d}",
         "{d} minus {n}?", "today is {d}. What date was it {n} ago?", "go back {n} from {d}", "{n} before {d}?",
         "the party is on {d}, the letters go out {n} before. On which date?"))  # fmt: skip
@@ -406,7 +406,7 @@ def _calendar(rng: Random) -> Made:
         "what day follows {n} days "
         "after {w}?"))  # fmt: skip
     trace = "\n".join([f"{i}:{DAYS[d]}" for i, d in enumerate(there)])
-    days = "1 day" if n == 1 else f"{n} days"
+    days = "1 day" if n == 1 else f"{numeral(rng, n, 0.25)} days"
     question = phrase(rng, capital(form).replace("{n} days", "{d}")).format(w=DAYS[first], d=days)
     return ("weekday", first, -n if back else n, question), question, trace, DAYS[there[-1]]
 

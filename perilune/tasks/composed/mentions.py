@@ -16,7 +16,7 @@ from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn
 from perilune.tasks.wordings import capital, enumerated, in_words
-from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, any_word, listed, made_up
+from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, any_word, compound, listed, made_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,20 @@ _FLAGS: Final = listed("""
     licence deposit delivery lunch shower radio kitchen insurance roof camera alarm guarantee manual charger
     towels cleaning
 """)
+_STATES: Final = tuple(
+    [
+        row.split(":")
+        for row in """
+in stock:is available right now:is sold out at the moment:can be had at once:is out of stock, sorry:have run out of it
+open:is open as usual:is shut today:opens its doors again:stays closed for now:has closed for good
+paid:has been paid in full:still has to be paid:was settled last week:remains unpaid:nobody has paid for it yet
+finished:is done at last:is still being worked on:was completed in time:is not ready yet:will take a while longer
+working:runs fine again:is broken:does its job:does not start any more:stopped last night
+urgent:cannot wait any longer:can wait:has to happen at once:is in no hurry at all:there is plenty of time
+vegetarian:has no meat in it:comes with bacon:is made without meat or fish:contains chicken:is full of beef
+""".strip().split("\n")
+    ]
+)  # key, true, false, true, false, false
 _CODES: Final = ("serial number", "order number", "customer number", "part number", "case number", "reference", "code",
     "ticket number", "invoice number", "plate", "tracking code", "model number", "batch", "member id")  # fmt: skip
 _CHOSEN: Final = ("color", "size", "status", "condition", "mood", "kind", "level", "shape", "grade", "mode")
@@ -150,6 +164,16 @@ def _flag(rng: Random) -> Mention:
     return Mention(named, held, made.text, made.whole)
 
 
+def _state(rng: Random) -> Mention:
+    """True or false by what is said, in other words than the key."""
+    key, yes, no, also, never, nor = pick(rng, _STATES)
+    held = rng.random() < 0.5
+    text = pick(rng, (yes, also) if held else (no, never, nor))
+    if not text.startswith(("nobody", "there")):
+        text = f"{'we' if text.startswith('have') else pick(rng, ('it', 'this one', 'the thing'))} {text}"
+    return Mention(pick(rng, (key, key, f"is {key}")), held, text, True)
+
+
 def _code(rng: Random) -> Mention:
     key, code = pick(rng, _CODES) if rng.random() < 0.8 else _noun(rng), drawn(rng, "code")[1]
     forms = ("the {k} is {n}", "it has the {k} {n}", "please quote {k} {n}", "{n} is its {k}",
@@ -172,7 +196,7 @@ def _moment(rng: Random) -> Mention:
 
 def _choice(rng: Random) -> Mention:
     key = pick(rng, _CHOSEN)
-    worth = pick(rng, _WORTH[key]) if key in _WORTH and rng.random() < 0.7 else any_word(rng)
+    worth = pick(rng, _WORTH[key]) if key in _WORTH and rng.random() < 0.7 else compound(rng)
     forms = ("the {k} is {n}", "its {k} was {n}", "I would call the {k} {n}", "{n} is the {k}",
         "we chose {n} as the {k}", "{k} {n}, as before")  # fmt: skip
     return _made(rng, key, worth, forms, ("{k} {n}", "{k}: {n}", "in {k} {n}", "of {k} {n}", "{n} ({k})"), n=worth)
@@ -183,7 +207,13 @@ def _list(rng: Random) -> Mention:
         rng, ("items", "extras", "colors", "tools", "topics", "guests", "parts", "toppings", "languages", "cities")
     )
     key = made_up(rng) + "s" if rng.random() < 0.2 else key
-    draw = full_name if key == "guests" else any_word if rng.random() < 0.6 else lambda rng: pick(rng, OBJECTS)
+    draw = (
+        full_name
+        if key == "guests"
+        else any_word
+        if rng.random() < 0.6
+        else lambda rng: pick(rng, OBJECTS) if rng.random() < 0.6 else compound(rng)
+    )
     found = list(dict.fromkeys(draw(rng) for _ in range(2 + int(rng.random() * 3))))
     join = pick(rng, (" and ", " and ", ", ", " as well as ", " plus "))
     shown = enumerated([with_article(w) for w in found], join) if draw is any_word and rng.random() < 0.4 else (
@@ -203,7 +233,65 @@ def _called(rng: Random) -> Mention:
     return Mention(pick(rng, ("{k}", "{k}", "{k} name")).format(k=key), name, made.text, made.whole)
 
 
-_KINDS: Final = (_person, _person, _place, _count, _count, _size, _size, _flag, _code, _moment, _choice, _list, _called)
+# What a word is one of: the key is not in the text.
+_SORTS: Final = {key: tuple(found.split(",")) for key, found in (row.split(":") for row in """
+species:herons,otters,red foxes,seals,barn owls,storks,bats,wild boars,deer,swans,moles,crayfish,lynxes,toads
+fruit:pears,plums,red apples,figs,cherries,limes,quinces,peaches
+instrument:cello,trumpet,flute,drums,banjo,bass guitar,harp,church organ
+vehicle:van,tractor,bicycle,moped,minibus,cargo bike,lorry,tram
+material:oak,steel,linen,brass,recycled glass,cork,slate,wool,bamboo
+sport:rowing,judo,table tennis,hockey,fencing,cross-country skiing,handball
+drink:green tea,cider,lemonade,cocoa,tomato juice,espresso
+crop:barley,rye,maize,sugar beet,hops,potatoes,oats
+product:garden hose,desk lamp,kettle,bread knife,tent,phone case,wool blanket,step ladder
+profession:plumber,night nurse,baker,judge,tax adviser,welder,beekeeper
+dish:lentil soup,lasagne,fish pie,goulash,mushroom risotto,pancakes
+furniture:bookcase,armchair,bunk bed,oak table,wardrobe,desk
+tool:chisel,spirit level,drill,tin snips,hand saw,wrench
+subject:algebra,modern history,botany,art,chemistry,Latin
+weather:fog,light rain,hail,heavy snow,sunshine,thunderstorms
+""".strip().split("\n"))}  # fmt: skip
+_GRAMS: Final = listed("flour sugar butter rice salt oats cheese milk cream honey nuts spinach sand cement clay")
+
+
+def _sort(rng: Random) -> Mention:
+    key = pick(rng, tuple(_SORTS))
+    forms = ("we saw {n} there", "they talk about {n}", "this time it was {n}", "it is about {n}", "{n} again",
+        "nothing but {n}", "I ordered {n}", "it says {n}", "she is very fond of {n}", "{n}, of course",
+        "there was a lot of talk about {n}", "they have {n} now")  # fmt: skip
+    thing = pick(rng, _SORTS[key]) if rng.random() < 0.8 else compound(rng)
+    return _made(rng, key, thing, forms, ("with {n}", "{n}", "{n} as usual", "for {n}", "about {n}"), n=thing)
+
+
+def _measured(rng: Random) -> Mention:
+    """Of a thing so much: the key has the thing and the unit."""
+    thing = pick(rng, _GRAMS) if rng.random() < 0.6 else any_word(rng)
+    unit, names = pick(rng, (("g", "g"), ("kg", "kg"), ("ml", "ml"), ("grams", "g"), ("litres", "l"), ("cups", "cups")))
+    n = 1 + int(10 ** (rng.random() * 2.9))
+    forms = ("you need {n} {u} of {k}", "take {n} {u} {k}", "it takes {n} {u} of {k}", "add {n} {u} of {k}")
+    parts = ("{k} {n} {u}", "{n} {u} {k}", "{n} {u} of {k}", "{k}: {n} {u}", "{k} ({n} {u})")
+    made = _made(rng, thing, n, forms, parts, n=str(n), u=unit)
+    return Mention(f"{thing} {names}" if rng.random() < 0.7 else thing, n, made.text, made.whole)
+
+
+_KINDS: Final = (
+    _sort,
+    _measured,
+    _state,
+    _person,
+    _person,
+    _place,
+    _count,
+    _count,
+    _size,
+    _size,
+    _flag,
+    _code,
+    _moment,
+    _choice,
+    _list,
+    _called,
+)
 _OPENINGS: Final = ("Here are the details: ", "Hi, ", "Note: ", "For the file: ", "", "", "", "", "Dear all, ", "FYI ",
     "As discussed, ", "Offer: ", "Hello, just to let you know: ", "To whom it may concern: ", "Update: ")  # fmt: skip
 
@@ -215,7 +303,8 @@ def mentions(rng: Random) -> list[Mention]:
     for _ in range(2 + int(rng.random() * 6)):
         one = pick(rng, _KINDS)(rng)
         parts = set(one.key.rstrip("s").split(" "))
-        if not parts & words and all(str(one.value) not in other.text for other in found):
+        again = one.key in _SORTS and any(other.key in _SORTS for other in found)
+        if not again and not parts & words and all(str(one.value) not in other.text for other in found):
             words |= parts
             found.append(one)
     return found if len(found) > 1 else mentions(rng)

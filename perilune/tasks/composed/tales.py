@@ -320,6 +320,7 @@ def relations(rng: Random, thing: str) -> Story:
     unit, has, more, less, times, ask, both = pick(rng, _SCALES)
     who = ["{r}", pick(rng, _KIN), pick(rng, _THIRD)]
     values, said, letters, small = ["a"], [has.format(who[0], "{a}")], iter("bc"), iter("kj")
+    elided = False
     for i in range(1 if rng.random() < 0.3 else 2):
         roll, before = rng.random(), values[-1]
         if roll < 0.35 and "*" not in before:
@@ -330,10 +331,15 @@ def relations(rng: Random, thing: str) -> Story:
         else:
             letter, up = next(letters), rng.random() < 0.55
             values.append(before + ("+" if up else "-") + letter)
-            said.append((more if up else less).format(who[i + 1], f"{{{letter}}}", who[i]))
-    if rng.random() < 0.2:
+            form = (more if up else less).format(who[i + 1], f"{{{letter}}}", who[i])
+            short = rng.random() < 0.3  # who is meant was said just before
+            said.append(form.removesuffix(f" than {who[i]}") if short else form)
+            elided = elided or short
+    if rng.random() < 0.2 and not elided:
         said = said[::-1]
-    text = pick(rng, (". ", ". ", ", and ", "; ")).join(said)
+    text = pick(rng, (". ", ". ", ", and ", "; ", ", ", ", while ")).join(said)
+    if unit == "years" and rng.random() < 0.4:
+        text = re.sub("} years old(?!er)", "}", text)
     if rng.random() < 0.3 and "(" not in "".join(values):
         pattern, asked = "+".join(values), both.format()
     else:

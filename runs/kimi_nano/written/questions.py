@@ -1,5 +1,6 @@
 """Questions of people about fairy tales: the training split of FairytaleQA (uci-soe/FairytaleQAData, Apache 2.0), where
-the answer stands in the tale word for word and only once.
+the answer stands in the tale word for word and only once. And those about single sentences of encyclopedia and news in
+QAMR (julianmichael/qamr, MIT), where two people gave one answer, with sentences of the same article or others around.
 
 Records: {"family", "source", "text", "question", "first", "end"}: some sentences around the answer, and where in the
 text the answer is. A problem shows the sentence with the answer and some of those beside it.
@@ -16,7 +17,8 @@ from perilune.tasks.problem import Problem, Reply, pick, user
 from perilune.tasks.wordings import careless, phrase
 from runs.kimi_nano.written.utterances import PLACED
 
-FAIRYTALES = "FairytaleQAData"
+FAIRYTALES, SENTENCES = "FairytaleQAData", "qamr"
+MOST_ASKED = 10  # questions of a sentence
 MOST_WORDS = 9  # of an answer
 AROUND = 4  # sentences kept before and after
 LONGEST = 900  # characters of them
@@ -24,7 +26,68 @@ _END: Final = re.compile(r"(?<=[.!?])[\"']*\s+(?=[\"']?[A-Z])")
 
 
 def read(root: Path) -> Iterator[dict[str, Any]]:
-    """The records, if the repository is there."""
+    """The records of the repositories that are there."""
+    yield from _of_tales(root)
+    yield from _of_sentences(root / SENTENCES / "data")
+
+
+_LATIN: Final = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"', "`": "'", "--": "-"}
+
+
+def _written(tokens: list[str]) -> tuple[str, list[int], list[int]]:
+    """The sentence as people write it, and where each of its tokens begins and ends."""
+    text, begins, ends, open_, glued = "", [], [], False, True
+    for token in tokens:
+        shown = _LATIN.get(token, token)
+        quote = shown == '"'
+        tight = re.fullmatch(r"[.,;:?!%)\]]|n't|'\w{1,2}|'", shown) is not None and token != "`"
+        text += "" if glued or tight or (quote and open_) else " "
+        begins.append(len(text))
+        text += shown
+        ends.append(len(text))
+        glued = shown in ("(", "[", "$") or token == "`" or (quote and not open_)
+        open_ ^= quote
+    return text, begins, ends
+
+
+def _of_sentences(data: Path) -> Iterator[dict[str, Any]]:
+    if not (data / "wiki-sentences.tsv").is_file():
+        return
+    known = dict(line.split("\t") for line in (data / "wiki-sentences.tsv").read_text("utf-8").splitlines())
+    articles: dict[str, list[str]] = {}
+    for name in known:
+        articles.setdefault(name.rsplit(":", 2)[0], []).append(name)
+    rng, names = Random(SENTENCES), list(known)
+    asked: dict[str, dict[tuple[int, int], str]] = {}
+    for row in [r for split in ("dev", "test") for r in (data / "filtered" / f"{split}.tsv").read_text().splitlines()]:
+        name, _, _, _, _, question, *given = row.split("\t")
+        answers = [g.rpartition(":")[2] for g in given]
+        spans = [(int(found[0]), int(found[-1])) for a in answers if (found := a.split())]
+        inner = [s for s in spans if s[0] <= spans[0][0] and spans[0][1] <= s[1]]
+        widest = max(inner, key=lambda s: s[1] - s[0], default=None)
+        if len(inner) > 1 and widest and widest[1] - widest[0] < MOST_WORDS and len(question.split()) > 3:
+            asked.setdefault(name, {}).setdefault(widest, _written(question.split())[0])
+    for name, spans_asked in sorted(asked.items()):
+        text, begins, ends = _written(known[name].split())
+        near = [n for n in articles[name.rsplit(":", 2)[0]] if n != name]
+        chosen = sorted(spans_asked.items(), key=lambda item: -len(item[1]))[:MOST_ASKED]
+        for (first, last), question in chosen if len(text) < LONGEST // 2 else ():
+            answer = text[begins[first] : ends[last]]
+            if len(re.findall(rf"(?<!\w){re.escape(answer)}(?!\w)", text)) != 1 or "{" in text + question:
+                continue
+            around = [_written(known[n].split())[0] for n in (*near[:2], *rng.sample(names, 4))][
+                : 1 + int(rng.random() * 4)
+            ]
+            cut = int(rng.random() * (len(around) + 1))
+            before = "".join([s + " " for s in around[:cut] if answer.lower() not in s.lower()])
+            after = "".join([" " + s for s in around[cut:] if answer.lower() not in s.lower()])
+            if "{" not in before + after:
+                yield {"family": "doc_questions", "source": SENTENCES, "text": before + text + after,
+                       "question": question[:1].upper() + question[1:],
+                       "first": len(before) + begins[first], "end": len(before) + ends[last]}  # fmt: skip
+
+
+def _of_tales(root: Path) -> Iterator[dict[str, Any]]:
     data = root / FAIRYTALES / "data-by-train-split"
     for file in sorted((data / "questions" / "train").glob("*-questions.csv")):
         tale = data / "section-stories" / "train" / file.name.replace("-questions", "-story")
@@ -79,5 +142,5 @@ def problem(record: dict[str, Any], rng: Random, tables: Mapping[str, Any]) -> P
     shown, sentence = text[begin:stop].strip(), text[bounds[one] : bounds[last]].strip()
     form = phrase(rng, pick(rng, PLACED))
     prompt = form.format(t=shown, q=careless(rng, record["question"]))
-    key = ("written", FAIRYTALES, record["question"], shown)
+    key = ("written", record["source"], record["question"], shown)
     return Problem("doc_questions", "train", key, (user(prompt),), Reply(f"{answer}\n{sentence}", answer))

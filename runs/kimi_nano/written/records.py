@@ -32,6 +32,7 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
         "the training split of [FairytaleQA](https://github.com/uci-soe/FairytaleQAData)",
         "Apache 2.0",
     ),
+    questions.SENTENCES: ("[QAMR](https://github.com/julianmichael/qamr)'s questions about sentences", "MIT"),
     utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
     utterances.HOME: ("[requests to a robot at home](https://github.com/xliuhw/NLU-Evaluation-Data)", "CC BY 4.0"),
     utterances.DIALOGUES: (

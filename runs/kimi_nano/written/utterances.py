@@ -233,8 +233,7 @@ def problem(record: dict[str, Any], rng: Random, tables: Table) -> Problem:
     # Of another domain: no tool but their own could be meant by either request.
     both = [asked, _Asked(second, *_varied(second, rng, tables["values"]["values"]), rng, tools)]
     prompt = joined(rng, [one.text for one in both], "train")
-    trace = "\n".join([f"{i}. {one.trace(prompt)}" for i, one in enumerate(both, 1)])
-    reply = Reply(trace, "", tuple(one.call for one in both))
+    reply = Reply("\n".join([one.trace(prompt) for one in both]), "", tuple(one.call for one in both))
     return Problem("tools_multi", "train", key, (user(prompt),), reply, asked.declared(rng, both))
 
 

@@ -28,6 +28,7 @@ from runs.kimi_nano.evaluate import parse_answer
 from runs.kimi_nano.export import export, read_back
 from runs.kimi_nano.model import EAGER, KimiNano, Shape, compiled, int4_grid, route
 from runs.kimi_nano.optim import Optimizer, is_expert, orthogonalise
+from runs.kimi_nano.ranks import start
 from runs.kimi_nano.state import CHECKPOINT, LOG_FILE, TRAINING_FILE, load
 from runs.kimi_nano.tokenizer import count, learn
 from runs.kimi_nano.train import Options, rate_at, train
@@ -239,6 +240,32 @@ def test_resumed_run_equals_an_uninterrupted_one(run: Path, tmp_path: Path) -> N
     (_, first, whole), (_, second, parts) = load(run / CHECKPOINT), load(tmp_path / CHECKPOINT)
     assert first.step == second.step == 4 and whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_two_ranks_learn_from_both_blocks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of two processes is that of one with their blocks one behind the other: gradients, loads of experts."""
+    outs = [tmp_path / name for name in ("two", "one")]
+    for out in outs:
+        out.mkdir()
+        for name in ("tiktoken.model", "tokenizer_config.json", "corpus.npz", "passages.json"):
+            (out / name).write_bytes((run / name).read_bytes())
+    start(2, train, options(outs[0], gpus=2, steps=1), time.monotonic())
+
+    class Joined(Blocks):
+        def _block(self, number: int) -> dict[str, torch.Tensor]:
+            a, b = (super(Joined, self)._block(2 * number + i) for i in range(2))
+            starts = torch.cat((a["starts"], b["starts"][1:] + self.size))
+            return {"stream": torch.cat((a["stream"], b["stream"]), 1), "starts": starts}
+
+    monkeypatch.setattr(trainer, "Blocks", Joined)
+    train(options(outs[1], steps=1), time.monotonic())
+    (_, shared, two), (_, whole, one) = (load(out / CHECKPOINT) for out in outs)
+    assert shared.learnt == whole.learnt and shared.tokens == 2 * whole.tokens == 4096
+    for name, tensor in one.items():
+        if name.startswith(("first", "buffer")):
+            assert torch.allclose(two[name], tensor, rtol=1e-3, atol=1e-7), name
+    stop = json.loads((outs[0] / LOG_FILE).read_text().splitlines()[-1])
+    assert stop["kind"] == "stop" and stop["apart"] == 0.0
 
 
 def test_training_goes_on_from_an_export(run: Path, tmp_path: Path) -> None:

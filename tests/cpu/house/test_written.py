@@ -37,6 +37,12 @@ TALES = [
     "section,text",
     '1,"It was late. The fox hid under the bridge. Then the hare came, and the hare was wet. He was glad. Night fell."',
 ]
+SENTENCES = [(1, 0, "The `` Blue Basin '' -LRB- a pool -RRB- is n't deep ."), (1, 1, "Ida swam there ."),
+             *[(2, i, f"Line {i} is about tea .") for i in range(6)]]  # fmt: skip
+ON_SENTENCES = [
+    "W:x:1:0:0\t2 3\t4\t0\t3\tWhat is n't deep ?\t3\t9:2 3\t8:3",
+    "W:x:1:0:0\t2 3\t4\t1\t3\tWhat is the Blue Basin ?\t6 7\t9:1 2\t8:9",
+]
 
 
 def _action(act: str, slot: str, value: str) -> dict[str, Any]:
@@ -97,6 +103,11 @@ def root(tmp_path: Path) -> Path:
     for folder, name, rows in (("questions", "fox-questions", ASKED), ("section-stories", "fox-story", TALES)):
         (tales / folder / "train").mkdir(parents=True)
         (tales / folder / "train" / f"{name}.csv").write_text("\n".join(rows) + "\n")
+    qamr = tmp_path / questions.SENTENCES / "data"
+    (qamr / "filtered").mkdir(parents=True)
+    (qamr / "wiki-sentences.tsv").write_text("".join(f"W:x:{a}:0:{b}\t{text}\n" for a, b, text in SENTENCES))
+    for split in ("dev", "test"):
+        (qamr / "filtered" / f"{split}.tsv").write_text("\n".join(ON_SENTENCES) + "\n")
     return tmp_path
 
 
@@ -165,12 +176,19 @@ def test_solutions_with_fractions_or_numbers_from_nowhere_are_left_out(root: Pat
 
 
 def test_questions_about_tales_have_their_answer_once_and_the_sentence_in_the_thought(root: Path) -> None:
-    (record,) = questions.read(root)
+    (record,) = [r for r in questions.read(root) if r["source"] == questions.FAIRYTALES]
     assert record["text"][record["first"] : record["end"]] == "under the bridge"
     for seed in range(40):
         made = questions.problem(record, Random(seed), {})
         assert made.reply == Reply("under the bridge\nThe fox hid under the bridge.", "under the bridge")
         assert "The fox hid under the bridge." in made.messages[0]["content"]
+
+
+def test_questions_about_sentences_have_the_widest_answer_that_two_people_gave(root: Path) -> None:
+    (record,) = [r for r in questions.read(root) if r["source"] == questions.SENTENCES]
+    text = record["text"]
+    assert text[record["first"] : record["end"]] == "Blue Basin" and record["question"] == "What isn't deep?"
+    assert 'The "Blue Basin" (a pool) isn\'t deep.' in text and len(text) > 50
 
 
 def test_numbers_drawn_anew_are_those_of_the_text(written: records.Written) -> None:

@@ -314,7 +314,7 @@ def test_questions_are_asked_about_given_passages_of_their_split_only() -> None:
     families = build_families(given)
     for split in SPLITS:
         asked = problems(
-            "doc_questions", split, 400 if split in ("train", "wide") else 200, thinking=False, families=families
+            "doc_questions", split, 480 if split in ("train", "wide") else 200, thinking=False, families=families
         )
         texts = [g for p in asked for g in given if g.split("(")[0] + "(a" in p.messages[0]["content"]]
         assert len(texts) > 60
