@@ -134,6 +134,16 @@ __device__ __forceinline__ void store_in(uint32_t address, float v) {
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// All warps of a CTA of THREADS; the one that has made its mbarriers, with `made`, does not wait for the others. One of
+// its lanes makes them: where each lane makes one, the machine code is a loop over lanes, some 40 clocks a barrier.
+template <int THREADS>
+__device__ __forceinline__ void barriers_known(bool made) {
+  if (made) {
+    asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory");
+  } else {
+    asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
+  }
+}
 
 // Moves registers between the warpgroups of a CTA: how many each thread of the calling one keeps.
 template <int count>

@@ -80,7 +80,10 @@ CASES = [
         for t in (1, 4, 16, 64)
         for n, fp8 in ((2, True), (4, True), (8, t > 1))
     ),
-    Case(1, K2.top_k, 48, K2.hidden, K2.width // 8, compact=True, S=K2.width // 8, shared_fp8=True, big=True),
+    *(
+        Case(1, K2.top_k, 48, K2.hidden, K2.width // n, compact=True, S=K2.width // n, shared_fp8=True, big=True)
+        for n in (4, 8)
+    ),
     Case(3, K2.top_k, 48, K2.hidden, K2.width // 4, S=K2.width // 4, big=True),
     Case(16, K2.top_k, 48, K2.hidden, K2.width // 8, big=True),
     Case(200, 1, 8, K2.hidden, K2.width // 8, to_one=True, S=K2.width // 8, big=True),

@@ -29,6 +29,7 @@ constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROP
 constexpr int TILES = ROWS / TILE, ROUNDS = ROWS / ROWS_Q;
 constexpr int COLUMNS = LATENT / 2;  // of W_UK, of a CTA
 constexpr int QUADS = HIDDEN / 4, PIECE = (QUADS + CTAS - 1) / CTAS, PIECES = (QUADS + PIECE - 1) / PIECE;
+constexpr int USUAL_PARTS = 9;    // of x: experts chosen for a token, and the shared one
 constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
@@ -114,10 +115,16 @@ __device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int 
   float4 sum = make_float4(0, 0, 0, 0);
   if (a.wide) {
     const float4* from = static_cast<const float4*>(a.x) + token * a.parts * QUADS + quad;
-#pragma unroll 9
-    for (int p = 0; p < a.parts; p++) {
+    const auto add = [&](int p) {
       const float4 v = __ldcg(from + p * QUADS);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    };
+    if (a.parts == USUAL_PARTS) {
+#pragma unroll
+      for (int p = 0; p < USUAL_PARTS; p++) add(p);
+    } else {
+#pragma unroll 4
+      for (int p = 0; p < a.parts; p++) add(p);
     }
   } else {
     const uint2 v = __ldcg(static_cast<const uint2*>(a.x) + token * QUADS + quad);
@@ -127,59 +134,17 @@ __device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int 
   return sum;
 }
 
-// A token's exchange in this CTA: its number, and whether it may wait. Read after the predecessor's end.
+// A token's exchange in this CTA: the number of the one before, and 0 if it may wait. Read after the predecessor's end,
+// and not used before other reads are on their way.
 struct Turn {
-  uint32_t epoch;
-  bool patient;
+  uint32_t before, failed;
 };
 __device__ __forceinline__ uint32_t* count_of(const Peers& peers, int token) {
   return peers.control + BEFORE_COUNTS + token * MAX_CTAS + blockIdx.x;
 }
 __device__ __forceinline__ Turn turn_of(const Peers& peers, int token) {
-  return {*static_cast<const volatile uint32_t*>(count_of(peers, token)) + 1,
-          *static_cast<const volatile uint32_t*>(peers.control) == 0};
-}
-
-// The sum over ranks, in their order, of `own` rounded, by a lane. NaN if a peer's does not come.
-__device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4& own, int token, int quad,
-                                               const Turn& turn) {
-  const uint32_t epoch = turn.epoch;
-  const int at = BEFORE_WORDS + token * TOKEN_WORDS + quad, rank = peers.rank, ranks = peers.ranks;
-  const uint4 out = make_uint4(narrow(own.x, own.y), epoch, narrow(own.z, own.w), epoch);
-  uint4 got[MAX_RANKS];
-#pragma unroll
-  for (int r = 0; r < MAX_RANKS; r++) {
-    got[r] = out;
-    if (r >= ranks || r == rank) continue;
-    send(peers.word(r, rank, epoch, at), out);
-    got[r].y = ~epoch;
-  }
-  uint64_t begin = 0;
-  for (int polls = 1;; polls++) {
-    int missing = -1;
-#pragma unroll
-    for (int r = 0; r < MAX_RANKS; r++) {
-      if (!arrived_word(got[r], epoch)) got[r] = look(peers.word(rank, r, epoch, at));
-    }
-#pragma unroll
-    for (int r = 0; r < MAX_RANKS; r++) {
-      if (!arrived_word(got[r], epoch)) missing = r;
-    }
-    if (missing < 0) break;
-    if (too_long(peers, polls, begin, turn.patient)) {
-      if (turn.patient) report(peers, missing);
-      const float nan = __uint_as_float(NAN_PAIR);
-      return make_float4(nan, nan, nan, nan);
-    }
-  }
-  float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-  for (int r = 0; r < MAX_RANKS; r++) {
-    if (r >= ranks) break;
-    const float2 low = widen(got[r].x), high = widen(got[r].z);
-    sum.x += low.x, sum.y += low.y, sum.z += high.x, sum.w += high.y;
-  }
-  return sum;
+  return {*static_cast<const volatile uint32_t*>(count_of(peers, token)),
+          *static_cast<const volatile uint32_t*>(peers.control)};
 }
 
 // All threads but the copying warp's.
@@ -192,6 +157,26 @@ __device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier,
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
                "r"(remote)
                : "memory");
+}
+
+// By all threads: barriers, `publishing` of whose arrivals complete `published`. The copying warp makes them and goes on.
+template <typename P, typename Shared>
+__device__ __forceinline__ void make_barriers(Shared& shared, bool copies, int publishing) {
+  if (copies) {
+    if (elected()) {
+#pragma unroll
+      for (int n = 0; n < P::STAGES; n++) barrier_init(&shared.full[n], 1), barrier_init(&shared.empty[n], WARPS);
+      barrier_init(&shared.published, publishing), barrier_init(&shared.handed, 1);
+      barriers_visible();
+    }
+    __syncwarp();
+  }
+  if (P::SPLIT == 2) {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_wait();  // the barriers are there, and the other's memory
+  } else {
+    barriers_known<THREADS>(copies);
+  }
 }
 
 // What the copying warp does.
@@ -232,7 +217,7 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
       barrier_wait(&shared.full[landed], landed_phase);
       if (++landed == P::STAGES) landed = 0, landed_phase ^= 1;
     }
-    barrier_wait_to_refill(&shared.empty[stage], phase);
+    if (n >= P::STAGES) barrier_wait_to_refill(&shared.empty[stage], phase);
     uint64_t* barrier = &shared.full[stage];
     uint8_t* to = memory + stage * P::SLOT;
     barrier_expect(barrier, rows * span);

@@ -99,6 +99,49 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
   }
 }
 
+// The sum over ranks, in their order, of `own` rounded, by a lane. NaN if a peer's does not come.
+__device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4& own, int token, int quad,
+                                               const Turn& turn) {
+  const uint32_t epoch = turn.before + 1;
+  const bool patient = turn.failed == 0;
+  const int at = BEFORE_WORDS + token * TOKEN_WORDS + quad, rank = peers.rank, ranks = peers.ranks;
+  const uint4 out = make_uint4(narrow(own.x, own.y), epoch, narrow(own.z, own.w), epoch);
+  uint4 got[MAX_RANKS];
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    got[r] = out;
+    if (r >= ranks || r == rank) continue;
+    send(peers.word(r, rank, epoch, at), out);
+    got[r].y = ~epoch;
+  }
+  uint64_t begin = 0;
+  for (int polls = 1;; polls++) {
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) got[r] = look(peers.word(rank, r, epoch, at));
+    }
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      if (!arrived_word(got[r], epoch)) missing = r;
+    }
+    if (missing < 0) break;
+    if (too_long(peers, polls, begin, patient)) {
+      if (patient) report(peers, missing);
+      const float nan = __uint_as_float(NAN_PAIR);
+      return make_float4(nan, nan, nan, nan);
+    }
+  }
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int r = 0; r < MAX_RANKS; r++) {
+    if (r >= ranks) break;
+    const float2 low = widen(got[r].x), high = widen(got[r].z);
+    sum.x += low.x, sum.y += low.y, sum.z += high.x, sum.w += high.y;
+  }
+  return sum;
+}
+
 // By a warp: adds a token's x to this CTA's piece of the residual and publishes it, times the norm's weights, of which
 // each lane that `publishes` has four.
 template <typename W, bool EXCHANGES>
@@ -106,11 +149,11 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
                                            bool publishes) {
   const int lane = threadIdx.x % 32;
   float squares = 0;
+  const Turn exchange = EXCHANGES ? turn_of(a.peers, token) : Turn{};
   if (publishes) {
     const int quad = blockIdx.x * PIECE + lane;
     uint2* mine = reinterpret_cast<uint2*>(a.residual) + token * QUADS + quad;
     const uint2 old = __ldcg(mine);
-    const Turn exchange = EXCHANGES ? turn_of(a.peers, token) : Turn{};
     float4 sum = sum_of_parts(a, token, quad);
     if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, token, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
@@ -122,11 +165,11 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *mine = fresh;
   }
   __syncwarp();
-  if (EXCHANGES && lane == 0) ++*count_of(a.peers, token);
   squares = warp_sum(squares);
   if (lane == 0) {
     if (blockIdx.x < PIECES) publish(a.mailbox->pieces, turn, token, blockIdx.x, __float_as_uint(squares));
     barrier_arrive(&published);
+    if (EXCHANGES) *count_of(a.peers, token) = exchange.before + 1;
   }
 }
 
@@ -224,11 +267,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tid = threadIdx.x, cta = blockIdx.x, head = cta / SPLIT, rank = SPLIT == 2 ? cluster_rank() : cta % SPLIT;
   const bool has_head = head < a.H;
-  if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
-  if (tid == 32) barrier_init(&shared.published, T), barrier_init(&shared.handed, 1);
-  barriers_visible();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  cluster_wait();  // the barriers are there, and the other's memory
+  make_barriers<P>(shared, warp == WARPS, T);
   if (warp == WARPS) {
     copy<P>(a, shared, memory);
     __syncwarp();

@@ -60,6 +60,7 @@ struct Shared {
   float sums[WARPS][TILE], q_sums[KS_Q][P::TILES][TILE], q_scales[P::ROWS], squares[INNER_WARPS];
   uint32_t most[INNER_WARPS];
   float x_scale, x_raise;
+  uint2 parts[MAX_RANKS][PIECE];  // of x, of each rank
   __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];  // the other CTA's; of more, all
   uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
 };
@@ -86,21 +87,69 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
   if (t == 0) to[g] = v;
 }
 
-// By a warp: adds x to this CTA's piece of the residual and publishes it, times the norm's weights, of which each lane
-// that `publishes` has four.
-template <bool RAISED, bool EXCHANGES>
-__device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, uint32_t tag, uint2 weight,
+// By warps 0 to ranks - 1, one for each rank: sends this rank's part of the CTA's piece there and waits for that rank's.
+// All parts are rounded and meet in shared memory, NaN instead of one that does not come. One warp for all ranks took some
+// 300 instructions for their addresses and tests. Warp 0 has the sum, in the order of ranks, and `epoch`.
+__device__ __forceinline__ float4 sum_of_ranks(const Args& a, uint2 (&parts)[MAX_RANKS][PIECE], int quad, bool publishes,
+                                               uint32_t& epoch) {
+  const Peers& peers = a.peers;
+  const int lane = threadIdx.x % 32, at = BEFORE_WORDS + quad, other = threadIdx.x / 32, ranks = peers.ranks;
+  const Turn turn = turn_of(peers, 0);
+  const float4 own = publishes ? sum_of_parts(a, 0, quad) : float4{};
+  epoch = turn.before + 1;
+  if (publishes) {
+    uint4 v = make_uint4(narrow(own.x, own.y), epoch, narrow(own.z, own.w), epoch);
+    if (other != peers.rank) {
+      send(peers.word(other, peers.rank, epoch, at), v);
+      const uint4* from = peers.word(peers.rank, other, epoch, at);
+      const bool patient = turn.failed == 0;
+      uint64_t begin = 0;
+      for (int polls = 1; !arrived_word(v = hopper::look(from), epoch); polls++) {
+        if (too_long(peers, polls, begin, patient)) {
+          if (patient) report(peers, other);
+          v.x = v.z = NAN_PAIR;
+          break;
+        }
+      }
+    }
+    parts[other][lane] = make_uint2(v.x, v.z);
+  }
+  __syncwarp();
+  named_sync(4, ranks * 32);
+  float4 sum = make_float4(0, 0, 0, 0);
+  if (other == 0 && publishes) {
+    uint2 v[MAX_RANKS];
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) v[r] = parts[r][lane];
+#pragma unroll
+    for (int r = 0; r < MAX_RANKS; r++) {
+      const float2 low = widen(v[r].x), high = widen(v[r].y);
+      if (r < ranks) sum.x += low.x, sum.y += low.y, sum.z += high.x, sum.w += high.y;
+    }
+  }
+  return sum;
+}
+
+// By warp 0, of several ranks by one for each: adds x to this CTA's piece of the residual and publishes it, times the
+// norm's weights, of which each lane that `publishes` has four.
+template <bool RAISED, bool EXCHANGES, typename Shared>
+__device__ __forceinline__ void publish_piece(const Args& a, Shared& shared, uint32_t tag, uint2 weight,
                                               bool publishes) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, quad = blockIdx.x * PIECE + lane;
   float squares = 0;
   uint2 y = make_uint2(0, 0);
+  uint2* at = reinterpret_cast<uint2*>(a.residual) + quad;
+  uint2 old = y;
+  if (publishes) old = __ldcg(at);
+  uint32_t epoch = 0;
+  float4 sum;
+  if (EXCHANGES) {
+    sum = sum_of_ranks(a, shared.parts, quad, publishes, epoch);
+    if (threadIdx.x >= 32) return;
+  } else if (publishes) {
+    sum = sum_of_parts(a, 0, quad);
+  }
   if (publishes) {
-    const int quad = blockIdx.x * PIECE + lane;
-    uint2* at = reinterpret_cast<uint2*>(a.residual) + quad;
-    const uint2 old = __ldcg(at);
-    const Turn exchange = EXCHANGES ? turn_of(a.peers, 0) : Turn{};
-    float4 sum = sum_of_parts(a, 0, quad);
-    if (EXCHANGES) sum = sum_of_ranks(a.peers, sum, 0, quad, exchange);
     const float2 c = widen(old.x), d = widen(old.y);
     const uint2 fresh = make_uint2(narrow(c.x + sum.x, c.y + sum.y), narrow(d.x + sum.z, d.y + sum.w));
     y = make_uint2(times(fresh.x, weight.x), times(fresh.y, weight.y));
@@ -109,13 +158,13 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
     *at = fresh;
   }
   __syncwarp();
-  if (EXCHANGES && lane == 0) ++*count_of(a.peers, 0);
   squares = warp_sum(squares);
   const uint32_t most = RAISED ? most_of(y.x, y.y) : 0;
   if (lane == 0) {
     const int piece = blockIdx.x;
     if (piece < PIECES) publish(a.mailbox->pieces + piece * 2, word(tag, __float_as_uint(squares)), word(tag, most));
-    barrier_arrive(&published);
+    barrier_arrive(&shared.published);
+    if (EXCHANGES) *count_of(a.peers, 0) = epoch;
   }
 }
 
@@ -216,11 +265,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tid = threadIdx.x, cta = blockIdx.x, head = cta / SPLIT, rank = SPLIT == 2 ? cluster_rank() : cta % SPLIT;
   const bool has_head = head < a.H;
-  if (tid < P::STAGES) barrier_init(&shared.full[tid], 1), barrier_init(&shared.empty[tid], WARPS);
-  if (tid == 32) barrier_init(&shared.published, 1), barrier_init(&shared.handed, 1);
-  barriers_visible();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  cluster_wait();  // the barriers are there, and the other's memory
+  make_barriers<P>(shared, warp == WARPS, 1);
   if (warp == WARPS) {
     copy<P>(a, shared, memory);
     __syncwarp();
@@ -229,9 +274,9 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   }
   // What is asked for after the weights arrives after them, some microseconds later: what is small is asked for now.
   const int group = warp / KS_A, in_group = tid % (KS_A * 32), first = (cta + group * CTAS) * TILE;
-  const bool publishes = warp == 0 && lane < PIECE && cta * PIECE + lane < QUADS;
+  const bool publishes = lane < PIECE && cta * PIECE + lane < QUADS;
   uint2 weight = make_uint2(0, 0), q_weight = weight;
-  if (publishes) weight = __ldg(reinterpret_cast<const uint2*>(a.norm) + cta * PIECE + lane);
+  if (publishes && warp == 0) weight = __ldg(reinterpret_cast<const uint2*>(a.norm) + cta * PIECE + lane);
   if (tid < INNER_QUADS) q_weight = __ldg(reinterpret_cast<const uint2*>(a.q_norm) + tid);
   float2 scale = make_float2(1, 1);
   if (RAISED && in_group < TILE / 2) scale = *reinterpret_cast<const float2*>(a.scale_a + first + in_group * 2);
@@ -251,7 +296,9 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     const int angle = rank * ROPE_ROWS / 2 + lane;
     cosine = a.rows.cos[angle], sine = a.rows.sin[angle];
   }
-  if (warp == 0) publish_piece<RAISED, EXCHANGES>(a, shared.published, tag, weight, publishes);
+  if (warp < (EXCHANGES ? static_cast<int>(a.peers.ranks) : 1)) {
+    publish_piece<RAISED, EXCHANGES>(a, shared, tag, weight, publishes);
+  }
   take_x<W>(a, shared, xs, tag);
   if (scaled) shared.q_scales[tid] = row_scale;
   __syncwarp();
@@ -318,6 +365,15 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   meet();
   if (cta == 0 && tid == 0) a.mailbox->launches = tag;
   if (tid == 0) barrier_expect(&shared.handed, NOPE_ROWS * 2);
+  float q_scale = 0;  // before the products, while the last weights may still be on their way
+  if (SPLIT == 2 || warp < 2) {
+    float squares = 0;
+    uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < INNER_WARPS; n++) squares += shared.squares[n], most = max(most, shared.most[n]);
+    q_scale = rsqrtf(squares / INNER + a.rows.eps);
+    if (RAISED) q_scale *= stream::power_of_two(254 - stream::raise_exponent(most));
+  }
   {
     const Value* x[1] = {X::from(qs, 0, 1, 0) + warp % KS_Q * SHARE};
     const uint8_t* mine = memory + (warp / KS_Q * TILE + g) * P::PITCH_Q + warp % KS_Q * SHARE * W::BYTES + 16 * t;
@@ -334,12 +390,6 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
       if (P::TILES % GROUPS_Q == 0 || tile < P::TILES) store(acc, shared.q_sums[warp % KS_Q][tile]);
     }
   }
-  float squares = 0;
-  uint32_t most = 0;
-#pragma unroll
-  for (int n = 0; n < INNER_WARPS; n++) squares += shared.squares[n], most = max(most, shared.most[n]);
-  float q_scale = rsqrtf(squares / INNER + a.rows.eps);
-  if (RAISED) q_scale *= stream::power_of_two(254 - stream::raise_exponent(most));
   meet();
   // Rows n and n + 1 of this CTA's, rounded as the projection's output.
   const auto pair = [&](int n) {

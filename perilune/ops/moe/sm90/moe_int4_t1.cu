@@ -38,9 +38,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using typename Base::Window;
   using Base::ask;
   using Base::barriers;
+  using Base::before;
   using Base::bf16_at;
   using Base::choice_of;
   using Base::CONSUMERS;
+  using Base::dealt;
   using Base::meet_all;
   using Base::memory;
   using Base::other_half;
@@ -55,15 +57,20 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base::SHARE;
   using Base::SLOT;
   using Base::stage;
+  using Base::stage_both;
   using Base::stage_fresh;
   using Base::UNIT_ROWS;
   using Base::WARPS;
 
+  static constexpr bool BOTH = !GATE_UP && EARLY;
+  static constexpr int MOST_SLOTS = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
+
   // ---- the copying warp ----
 
-  static __device__ void produce(const Args& a, const Maps& maps, Range shared_units) {
+  static __device__ void produce(const Args& a, const Maps& maps, Range shared_units, Asked asked, Range own) {
     const int lane = threadIdx.x % 32;
     int into = 0, phase = 1, buffer = 0;
+    bool refills = false;  // slots that have been filled before
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
     bool planned = false;
@@ -73,7 +80,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_arrived = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
-      plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1});
+      plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1}, own);
       ahead = take();
       planned = true;
     };
@@ -87,14 +94,14 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
-        barrier_wait_to_refill(&barriers().empty[into], phase);
+        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);  // its fence may wait for loads, as of ids
         if (elected()) {
           const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
           const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
           if (GATE_UP && n == 0) barriers().taken[into] = taken;
           barrier_expect(barrier, SLOT + scales + factors);
           uint8_t* slot = memory(into * SLOT);
-          const int row = static_cast<int>(first), chunk = n * (PIECE / a.chunk);
+          const int row = static_cast<int>(first), chunk = n * (a.chunk == 128 ? PIECE / 128 : PIECE / 64);
           tensor_load_once(slot, &map, 0, row, chunk, barrier);
           if (GATE_UP) tensor_load_once(slot + SLOT / 2, &map, 0, row + static_cast<int>(w.second), chunk, barrier);
           uint8_t* to = memory(a.held) + buffer * a.block;
@@ -109,7 +116,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
           }
         }
         __syncwarp();
-        if (++into == a.slots) into = 0, phase ^= 1;
+        if (++into == a.slots) into = 0, phase ^= 1, refills = true;
         if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
           plan_if_arrived(heard);
           heard = mailbox::glance_choice(a.mailbox, a.k);
@@ -117,18 +124,15 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       }
       if (++buffer == a.scale_buffers) buffer = 0;
     };
-    // down has its ids before its activations, gate_up those of the shared expert before its ids.
-    Asked asked{};
-    if (!GATE_UP) {
-      let_successor_start();
-      asked = ask(a);
-      if (shared_units.first == shared_units.end) plan(a, asked);
-    }
+    // Ids arrive while the shared expert's weights are asked for, unless the ring cannot hold those.
+    const int shared_slots = (shared_units.end - shared_units.first) * divide_up(a.shared.row, PIECE);
+    const bool plans_first = shared_slots == 0 || (BOTH && shared_slots > a.slots);
+    if (!GATE_UP && plans_first) plan(a, asked, own);
     for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
-    if (!GATE_UP && shared_units.first < shared_units.end) plan(a, asked);
+    if (!GATE_UP && !plans_first) plan(a, asked, own);
     if (GATE_UP && !a.launch) {
       wait_for_predecessor();
-      plan(a, ask(a));
+      plan(a, ask(a), own);
       ahead = take();
     }
     while (GATE_UP && a.launch && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
@@ -200,6 +204,13 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     } else {
       wait();
     }
+    int staged = -1;
+    if constexpr (BOTH) {
+      barrier_wait(&barriers().planned, 0);
+      const Plan& p = plan_of();
+      if (p.units.first < p.units.end) staged = p.chosen[choice_of(a, p.units.first)].number;
+      stage_both(a, staged < 0 ? nullptr : a.in + staged * a.K, shared_units.first < shared_units.end);
+    }
     if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
       if (lane == 0) *a.counter = 0;
       if (a.launch) mailbox::wipe(a.mailbox);
@@ -207,9 +218,9 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     for (int u = shared_units.first; u < shared_units.end; u++) {
       float total[4];
       if (a.shared.factor == nullptr) {
-        Base::template dense_tile<false>(a, buffer, window, from, phase, total);
+        Base::template dense_tile<false, BOTH>(a, buffer, window, from, phase, total);
       } else {
-        Base::template dense_tile<true>(a, buffer, window, from, phase, total);
+        Base::template dense_tile<true, BOTH>(a, buffer, window, from, phase, total);
       }
       if (++buffer == a.scale_buffers) buffer = 0;
       if (!GATE_UP || !a.launch) wait();  // after "x is ready" it may write: all readers of the old values have ended
@@ -232,7 +243,6 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     const int row_upper = GATE_UP ? rt * 8 + g : rt * 16 + g, rows_between = GATE_UP ? RT * 8 : 8;
     const int near = place(a, ks, rt, lane % 16, lane / 16), far = other_half(a, near);
     const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + own / (COMPACT ? 16 : 8);
-    int staged = -1;
     for (int u = units.first; GATE_UP || u < units.end; u++) {
       if constexpr (GATE_UP) {
         barrier_wait(&barriers().full[from], phase);
@@ -309,18 +319,31 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   }
 
   static __device__ void run(const Args& a, const Maps& maps) {
-    const int shared_all = a.shared.tiles / RT;
-    const int64_t G = gridDim.x, c = blockIdx.x;
-    const Range shared_units{static_cast<int>(c * shared_all / G), static_cast<int>((c + 1) * shared_all / G)};
-    if (threadIdx.x < a.slots) {
-      barrier_init(&barriers().full[threadIdx.x], 1);
-      barrier_init(&barriers().empty[threadIdx.x], WARPS);
+    const int shared_all = a.shared.tiles / RT, c = blockIdx.x;
+    const Range shared_units{before(a, c, shared_all), before(a, c + 1, shared_all)};
+    const bool copies = threadIdx.x >= CONSUMERS;
+    Asked asked{};
+    Range own{0, 0};
+    if (!GATE_UP && copies) {  // down has its ids before its activations
+      let_successor_start();
+      asked = ask(a);
+      own = dealt(a);
     }
-    if (threadIdx.x == 31) barrier_init(&barriers().planned, 1);
-    barriers_visible();
-    __syncthreads();
-    if (threadIdx.x >= CONSUMERS) {
-      produce(a, maps, shared_units);
+    if (copies) {
+      if (elected()) {
+#pragma unroll
+        for (int n = 0; n < MOST_SLOTS; n++) {
+          barrier_init(&barriers().full[n], 1);
+          barrier_init(&barriers().empty[n], WARPS);
+        }
+        barrier_init(&barriers().planned, 1);
+        barriers_visible();
+      }
+      __syncwarp();
+    }
+    barriers_known<Base::THREADS>(copies);
+    if (copies) {
+      produce(a, maps, shared_units, asked, own);
     } else {
       consume(a, shared_units);
     }
@@ -355,9 +378,9 @@ int start(Args a, int sms, void* stream) {
     a.slots = slots;
     // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
     a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
-    return K::arrange(a) <= MOST;
+    return K::arrange(a, K::BOTH) <= MOST;
   };
-  int slots = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
+  int slots = K::MOST_SLOTS;
   while (slots > 2 && !fits(slots)) slots--;
   if (!fits(slots) || a.k > MAX_CHOICES || a.routed.tiles < 2 * RT) return -1;
   const int64_t per_expert = a.routed.tiles / RT;
@@ -367,8 +390,9 @@ int start(Args a, int sms, void* stream) {
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
     return -1;
   }
+  K::deal(a, ctas);
   return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
-                K::arrange(a), stream, 1, a, maps);
+                K::arrange(a, K::BOTH), stream, 1, a, maps);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
@@ -421,6 +445,7 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   a.weights = static_cast<const float*>(weights);
   a.out = y;
   a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
+  a.S = static_cast<int>(S);
   a.routed_rows = D * E, a.shared_rows = D;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);

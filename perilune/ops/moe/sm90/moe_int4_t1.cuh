@@ -28,8 +28,9 @@ struct Args {
   const float* weights;   // [k]; down only
   void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
   bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
-  int k, E, K, P;
-  uint32_t reciprocal;  // of the units of an expert, times 2^32, rounded up
+  int k, E, K, P, S;
+  uint32_t reciprocal, per_cta;  // of the units of an expert, of the CTAs; times 2^32, rounded up
+  int64_t each, each_shared;     // down: routed units of a CTA, those worth a shared one; times 2^20
   int64_t routed_rows, shared_rows;
   uint32_t* mailbox;    // router_mailbox.cuh; down makes it zero again
   uint32_t launch;    // of the router that publishes its choice; 0: gate_up waits for its predecessor
@@ -43,6 +44,7 @@ struct Args {
   int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
   int xs_bytes;                  // of staged activations
   int sums, starts, xs, held;    // where they lie in shared memory, behind the ring
+  int xs_shared;                 // activations of the shared expert: xs, or their own place beside it
 };
 
 // The matrices as copied: chunks of 64 or 128 bytes of a row, rows, chunks of a row.
@@ -98,20 +100,28 @@ struct OneToken {
   // Of all (choice, unit). Dividing by a variable would cost the copying warp more than asking for a slot.
   static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
 
-  // Those that bring this CTA's bytes, its shared units counted, to an equal part of all bytes.
-  static __device__ Range routed_units(const Args& a, int all) {
-    const int64_t G = gridDim.x, c = blockIdx.x, shared = a.shared.tiles / RT;
-    const int64_t wide = a.shared.row, narrow = a.routed.row + a.scale_row;
-    const int64_t bytes = shared * wide + all * narrow;
-    // The equal part must hold a CTA's shared units, and may not be mostly theirs.
-    if (bytes / G <= wide * ((shared + G - 1) / G) + 1 || shared * wide > bytes / 2) {
-      return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
-    }
-    auto bound = [&](int64_t n) {
-      int64_t left = n * bytes / G - wide * (n * shared / G);
-      return static_cast<int>(min(max((left + narrow / 2) / narrow, int64_t(0)), int64_t(all)));
+  // How many of so many a CTA's predecessors have.
+  static __device__ __forceinline__ int before(const Args& a, int cta, int all) { return __umulhi(cta * all, a.per_cta); }
+
+  // down: the units of all k choices that bring this CTA's bytes, its shared units counted, to an equal part of all
+  // bytes. While a CTA divided here, it asked for its first weights some 1,500 clocks after its ids.
+  static __device__ __forceinline__ Range dealt(const Args& a) {
+    const int shared = a.shared.tiles / RT, all = a.k * (a.routed.tiles / RT);
+    auto bound = [&](int n) {
+      if (n == static_cast<int>(gridDim.x)) return all;
+      const int64_t at = n * a.each - before(a, n, shared) * a.each_shared;
+      return min(max(static_cast<int>((at + (1 << 19)) >> 20), 0), all);
     };
-    return {bound(c), bound(c + 1)};
+    return {bound(blockIdx.x), bound(blockIdx.x + 1)};
+  }
+  // What that divides, on the host.
+  static void deal(Args& a, int64_t ctas) {
+    const int64_t shared = a.shared.tiles / RT, wide = a.shared.row, narrow = a.routed.row + a.scale_row;
+    const int64_t routed = a.k * (a.routed.tiles / RT) * narrow, bytes = shared * wide + routed;
+    // The equal part must hold a CTA's shared units, and may not be mostly theirs.
+    const bool even = bytes / ctas <= wide * ((shared + ctas - 1) / ctas) + 1 || shared * wide > bytes / 2;
+    a.per_cta = static_cast<uint32_t>(((int64_t(1) << 32) + ctas - 1) / ctas);
+    a.each = ((even ? routed : bytes) << 20) / (ctas * narrow), a.each_shared = even ? 0 : (wide << 20) / narrow;
   }
 
   // Of choice `lane` of the token; -1 where there is none.
@@ -129,15 +139,17 @@ struct OneToken {
     return v;
   }
 
-  // The token's choices, each an expert of its own; an id that is no expert is passed over.
-  static __device__ void plan(const Args& a, Asked v) {
+  // The token's choices, each an expert of its own; an id that is no expert is passed over. `own`: this CTA's units of all
+  // choices if none is; with fewer all CTAs have equal numbers.
+  static __device__ void plan(const Args& a, Asked v, Range own) {
     Plan& p = plan_of();
     const int lane = threadIdx.x % 32, per_expert = a.routed.tiles / RT;
     const bool valid = static_cast<unsigned>(v.expert) < static_cast<unsigned>(a.E);
     const unsigned found = __ballot_sync(~0u, valid);
     const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
     if (valid) p.chosen[s] = Chosen{v.expert, lane, v.weight};
-    if (lane == 0) p.units = GATE_UP ? Range{0, all} : routed_units(a, all);
+    if (!GATE_UP && all != a.k * per_expert) own = {before(a, blockIdx.x, all), before(a, blockIdx.x + 1, all)};
+    if (lane == 0) p.units = GATE_UP ? Range{0, all} : own;
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().planned);
   }
@@ -170,6 +182,25 @@ struct OneToken {
           reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
         }
       }
+    }
+    meet_all();
+  }
+
+  // down of a slice: as `stage`, h of a choice, if there is one, and of the shared expert, where this CTA has of that, in
+  // one round trip.
+  static __device__ __forceinline__ void stage_both(const Args& a, const bf16* chosen, bool shared) {
+    static_assert(CONSUMERS / 2 * 8 >= EARLY_WIDTH);
+    const bool second = threadIdx.x >= CONSUMERS / 2;
+    const int piece = threadIdx.x % (CONSUMERS / 2);
+    const bf16* from = second ? a.in_shared : chosen;
+    if ((second ? shared : chosen != nullptr) && piece < (second ? a.S : a.K) / 8) {
+      const uint4 held = __ldcg(reinterpret_cast<const uint4*>(from) + piece);
+      *reinterpret_cast<uint4*>(memory(second ? a.xs_shared : a.xs) + piece * 16) = raised(held, RAISED / 16);
+      const unsigned quad = 0xfu << (threadIdx.x & 28);
+      float sum = total(held);
+      sum += __shfl_xor_sync(quad, sum, 1);
+      sum += __shfl_xor_sync(quad, sum, 2);
+      if (!second && piece % 4 == 0) reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
     }
     meet_all();
   }
@@ -272,8 +303,8 @@ struct OneToken {
     return __bfloat162float(*reinterpret_cast<const bf16*>(at));
   }
 
-  // total = a tile of the shared expert times x.
-  template <bool FP8>
+  // total = a tile of the shared expert times x. STAGED: x is there.
+  template <bool FP8, bool STAGED>
   static __device__ __forceinline__ void dense_tile(const Args& a, int buffer, Window& window, int& from, int& phase,
                                                     float (&total)[4]) {
     constexpr int EACH = FP8 ? 2 : 1;    // 16 bytes of x that meet 16 bytes of weights
@@ -287,7 +318,7 @@ struct OneToken {
     float upper = FP8 ? 1 : 1 / RAISED, lower = upper;
     for (int n = 0; n < slots; n++) {
       const int piece = n * SLOT_PIECES;
-      if (piece < window.first || min(piece + SLOT_PIECES, all) > window.end) {
+      if (!STAGED && (piece < window.first || min(piece + SLOT_PIECES, all) > window.end)) {
         if (window.end > 0) meet_all();  // every warp is done with the activations before
         window.first = all > most ? piece : 0;
         window.end = min(window.first + (all > most ? most / SLOT_PIECES * SLOT_PIECES : all), all);
@@ -295,7 +326,7 @@ struct OneToken {
       }
       barrier_wait(&barriers().full[from], phase);
       const uint8_t* slot = memory(from * SLOT);
-      const uint8_t* x = memory(a.xs) + (piece - window.first + own / 64 * PIECES + t * EACH) * 16;
+      const uint8_t* x = memory(a.xs_shared) + (piece - window.first + own / 64 * PIECES + t * EACH) * 16;
       if (FP8 && n == 0) {
         const float* factor = reinterpret_cast<const float*>(memory(a.held) + buffer * a.block + a.scales);
         upper = factor[GATE_UP ? rt * 8 + g : rt * 16 + g] * (0x1p120f / RAISED);
@@ -323,8 +354,8 @@ struct OneToken {
     for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
   }
 
-  // Lays out shared memory; its bytes.
-  static int arrange(Args& a) {
+  // Lays out shared memory, with a place for either input of down if `both`; its bytes.
+  static int arrange(Args& a, bool both) {
     a.scale_row = a.K / (COMPACT ? 32 : 16);
     a.scales = UNIT_ROWS * a.scale_row;
     a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
@@ -335,7 +366,8 @@ struct OneToken {
     if (a.shared.tiles) {  // at least a slot's
       a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
     }
-    a.held = a.xs + a.xs_bytes;
+    a.xs_shared = both ? a.xs + a.xs_bytes : a.xs;
+    a.held = a.xs_shared + a.xs_bytes;
     return a.held + a.scale_buffers * a.block + 256;  // a warp without a share of a slot reads beyond its scales
   }
 };
