@@ -168,10 +168,15 @@ def test_the_page_shows_predictions_beside_what_was_wanted_and_measured(
     rows = [decode(n, 1, 240.0 / n, slice=n) for n in (2, 4, 8)] + [decode(2, 1, 124.0)]
     run = {"run": "four-gpus", "figure": "tokens_per_s", "shape": "kimi-k2.5", "step_ms": 1.0, "graph_ms": None}
     rows += [decode(4, 1, 0.0) | run | {"gpus": 4, "layers": 61, "measured": 200.0}]
+    rows += [decode(4, 1, 0.0) | run | {"gpus": 4, "layers": 61, "measured": 250.0, "fp8_activations": True}]
     rows += [decode(2, 1, 0.0) | run | {"gpus": 2, "layers": 27, "measured": 500.0}]
     (tmp_path / "decode.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = next(line for line in whole_model.whole().splitlines() if line.startswith("| step, 1 request"))
-    _, _, four, wanted, measured, eight, _, _ = (cell.strip() for cell in line.split("|"))
+    lines = whole_model.whole().splitlines()
+    step, rate = (
+        next(line for line in lines if line.startswith(words)) for words in ("| step, 1 request", "| the same, tok")
+    )
+    _, _, four, wanted, measured, _, eight, _, _ = (cell.strip() for cell in step.split("|"))
     assert (wanted, measured) == ("-", "5.00") and float(eight) < float(four)
+    assert [cell.strip() for cell in rate.split("|")][4:6] == ["200", "250"]  # without and with FP8 activations
     assert float(four) == pytest.approx((60 * (64 + 656 * 8976 / 4.3e6) + 200) / 1e3 + 0.2, abs=0.006)
     assert "| step, 1 request at 10,000 tokens, no drafts, ms | 2.00 |" in whole_model.two()

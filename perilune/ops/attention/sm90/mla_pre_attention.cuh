@@ -159,7 +159,7 @@ __device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier,
                : "memory");
 }
 
-// By all threads: barriers, `publishing` of whose arrivals complete `published`. The copying warp makes them and goes on.
+// By all threads: barriers; `publishing` arrivals complete `published`. The copying warp makes them and goes on.
 template <typename P, typename Shared>
 __device__ __forceinline__ void make_barriers(Shared& shared, bool copies, int publishing) {
   if (copies) {
