@@ -5,9 +5,8 @@ With 8 users, 3 drafts and Kimi K2.5 on four H200s a cycle takes 22 ms, so 19 ms
 """
 
 SEEN_STEPS = 4  # of one size, before the next is planned late
-MARGIN_SECONDS = (
-    0.004  # Smaller: a host, or another rank's, that is late lets the device wait. Larger: prompts wait longer.
-)
+# Smaller: a host that is late, this rank's or another's, lets the device wait. Larger: prompts wait longer.
+MARGIN_SECONDS = 0.004
 RENEWED_STEPS = 256  # More: a step that a busy host made seem short is believed for longer.
 FEWEST_SECONDS = 0.010  # With less to spare the next step is planned at once: there is little to gain.
 
