@@ -96,8 +96,7 @@ def test_ranks_exchange_in_one_process(mode: str, T: int) -> None:
     torch.testing.assert_close(results[0].float(), y.float(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("ranks", "T", "D"), [(4, 37, 512), (2, 300, 128)])
+@pytest.mark.parametrize(("mode", "ranks", "T", "D"), [*((mode, 4, 37, 512) for mode in MODES), ("early", 2, 300, 128)])
 def test_ranks_exchange_what_tokens_get_from_experts(mode: str, ranks: int, T: int, D: int) -> None:
     """All rows; then, as in a step of a prompt, each rank those that it owns, and after that another sum of all rows.
     CTAs take turns in a random order, and ranks' launches overlap. T = 300: some CTAs have two rows."""
