@@ -111,10 +111,9 @@ def _kernel() -> Any:
     return build.function(SOURCE, "combine_add_rmsnorm", "pppppllppplllfp")
 
 
-def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, y: Tensor, scales: Tensor | None) -> None:
-    """Writes y [T, D] in bfloat16, or in e4m3 with `scales` as quantize_tokens.py has them."""
-    T, D = residual.shape
-    failed = _kernel()(
+def places(residual: Tensor, pairs: Pairs, w: Tensor) -> tuple[int | None, ...]:
+    """The first arguments of the kernels that add pairs."""
+    return (
         residual.data_ptr(),
         pairs.part.data_ptr(),
         pairs.position.data_ptr(),
@@ -123,6 +122,14 @@ def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, y: Tensor, scales
         pairs.weights.shape[1],
         pairs.mixed,
         w.data_ptr(),
+    )
+
+
+def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, y: Tensor, scales: Tensor | None) -> None:
+    """Writes y [T, D] in bfloat16, or in e4m3 with `scales` as quantize_tokens.py has them."""
+    T, D = residual.shape
+    failed = _kernel()(
+        *places(residual, pairs, w),
         y.data_ptr(),
         address(scales),
         0 if scales is None else scales.shape[1],

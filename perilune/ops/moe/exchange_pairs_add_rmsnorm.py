@@ -20,7 +20,6 @@ from perilune.ops.exchange.peers import Mailboxes, Peers
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol, rounded
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import address
 from perilune.ops.layouts.operands import Pairs
 from perilune.ops.moe import combine_add_rmsnorm as of_one_rank
 
@@ -89,17 +88,7 @@ def fits(source: str, a: Any, device: torch.device) -> bool | str:
 def places(residual: Tensor, pairs: Pairs, w: Tensor, peers: Peers) -> tuple[int | None, ...]:
     """The first arguments of the kernels that add pairs over ranks."""
     assert peers.mailboxes is not None
-    return (
-        peers.mailboxes.table,
-        residual.data_ptr(),
-        pairs.part.data_ptr(),
-        pairs.position.data_ptr(),
-        pairs.weights.data_ptr(),
-        address(pairs.shared),
-        pairs.weights.shape[1],
-        pairs.mixed,
-        w.data_ptr(),
-    )
+    return peers.mailboxes.table, *of_one_rank.places(residual, pairs, w)
 
 
 @functools.cache
