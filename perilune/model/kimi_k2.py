@@ -253,9 +253,9 @@ class KimiK2:
             own = linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
         else:
             own = apply(w, scatter_pairs_add_rmsnorm(h, x, norm, self.eps, peers))
-        sent = own.new_empty(-(-len(h) // peers.ranks), own.shape[1])
-        sent[: len(own)] = own
-        return exchange_rows(sent.view(1, -1), peers).view(-1, own.shape[1])[: len(h)]
+        if missing := -(-len(h) // peers.ranks) - len(own):  # of the last ranks' rows: all send as many
+            own = torch.cat([own, own.new_empty(missing, own.shape[1])])
+        return exchange_rows(own.view(1, -1), peers).view(-1, own.shape[1])[: len(h)]
 
     @property
     def _fused_over_sums(self) -> bool:
