@@ -6,10 +6,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
@@ -29,6 +29,10 @@ MEANING = f"MODEL is a directory, a Hugging Face repository id such as moonshota
 _FIRST_BYTES = 1 << 20  # holds the whole header of most shards
 _TIMEOUT = 30  # seconds
 _ATTEMPTS = 4
+# What huggingface_hub sends requests with: the package, and the class of a lost connection, depend on the version.
+_TRANSPORTS = ("requests", "httpx", "httpx2")
+
+T = TypeVar("T")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -112,15 +116,20 @@ def _range(url: str, first: int, end: int) -> bytes:
     if end <= first:
         return b""
     wanted = {**build_hf_headers(), "range": f"bytes={first}-{end - 1}"}
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            response = get_session().get(url, headers=wanted, timeout=_TIMEOUT)
-            break
-        except Exception:  # a lost connection: its class depends on the library's version
-            if attempt == _ATTEMPTS:
-                raise
+    response = _repeated(lambda: get_session().get(url, headers=wanted, timeout=_TIMEOUT))
     hf_raise_for_status(response)
     return bytes(response.content[: end - first])
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """What `request` returns, called again (_ATTEMPTS calls at most) where its connection is lost."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return request()
+        except Exception as e:
+            if type(e).__module__.partition(".")[0] not in _TRANSPORTS:
+                raise
+    return request()
 
 
 def is_repository(name: str) -> bool:
@@ -137,12 +146,15 @@ def _download(
     name: str, revision: str | None, progress: bool, endpoint: str | None, *, patterns: Sequence[str] = PATTERNS
 ) -> Path:
     with _explained(name, revision):
-        directory = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            endpoint=endpoint,
-            allow_patterns=list(patterns),
-            tqdm_class=None if progress else _Silent,
+        # The library repeats a GET, but not the HEAD before each file.
+        directory = _repeated(
+            lambda: huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                endpoint=endpoint,
+                allow_patterns=list(patterns),
+                tqdm_class=None if progress else _Silent,
+            )
         )
     return Path(directory)
 
@@ -167,7 +179,6 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
             f"the hub cannot be reached and {at} is not complete in the cache: check the network, or give a directory"
         ) from e
     except Exception as e:
-        # The library's transport, and with it the class of a lost connection, differs between the versions we accept.
         status = getattr(getattr(e, "response", None), "status_code", None)
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = f"no space left in {huggingface_hub.constants.HF_HUB_CACHE}: free some, or set HF_HOME elsewhere"

@@ -36,11 +36,16 @@ class Hub:
             "pytorch_model.bin": b"pickle",
         }
         self.cut, self.fail = {}, {}
+        self.dropped = 0  # HEAD requests yet to be dropped without an answer
         self.requests = []  # (file, Range header)
         self.status = 200
 
     def answer(self, request):
         path = urlsplit(request.path).path
+        if request.command == "HEAD" and self.dropped > 0:
+            self.dropped -= 1
+            request.close_connection = True
+            return None
         if self.status != 200:
             return self.plain(request, self.status, b"{}", {"X-Error-Code": self.error_code()})
         if re.fullmatch(r"/api/models/org/tiny(/revision/(main|v1|" + COMMIT + "))?", path):
@@ -74,6 +79,7 @@ class Hub:
         if spec:
             head["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         if request.command == "GET":
+            head["Connection"] = "close"  # without it the client may send the next request to a socket about to close
             self.requests.append((name, spec))
             if name in self.fail:
                 return self.plain(request, self.fail[name], b"", {})
@@ -157,6 +163,13 @@ def test_broken_connection_is_resumed(served, monkeypatch):
     assert (path / "model.safetensors").read_bytes() == served.files["model.safetensors"]
     ranges = [spec for name, spec in served.requests if name == "model.safetensors"]
     assert ranges == [None, "bytes=65536-"]
+
+
+def test_lost_connections_are_repeated(served):
+    served.dropped = 1 << 20
+    refused(["repeat the command to go on"], "org/tiny", endpoint=served.url)
+    served.dropped = 3
+    assert (get(served) / "config.json").read_bytes() == served.files["config.json"]
 
 
 def test_failed_download_goes_on(served):
