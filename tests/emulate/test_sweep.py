@@ -10,6 +10,8 @@ import torch
 
 from perilune.ops.harness import check, registry
 from perilune.ops.moe import moe_int4
+from tests.cpu.emulator import test_kernels
+from tests.cpu.ops import test_moe_int4_cluster
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated
 
@@ -60,6 +62,7 @@ OWN = [
         for t, width in ((4, 256), (8, 512))  # more tokens: another kernel computes the shared expert
         for compact in (False, True)
     ),
+    *(("moe_int4", "cuda_cluster", case) for case in test_moe_int4_cluster.CASES),
 ]
 
 
@@ -91,3 +94,9 @@ def test_own_cases(name: str, impl: str, case: Any, mode: str) -> None:
 def test_big_cases(name: str, impl: str, text: str, sms: int, mode: str) -> None:
     case = next(c for c in OPS[name].cases if text in repr(c))
     assert run(name, impl, case, mode, sms), f"{case} was refused"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exchanges(mode: str) -> None:
+    test_kernels.test_ranks_exchange_in_one_process(30, mode)
+    test_kernels.test_ranks_exchange_what_tokens_get_from_experts(mode, 4, 37, 512)

@@ -70,9 +70,8 @@ def test_the_emulator_leaves_nothing_behind() -> None:
     assert not build.is_hopper(CPU)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("T", [1, 30])
-def test_ranks_exchange_in_one_process(mode: str, T: int) -> None:
+@pytest.mark.parametrize(("T", "mode"), [*((1, mode) for mode in MODES), (30, "random")])
+def test_ranks_exchange_in_one_process(T: int, mode: str) -> None:
     """4 ranks, a stream each; T = 30: each rank sums a part of the rows and sends the sums."""
     ranks, D, g = 4, 512, torch.Generator().manual_seed(3)
     parts = torch.randn(ranks, T, D, generator=g).to(BFLOAT16)
@@ -96,7 +95,7 @@ def test_ranks_exchange_in_one_process(mode: str, T: int) -> None:
     torch.testing.assert_close(results[0].float(), y.float(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(("mode", "ranks", "T", "D"), [*((mode, 4, 37, 512) for mode in MODES), ("early", 2, 300, 128)])
+@pytest.mark.parametrize(("mode", "ranks", "T", "D"), [("random", 4, 37, 512), ("early", 2, 300, 128)])
 def test_ranks_exchange_what_tokens_get_from_experts(mode: str, ranks: int, T: int, D: int) -> None:
     """All rows; then, as in a step of a prompt, each rank those that it owns, and after that another sum of all rows.
     CTAs take turns in a random order, and ranks' launches overlap. T = 300: some CTAs have two rows."""

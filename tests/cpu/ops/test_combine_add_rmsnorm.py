@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-@pytest.mark.parametrize("impl", ["cuda_cluster", "cuda_prefill"])
-@pytest.mark.parametrize("shared", [0, 64])
+@pytest.mark.parametrize(("impl", "shared"), [("cuda_cluster", 64), ("cuda_prefill", 0)])
 def test_the_bits_of_both_ops(impl: str, shared: int) -> None:
     make = Make(BFLOAT16, CPU, 3)
     args = list(moe_int4.inputs(moe_int4.Case(MIN_TOKENS, 2, 5, 256, 256, S=shared), make).values())[:-1]

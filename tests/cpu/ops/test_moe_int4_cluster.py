@@ -1,5 +1,6 @@
 """moe_int4_cluster.cu on the emulator: both CTAs of a cluster wait for what the other one sends, at every width."""
 
+import itertools
 import shutil
 
 import pytest
@@ -25,8 +26,8 @@ CASES = [
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES, ids=repr)
+# All modes for each case: tests/emulate/test_sweep.py.
+@pytest.mark.parametrize(("case", "mode"), list(zip(CASES, itertools.cycle(MODES))), ids=repr)
 def test_results_whenever_copies_and_products_happen(case: Case, mode: str) -> None:
     with emulated(sms=SMS, mode=mode, seed=1):
         (outcome,) = check.check(moe_int4.op, case, BFLOAT16, CPU, ["cuda_cluster"])
