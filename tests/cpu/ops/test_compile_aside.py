@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,18 +20,24 @@ from perilune.ops.harness import build, registry
 from perilune.ops.pointwise import rmsnorm
 
 
-def said(capfd: pytest.CaptureFixture[str], count: int) -> list[str]:
-    """What threads write to standard error, when it is so many lines."""
-    text, deadline = "", time.monotonic() + 60
-    while text.count("\n") < count:
-        assert time.monotonic() < deadline, text
-        time.sleep(0.005)
-        text += capfd.readouterr().err
-    return text.splitlines()
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+    """Waits until threads have said so many lines, and gives them. capfd loses what is written while it reads."""
+    lines: list[str] = []
+    monkeypatch.setattr(build, "_say", lines.append)
+
+    def wait(count: int) -> list[str]:
+        deadline = time.monotonic() + 60
+        while len(lines) < count:
+            assert time.monotonic() < deadline, lines
+            time.sleep(0.005)
+        return lines
+
+    return wait
 
 
 def test_a_kernel_is_refused_until_it_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[int], list[str]]
 ) -> None:
     source = tmp_path / "seven.cpp"
     source.write_text('extern "C" int seven() { return 7; }')
@@ -50,7 +57,7 @@ def test_a_kernel_is_refused_until_it_is_compiled(
     assert done.wait(60) and not build.compiling()
     found = build.library("seven")
     assert isinstance(found, ctypes.CDLL) and found.seven() == 7
-    first, each, last = said(capfd, 3)
+    first, each, last = said(3)
     assert first.startswith("compiling 1 kernels") and last.startswith("1 kernels were compiled")
     assert re.fullmatch(r"kernel 1 of 1: seven, after \d+\.\d s", each)
     build._loaded.pop("seven")
@@ -60,7 +67,7 @@ def test_a_kernel_is_refused_until_it_is_compiled(
 
 
 def test_each_kernel_is_a_line_and_a_failed_one_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[int], list[str]]
 ) -> None:
     texts = {"one": "int one;", "two": "int two", "three": "int three;"}
     for name, text in texts.items():
@@ -68,7 +75,7 @@ def test_each_kernel_is_a_line_and_a_failed_one_says_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_paths", lambda: {name: tmp_path / f"{name}.cpp" for name in texts})
     build.compile_aside(lambda: None)
-    each = sorted(line for line in said(capfd, 5) if line.startswith("kernel "))
+    each = sorted(line for line in said(5) if line.startswith("kernel "))
     assert [line[: len("kernel 1 of 3")] for line in each] == [f"kernel {i} of 3" for i in (1, 2, 3)]
     (failed,) = (line for line in each if ": two" in line)
     assert "two.cpp does not compile here: " in failed and "error" in failed

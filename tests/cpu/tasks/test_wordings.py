@@ -190,7 +190,7 @@ def test_programs_are_carried_out_right() -> None:
     """Those that are written as code give what Python gives."""
     rng = random.Random(7)
     right = 0
-    for _ in range(5000):
+    for _ in range(2000):
         p = sample_programs(rng, "wide", thinking=False)
         code = p.messages[0]["content"]
         if not re.fullmatch(
@@ -199,7 +199,7 @@ def test_programs_are_carried_out_right() -> None:
             continue
         assert str(eval(code)) == p.reply.content, p
         right += 1
-    assert right > 100
+    assert right > 50
 
 
 def test_programs_of_several_steps_give_what_python_gives(capsys: pytest.CaptureFixture[str]) -> None:
