@@ -191,17 +191,23 @@ class Tokenizer:
 
 def _parts(text: str) -> Iterator[str]:
     """Cuts at multiples of 400,000 characters and inside runs of more than 25,000 (non-)whitespace characters."""
-    if len(text) <= _MAX_RUN:
-        yield text
-        return
     for begin in range(0, len(text), _MAX_CHARS):
         block = text[begin : begin + _MAX_CHARS]
         last = 0
-        for run in _RUNS.finditer(block):
+        # A walk over all runs takes five times as long as the encoding: only where a run may be too long.
+        for run in _RUNS.finditer(block) if _may_have_long_run(block) else ():
             for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                 yield block[last:cut]
                 last = cut
         yield block[last:]
+
+
+def _may_have_long_run(block: str) -> bool:
+    """False if no run of (non-)whitespace has more than _MAX_RUN characters: such a run would fill one of these pieces,
+    which are half as long."""
+    half = _MAX_RUN // 2
+    pieces = (block[at : at + half] for at in range(0, len(block) - half + 1, half))
+    return any(piece.isspace() or len(piece.split(None, 1)[0]) == half for piece in pieces)
 
 
 def _read(path: Path) -> bytes:
