@@ -1,5 +1,4 @@
-// Converts e4m3 weights to bf16 for the tensor cores by moving bits: exact, also for subnormals, without a conversion
-// instruction.
+// Converts e4m3 weights to bf16 for the tensor cores by moving bits: exact, subnormals included.
 //
 // e4m3 exponent and mantissa, moved to the low bits of bf16's exponent and the high bits of its mantissa, give 2^-120
 // times the value. Activations are multiplied by 2^100 (X_SCALE) when they are staged, so that sums are normal floats.
@@ -26,7 +25,7 @@ __device__ __forceinline__ uint2 halves(uint32_t word) {
   return v;
 }
 
-// Bytes 2 N and 2 N + 1 as a pair of bf16 of the same value, not scaled by 2^-120.
+// Bytes 2 N and 2 N + 1 as bf16 of their own values, not scaled.
 template <int N>
 __device__ __forceinline__ uint32_t pair(uint32_t word) {
   const uint32_t v = __byte_perm(word, 0, N ? 0x3424 : 0x1404), raised = (v & 0x80008000u) | ((v >> 4) & 0x07f007f0u);

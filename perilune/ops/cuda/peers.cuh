@@ -1,8 +1,8 @@
 // Mailboxes: a buffer in each rank's GPU memory, which all ranks' GPUs can write to, for kernels that exchange partial
-// sums. exchange_add_rmsnorm.cu (it describes them) and two_shots.cuh send lines of 128 bytes.
+// sums. exchange_add_rmsnorm.cu describes lines of 128 bytes, which it and two_shots.cuh send.
 //
 // The kernels before and after attention send words of 16 bytes: {pair, epoch, pair, epoch}, a pair being two bf16. A
-// word with both epochs is complete, so nothing is fenced or cleared. For one CTA and its counterparts on the peers:
+// word with both epochs is complete: no fence, no clearing. For one CTA and its counterparts on the peers:
 //   1. The CTA reads its launch counter in `control` (before attention: one per token); epoch e = counter + 1.
 //   2. After its predecessor's end, and before it waits, it writes its words into half e % 2 of each peer's mailbox.
 //   3. It polls its own mailbox for the peers' words of epoch e, and ends only when it has all of them.
@@ -37,7 +37,7 @@ struct Peers {
   int64_t rank, ranks;
   int64_t limit_ns;           // timeout of one wait for a peer
   uint32_t* control;          // [CONTROL]: word 0 is not 0 after a failure; the others are epoch counters of CTAs
-  uint32_t* failed;           // in host memory: 1 + the rank that timed out; the host writes it to end all waits
+  uint32_t* failed;           // in host memory: 1 + the rank that timed out, or the host's value that ends all waits
   uint4* mailbox[MAX_RANKS];  // of each rank: [2 halves, senders, HALF]
 
   // Address of word `at` from `sender` in the mailbox of `receiver`, in the epoch's half.
@@ -69,8 +69,8 @@ __device__ __forceinline__ void report(const Peers& peers, int missing) {
 }
 __device__ __forceinline__ bool arrived_word(const uint4& v, uint32_t epoch) { return v.y == epoch && v.w == epoch; }
 
-// Whether a wait must give up after `polls` polls: limit_ns since `begin` (0: the first call sets it), or the host has
-// written to `failed`. patient: false once any wait has failed; then every wait gives up after its first poll.
+// Whether a wait must give up after `polls` polls: limit_ns since `begin` (0: set here), or the host has written to
+// `failed`. patient: false once any wait has failed; then every wait gives up after its first poll.
 __device__ __forceinline__ bool too_long(const Peers& peers, int polls, uint64_t& begin, bool patient) {
   if (!patient) return true;
   if (polls % POLLS) return false;

@@ -35,8 +35,8 @@ __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, i
   return !__any_sync(~0u, waits);
 }
 
-// d += dot product of this lane's 8 values v and 8 values w. The tensor cores compute all 8 x 8 products between the
-// lanes of equal lane % 4; only the diagonal is used (`of_diagonal`). Still a quarter of the instructions of separate
+// d += dot product of this lane's 8 values v and 8 values w. The tensor cores compute all products between the 8 lanes
+// of equal lane % 4; `of_diagonal` picks those of a lane with itself. A quarter of the instructions of separate
 // multiplications.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint4& v, const uint4& w) {
   const uint32_t low[4] = {v.x, 0, v.y, 0}, high[4] = {v.z, 0, v.w, 0};
@@ -48,8 +48,7 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// Converts v, inverted pairs from `look`, to x in place. squares: 8 floats of shared memory. meet: the 7 warps'
-// barrier.
+// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {

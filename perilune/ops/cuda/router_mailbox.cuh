@@ -1,8 +1,7 @@
 // Mailbox from the router to the expert kernels of one token (T = 1): gate_up reads x and the ids before the router's
 // grid has ended. One mailbox of 64 words in global memory for each stream (ops/moe/chosen.py).
 //   word 0         "x is ready": the launch number. Unused with mla_decode_router_t1.cu: gate_up computes x itself.
-//   word 1         written by mla_decode_router_t1.cu only: launch number, SM of the CTA that selects the experts, half
-//                  of the residual's mailbox
+//   word 1         of mla_decode_router_t1.cu: launch number, SM of the selecting CTA, half of the residual's mailbox
 //   words 32 ..    word 32 + n is the n-th chosen expert: launch number << 10 | id
 //
 //   router     load gate ----- x ready: word 0 ---- partial sums ---- choice: words 32 .. ---- write ids, weights, end
@@ -87,7 +86,7 @@ __device__ __forceinline__ uint32_t glance_choice(const uint32_t* mailbox, int k
 __device__ __forceinline__ bool arrived(uint32_t word, uint32_t launch) { return word >> ID_BITS == launch; }
 __device__ __forceinline__ int choice_of(uint32_t word) { return static_cast<int>(word & ((1 << ID_BITS) - 1)); }
 
-// Clears the mailbox. Called by one warp of a kernel, after the last reader has ended.
+// Clears the mailbox. Called by one warp after the last reader has ended.
 __device__ __forceinline__ void wipe(uint32_t* mailbox) {
   const int lane = threadIdx.x % 32;
   if (lane < 2) mailbox[lane] = 0;

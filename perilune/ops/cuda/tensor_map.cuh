@@ -6,7 +6,7 @@
 
 namespace hopper {
 
-// One thread loads the box at (x, y, z), coordinates in elements.
+// One thread loads the box at element (x, y, z).
 __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map, int x, int y, int z,
                                             uint64_t* barrier) {
   asm volatile(

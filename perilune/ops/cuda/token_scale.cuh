@@ -5,7 +5,7 @@
 
 namespace token_scale {
 
-constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // e4m3's largest value; minimum of a group's, unless that is 0
+constexpr float LARGEST = 448.0f, LEAST = 1e-30f;  // e4m3's largest value; minimum of `top`, unless 0
 
 // The magnitudes of two bf16.
 __device__ __forceinline__ __nv_bfloat162 magnitude(uint32_t pair) {

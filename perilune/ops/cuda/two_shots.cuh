@@ -8,10 +8,10 @@
 // In either step a rank sends N - 1 lines for every N lines of the T rows.
 //
 // A CTA processes whole rows, in turn one of each owner's. Two CTAs per SM hide each other's waits; then 264 rows are
-// in flight, more than the links carry. Each CTA has its own place in every mailbox (ROWS_AT); epoch e uses half e % 2.
-// All ranks must run the same launches with the same T in the same order. Why rank A may reuse its place at rank B:
-//   all-reduce  In epoch e, A overwrites its line of epoch e - 2. A has received B's line of epoch e - 1, or a sum that
-//               contains it. B sent that line after B had read A's line of epoch e - 2.
+// in flight, more than the links carry. Each CTA has a place in every mailbox (ROWS_AT); epoch e uses half e % 2. All
+// ranks must run the same launches with the same T in the same order. Why rank A may reuse its place at rank B:
+//   all-reduce  In epoch e, A overwrites a line of epoch e - 2 or before. A has received B's line of epoch e - 1, or a
+//               sum that contains it. B sent that line after B had read the overwritten one.
 //   SCATTER     A sends to owner B in every N-th epoch of a CTA. In between, A receives a line from B, which B sent
 //               after B had read A's previous line. (Rows past T, for which no line is sent, come last.) All ranks must
 //               end this launch before any starts the next one of this kernel: exchange_rows ensures it.
@@ -24,11 +24,11 @@ namespace two_shots {
 using namespace hopper;
 
 constexpr int PIECES = 7;  // pieces of 8 values in a line; the eighth thread holds the flag
-// EACH: words per thread; a CTA has ROW_WORDS / EACH threads. MANY: two CTAs fit on an SM. FEW, up to FEW_ROWS rows:
-// more threads per row, because with few rows the latency of each step counts.
+// EACH: words per thread; a CTA has ROW_WORDS / EACH threads. MANY: two CTAs per SM. FEW, up to FEW_ROWS rows: shorter
+// steps, because with few rows each step is waited for.
 constexpr int MANY = 4, FEW = 1, FEW_ROWS = 128;
 static_assert(ROWS % MAX_RANKS == 0);
-constexpr int BATCH = 2;  // experts' rows of a token that are loaded together; more registers would allow 1 CTA per SM
+constexpr int BATCH = 2;  // rows of pairs loaded together; with more, the registers allow only one CTA per SM
 
 // Format of this rank's partial output x. NARROW: rows of bf16. PARTS: `parts` rows of floats per token, to be added.
 // PAIRS: rows of (token, expert) pairs (operands.py). CLUSTER_PAIRS: with columns in moe_int4_cluster.cuh's order.
@@ -42,10 +42,10 @@ struct Args {
   const float* weights;  // [T, parts]
   const bf16* shared;    // [T, D], added last, or null
   const bf16* w;
-  void* y;        // [T, D] bf16; with QUANTIZED e4m3, and
-  float* scales;  // [ceil(D / 128), scale_rows]
+  void* y;        // [T, D] bf16, or e4m3 if QUANTIZED
+  float* scales;  // QUANTIZED: [ceil(D / 128), scale_rows]
   int scale_rows, T, D;
-  float inverse, eps;  // 1 / D
+  float inverse, eps;  // inverse: 1 / D
 };
 
 __device__ __forceinline__ void add(float (&sum)[8], const uint4& v, float factor, bool mixed) {
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(ROW_WORDS / EACH, EACH == MANY ? 2 : 1) void two_sh
   const int block = (a.T + RANKS - 1) / RANKS, all = RANKS * block;  // rows per owner
   // Each RANKS consecutive values of n have RANKS different owners.
   auto row_of = [&](int n, int turn) { return (n + turn) % RANKS * block + n / RANKS; };
-  uint4 next[EACH];  // this rank's part of the next row, computed while the lines of this row travel
+  uint4 next[EACH];  // this rank's part of the next row, computed while this row's lines travel
   if (const int row = row_of(blockIdx.x, 0); row < a.T) partial<INPUT, EACH>(next, a, row, piece, data);
   int sum_turn = 0;
   for (int n = blockIdx.x, turn = 0; n < all; n += gridDim.x, turn++) {

@@ -17,11 +17,11 @@ constexpr int TILE = 8;        // rows of w
 constexpr int SEGMENT = 256;   // values of a row of x that a warp prepares at a time
 constexpr int SEGMENTS = 320;  // max segments of all rows together
 constexpr int BLOCK = 64;      // adjacent values of x that two chunks (bf16) or one (e4m3) of w are multiplied by
-constexpr int WARPS = 16;      // warps of a CTA
-constexpr int ASKING = 8;      // warps of a CTA that issue loads of weights while the others prepare x
+constexpr int WARPS = 16;      // per CTA
+constexpr int ASKING = 8;      // warps that issue loads of weights while the others prepare x
 constexpr int PAD = 8;         // elements between staged rows, so that 16-byte reads of two rows have no bank conflict
 
-// CHUNK: values of k in 64 bytes of a row of w (4 lanes, 16 bytes each).
+// CHUNK: values of k in 64 bytes of a row of w, 16 bytes per lane.
 struct Bf16 {
   using Value = bf16;
   static constexpr int BYTES = 2, CHUNK = 32;
@@ -54,9 +54,9 @@ constexpr int RAW_PAD = 32;  // as PAD, for rows of x staged in memory order
 
 __host__ __device__ constexpr int pitch_of(int i) { return (i + BLOCK - 1) / BLOCK * BLOCK + PAD; }
 
-// For e4m3 weights, x is converted to fp16, which has more mantissa bits than bf16 but less range. So each row is first
-// multiplied by a power of two that brings its largest magnitude (`largest`: its float bits) to at least 2^14. This is
-// exact for values down to 2^-28 of the largest.
+// For e4m3 weights, x is converted to fp16, which has more mantissa bits than bf16 but less range. So a row is first
+// multiplied by the power of two that brings its largest magnitude (`largest`: float bits) to 2^14 or more: exact for
+// values down to 2^-28 of the largest.
 __device__ __forceinline__ uint32_t raise_exponent(uint32_t largest) { return min(268u - (largest >> 23), 253u); }
 __device__ __forceinline__ float power_of_two(uint32_t exponent) { return __uint_as_float(exponent << 23); }
 
@@ -80,14 +80,13 @@ __device__ __forceinline__ void hand_over(int warp) {
 
 // Warps FIRST and higher load x into shared memory, normalised if `norm` (the norm's weights, best in shared memory) is
 // not null. In a block of 64 values, lane t of four reads the even pairs of its k at byte 32 t, the odd pairs 16 bytes
-// later. A row's sum of squares adds its segments in order, whatever other requests are in the batch. lowered[row]:
-// factor of sums with e4m3 weights, which undoes the row's power of two. Every CTA does this between its predecessor's
-// end and its first product: so four segments are read at a time, and raw values pass through shared memory only if the
-// row's norm or largest magnitude must be known first.
+// later. A row's sums add its segments in order, whatever other requests are in the batch. lowered[row]: factor of sums
+// with e4m3 weights, which undoes the row's power of two. All CTAs wait for this before their first product: so four
+// segments are read at a time, and values pass through shared memory only if a row's sums must be known first.
 template <typename W, int FIRST>
 __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, const bf16* norm, float* lowered) {
   constexpr bool RAISED = W::BYTES == 1;
-  constexpr int AT_ONCE = 4, LANE = 16 / W::BYTES;  // k of a lane's piece of w
+  constexpr int AT_ONCE = 4, LANE = 16 / W::BYTES;  // LANE: k of a lane's piece of w
   __shared__ float squares[SEGMENTS];
   __shared__ uint32_t largest[RAISED ? SEGMENTS : 1];
   constexpr int PREPARING = WARPS - FIRST;
@@ -213,7 +212,7 @@ struct Sums {
   __device__ static const V* from(const V* xs, int pitch, int T, int n) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int token = TOKENS <= 4 ? g % 4 : n / 2 * 8 + g, half = TOKENS <= 4 ? g / 4 : n % 2;
-    return xs + min(token, T - 1) * pitch + t * 16 + half * 8;  // rows past T repeat the last: never stored
+    return xs + min(token, T - 1) * pitch + t * 16 + half * 8;  // sums of rows past T are never stored
   }
 
   // += this lane's 16 bytes of a row of w times a block of x (bf16: half `second` of the block).

@@ -50,16 +50,16 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   return yes;
 }
 
-// Waits until bulk copies of this thread may overwrite a slot of shared memory. Ordinary loads and ldmatrix use another
-// memory proxy than bulk copies: without the fence, a copy into a full ring overwrites slots that warps still read,
-// despite the barrier. Slots that only wgmma reads need no fence.
+// Waits until bulk copies of this thread may overwrite a slot. Ordinary loads and ldmatrix use another memory proxy
+// than bulk copies: without the fence, a copy into a full ring overwrites slots that warps still read, despite the
+// barrier. Slots that only wgmma reads need no fence.
 __device__ __forceinline__ void barrier_wait_to_refill(uint64_t* barrier, int phase) {
   barrier_wait(barrier, phase);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- bulk copies, clusters ----
-// Compute addresses uniformly in the whole warp and issue each copy from one elected lane: a few instructions per copy.
+// Issue copies from one elected lane, with addresses that are uniform in the warp: a few instructions per copy.
 // Addresses that differ between lanes compile to a loop over lanes, which took half of a short kernel's time.
 
 // True in exactly one lane. Called by a whole warp.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until the sources of all of this thread's bulk stores have been read, so may be overwritten.
+// Waits until the sources of this thread's bulk stores may be overwritten.
 __device__ __forceinline__ void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Called after ordinary writes to shared memory, before bulk copies or wgmma read them.
@@ -134,9 +134,8 @@ __device__ __forceinline__ void store_in(uint32_t address, float v) {
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// All THREADS threads of a CTA call it after one warp (`made`) has initialised the mbarriers; that warp does not wait
-// for the others. One lane must initialise all of them: one mbarrier per lane compiles to a loop over lanes, about 40
-// clocks per barrier.
+// Called by all THREADS threads of a CTA once one warp (`made`) has initialised the mbarriers; that warp does not wait.
+// One of its lanes initialises all of them: one per lane compiles to a loop over lanes, some 40 clocks per mbarrier.
 template <int THREADS>
 __device__ __forceinline__ void barriers_known(bool made) {
   if (made) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ void barriers_known(bool made) {
   }
 }
 
-// Moves registers between the warpgroups of a CTA. count: registers that each thread of the calling warpgroup then has.
+// Moves registers between the warpgroups of a CTA. count: registers per thread of the calling warpgroup afterwards.
 template <int count>
 __device__ __forceinline__ void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

@@ -94,7 +94,7 @@ op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "pe
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
 # From this many rows on: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks it sends as many
-# bytes as one shot (every rank sends every row to every rank), but in two steps, one after the other.
+# bytes as one shot (every rank sends every row to every rank), but in two steps.
 TWO_SHOT_ROWS, TWO_SHOT_ROWS_OF_2 = 24, 512
 
 
@@ -130,7 +130,7 @@ def _two_shots(residual: Tensor, peers: Peers) -> bool:
 
 
 def reads_owned_rows(residual: Tensor, w: Tensor, eps: float, peers: Peers) -> bool:
-    """Whether `exchange_add_rmsnorm` reads only the rows of the residual that this rank owns (two-shot all-reduce)."""
+    """Whether `exchange_add_rmsnorm` reads only this rank's rows of the residual (two-shot all-reduce)."""
     return _two_shots(residual, peers) and op.choice(residual, residual, w, eps, peers) is cuda
 
 

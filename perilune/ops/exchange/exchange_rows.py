@@ -1,10 +1,9 @@
 """All-to-all, or all-gather, of one row per rank: y[s] is the row that rank s sends to this rank.
 
 x [S, W]: S = ranks, row j goes to rank j (all-to-all); or S = 1, the row goes to all ranks (all-gather). y [ranks, W]
-has x's type and the order of ranks. Every rank makes the same calls with the same shapes in the same order.
+as x, in the order of ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
 
-"cuda" writes into the peers' mailboxes, as exchange_add_rmsnorm does (sm90/exchange_add_rmsnorm.cu). Its CTAs
-wait for those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
+"cuda" and "gathered" exchange as in exchange_add_rmsnorm.py, through the same mailboxes.
 """
 
 import functools

@@ -1,5 +1,5 @@
 // residual += the sum of all ranks' partial outputs, then y = rmsnorm(residual), through mailboxes that every rank's
-// GPU can write to. Contract in exchange_add_rmsnorm.py. The functions at the end allocate the mailboxes.
+// GPU can write to. Contract in exchange_add_rmsnorm.py. The last functions allocate mailboxes.
 //
 // Lines. 56 bf16 values travel as one line of 128 bytes: 112 bytes of data, 16 bytes of flag (LL128, as in NCCL). Eight
 // threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and the
@@ -39,7 +39,7 @@ __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int c
       : "memory");
 }
 
-// By value: a choice between two variables would put both into local memory.
+// By value, as in two_shots.cuh.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
@@ -128,7 +128,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   const float4* at_part = static_cast<const float4*>(x) + (static_cast<int64_t>(cluster) * parts * D + piece * 8) / 4;
   const int64_t place = static_cast<int64_t>(cluster * CLUSTER + cta) * THREADS + threadIdx.x;
   const uint4* const inbox = peers.mailbox[rank] + place;
-  uint4* outbox[RANKS];  // the s-th rank after this one's
+  uint4* outbox[RANKS];  // outbox[s]: this word's place at rank (rank + s) % RANKS
 #pragma unroll
   for (int s = 1; s < RANKS; s++) {
     outbox[s] = peers.mailbox[(rank + s) % RANKS] + rank * HALF + place;
@@ -305,7 +305,7 @@ API int exchange_rows(const Peers* peers, const void* x, int64_t x_step, void* y
                 static_cast<int>(x_step), static_cast<uint4*>(y), static_cast<int>(words));
 }
 
-// ---- the memory ----
+// ---- memory ----
 
 // Bytes of a mailbox, of control, and of Peers.
 API int exchange_sizes(int64_t ranks, int64_t* sizes) {
