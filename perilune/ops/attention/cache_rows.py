@@ -26,7 +26,7 @@ SIGNATURE = "plpppp" + "llp" + "lf"  # types of `arguments`, for build.function
 def inputs(
     g: Make, T: int, R: int, r: int, *, blocks: int = 2, block_size: int = 64, padding: int = 0
 ) -> dict[str, Any]:
-    """All but ckv; the last `padding` rows have no slot."""
+    """Test inputs but ckv. The last `padding` rows have no slot."""
     slots = g.permutation(blocks * block_size)[:T]
     slots[T - padding :] = -1
     angles = g.rand(T, r // 2) * 6.0
@@ -50,7 +50,7 @@ def check(T: int, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents
 
 
 def check_places(T: int, r: int, kv_norm: Tensor, rotary: Rotary, latents: Latents) -> None:
-    """All but ckv."""
+    """As `check`, without ckv."""
     (R,), cos, sin, pages, slots = kv_norm.shape, rotary.cos, rotary.sin, latents.pages, latents.slots
     assert pages.shape[2] == latent_cache.width(R, r, pages.dtype), f"{R=} {r=} {pages.shape=} {pages.dtype=}"
     assert pages.is_contiguous(), f"{pages.shape=} {pages.stride()=}"
@@ -59,7 +59,7 @@ def check_places(T: int, r: int, kv_norm: Tensor, rotary: Rotary, latents: Laten
 
 
 def needs(pages: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What cache_row.cuh needs."""
+    """Conditions of cache_row.cuh, for `build.on_hopper`."""
     kinds = (pages.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache")
     return kinds, (pages.shape[2] == latent_cache.width(K2.latent, K2.rope, pages.dtype), "Kimi's latent width")
 
@@ -79,7 +79,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
-    """Rows of c [T, R] and k_pe [T, r] to their slots; on a GPU the host does not wait for slots."""
+    """Writes rows of c [T, R] and k_pe [T, r] to their slots; on a GPU without a synchronisation with the host."""
     pages, slots = latents.pages, latents.slots
     if slots.device.type != "cuda":
         kept = (slots >= 0).nonzero().squeeze(1)
@@ -87,8 +87,8 @@ def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
             c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
         write_cache(latents, c, k_pe)
     elif len(slots):
-        # The host must not wait for the slots, so every row writes: a row without a slot writes what a row with one
-        # writes, to that row's slot; if no row has one, all write the current values of slot 0 to slot 0.
+        # The host does not know which rows have a slot. A row without a slot repeats the write of a row with one. If no
+        # row has a slot, all rows write the present values of slot 0 to slot 0.
         flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
         other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
         spare = torch.where(some, slots[other], 0)
@@ -102,7 +102,7 @@ def arguments(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, ep
 
 
 def places(kv_norm: Tensor, rotary: Rotary, latents: Latents) -> tuple[Any, ...]:
-    """Of these, the ones besides ckv."""
+    """Those of `arguments` between ckv's and the number of rows."""
     cos, sin, pages, slots = rotary.cos, rotary.sin, latents.pages, latents.slots
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous(), f"{cos.stride()=} {slots.stride()=}"
     return (

@@ -39,7 +39,7 @@ class Case(Sized):
     block_size: int = 64
     padding: int = 0  # rows at the end without a slot
     strided: bool = False
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    narrow: bool = False  # the cache is bfloat16
 
 
 CASES = [

@@ -26,7 +26,7 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 
-GATHER_BYTES = 32 << 20  # of latents copied at once by "torch"
+GATHER_BYTES = 32 << 20  # max bytes of latents that "torch" copies at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case(Sized):
     R: int = NANO.latent
     r: int = NANO.rope
     block_size: int = 16
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    narrow: bool = False  # the cache is bfloat16
     scale: float = 1.0  # of the scores
     packed: bool = False
 
@@ -152,7 +152,7 @@ def cpp(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) ->
 
 @op.impl("torch")
 def gathered(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
-    """Requests of similar lengths together: their latents are gathered, padded with a request's last one."""
+    """Computes requests of similar lengths together; gathers their latents, each padded with its last latent."""
     device, (_, H, R), (_, block_size, width) = q_lat.device, q_lat.shape, pages.shape
     tables, query_start, context = span.tables, span.query_start, span.context
     flat, q = pages.view(-1, width), torch.cat([q_lat, q_pe], -1).float()

@@ -32,7 +32,7 @@ class Case(Sized):
     H: int
     R: int = K2.latent
     v: int = K2.value
-    strided: bool = False  # other values between those of ranks, as in an exchange's buffer
+    strided: bool = False  # a gap between ranks' parts, as in an exchange's buffer
 
 
 CASES = [
@@ -67,7 +67,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def _merged(o: Tensor, lse: Tensor) -> Tensor:
-    """[T, H, R] as o."""
+    """The weighted sum over ranks, [T, H, R] in o's type."""
     shares = (lse - lse.amax(0).clamp_min(torch.finfo(FLOAT32).min)).exp2()
     shares = shares / shares.sum(0).clamp_min(torch.finfo(FLOAT32).tiny)
     return (o.float() * shares.unsqueeze(-1)).sum(0).to(o.dtype)

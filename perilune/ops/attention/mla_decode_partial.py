@@ -1,21 +1,21 @@
 """MLA attention of all heads over one rank's part of a KV cache that is sharded along the sequence.
 
-Each row t attends the first context[t] rows of its block table (dist/kv_shards.py), which may be none:
+Each row t attends the first context[t] >= 0 rows of its block table (dist/kv_shards.py):
 
     s = scale * q_full[t, h] . (c, k_pe);  o[t, h] = softmax(s) c;  lse[t, h] = log2(sum(exp(s)))
 
 q_full [T, H, R + r] contiguous; pages [N, block_size, R + r] contiguous, of any float type or packed
 (latent_cache.py); span: tables [T, M], query_start 0 .. T and context [T] int32; latent = R.
-Heads come in `groups` of adjacent ones, one for the rank that each is sent to: o [groups, T, H / groups, R] as q_full,
-lse [groups, T, H / groups] float32. Without a position o is 0 and lse is -inf. Softmax and sums in fp32, o rounded
-once. Positions outside a row's context are never used: they may hold anything, nan included.
+Each of `groups` groups of adjacent heads is sent to another rank: o [groups, T, H / groups, R] as q_full, lse [groups,
+T, H / groups] float32. If context[t] is 0, o is 0 and lse is -inf. Softmax and sums in fp32, o rounded once. Positions
+outside a row's context are never used: they may hold anything, nan included.
 
 A verify step is T rows of one token each, not requests of several tokens: with all 64 heads one row fills a tile of the
 kernel, so the cost is the same; and on a shard the context of a row need not be that of the row before it plus one.
 
 "cuda" computes ranges of each context with mla_decode.cu's kernel, then merges them in one launch; it also rounds
 probabilities and the outputs of ranges. Grids depend only on T, the table's width and the GPU. As in `mla_decode`, the
-cache rows must have been written before the kernel just before this op began: the exchange of queries lies between.
+cache rows must be written before the kernel that precedes this op begins; that kernel is the exchange of queries.
 "torch" reads whole tables: no shape depends on contexts, as a CUDA graph requires.
 """
 
@@ -44,13 +44,13 @@ PACKED_TOL = Tol(2**-9 * 64, 1.6e-2, 4e-3, "bf16 rounding of probabilities that 
 
 @dataclass(frozen=True)
 class Case(Sized):
-    contexts: tuple[int, ...]  # of each row
+    contexts: tuple[int, ...]
     groups: int = 2
     H: int = NANO.heads
     R: int = K2.latent
     r: int = K2.rope
     block_size: int = 16
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    narrow: bool = False  # the cache is bfloat16
     scale: float = 1.0  # of the scores
     packed: bool = False
 
@@ -211,8 +211,7 @@ def whole_tables(
 
 
 def joined(o: Tensor, lse: Tensor) -> Tensor:
-    """[groups, bytes] uint8: of each group its o, then its lse, in a multiple of 16 bytes; `parted` takes them apart.
-    Nothing is copied of what "cuda" gives."""
+    """[groups, bytes] uint8: per group o, then lse, padded to a multiple of 16 bytes. `parted` is the inverse."""
     groups, ours, more = o.shape[0], o[0].numel() * o.itemsize, lse[0].numel() * lse.itemsize
     row_bytes = -(-(ours + more) // 16) * 16
     adjacent = lse.data_ptr() == o.data_ptr() + ours and o.stride(0) * o.itemsize == row_bytes
@@ -223,7 +222,7 @@ def joined(o: Tensor, lse: Tensor) -> Tensor:
 
 
 def parted(rows: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of rows [groups, bytes] uint8 as `joined` makes them of tensors shaped like o and lse."""
+    """o and lse as views of rows [groups, bytes] uint8 from `joined`. Arguments o and lse give shapes and types."""
     ours, more = o[0].numel() * o.itemsize, lse[0].numel() * lse.itemsize
     return rows[:, :ours].view(o.dtype).view(o.shape), rows[:, ours : ours + more].view(lse.dtype).view(lse.shape)
 

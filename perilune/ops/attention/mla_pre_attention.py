@@ -4,17 +4,14 @@
     y = add_rmsnorm(residual, x, norm);  q_a, ckv = y qkv_a^T, rounded to residual's type;
     q_full and new cache rows as in mla_project_query.py, with inner_eps for its eps
 
-residual [T, D] is updated in place; x [T, D] or float32 [T, P, D] as `add_rmsnorm` has it, or, if the norm has peers,
-this rank's part of it, as `exchange_add_rmsnorm` has that; of weights:
-qkv_a [i + R + r, D] dense or FP8, and the fields that `mla_project_query` reads; rotary and latents as there; q_full
-[T, H, R + r] as residual.
+residual [T, D] is updated in place. x: [T, D] or float32 [T, P, D] as in `add_rmsnorm`; if the norm has peers, this
+rank's partial output as in `exchange_add_rmsnorm`. Of weights: qkv_a [i + R + r, D] dense or FP8, and the fields that
+`mla_project_query` reads. rotary and latents as there; q_full [T, H, R + r] as residual.
 
-"cuda" is one launch for up to four tokens of a model of Kimi K2's widths (mla_pre_attention_t1.cu for one,
-mla_pre_attention_mma.cu for more), in which the stream of weights does not stop between the products. Its CTAs exchange
-results through a mailbox, one per stream: launches of one stream follow each other. All CTAs must be on the GPU at
-once. With peers each CTA also exchanges its piece of the sum with theirs, and more of them share a head. "composed" is
-the three ops. A token's result does not depend on the other tokens if there are 2 to 4; alone, or with more than four,
-its bits differ, because sums are taken in another order or the normalised y is rounded.
+"cuda" is one launch for up to four tokens of Kimi K2's widths (mla_pre_attention_t1.cu for one token,
+mla_pre_attention_mma.cu for more). All of its CTAs must be co-resident on the GPU. "composed" is the three ops. With 2
+to 4 tokens, a token's result does not depend on the others. With 1 or more than 4 its bits differ, because sums are
+taken in another order or the normalised y is rounded.
 """
 
 import functools
@@ -35,10 +32,10 @@ from perilune.ops.layouts.operands import Attention, Latents, Matrix, Norm, Rota
 from perilune.ops.linear import linear, linear_fp8
 
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
-PROCESSORS = OUTER // 16  # an SM computes two tiles of 8 rows
+PROCESSORS = OUTER // 16  # SMs that "cuda" needs: each computes two tiles of 8 rows
 MOST_TOKENS = 4
-BOARD_BYTES = 224 << 10
-MOST_SPLIT_HEADS = 32  # of a rank among others: four or eight CTAs share a head
+BOARD_BYTES = 224 << 10  # size of a mailbox
+MOST_SPLIT_HEADS = 32  # max heads of a rank with peers, where four or eight CTAs share a head
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Case(Sized):
     parts: int = 0  # 0: x has no parts
     fp8: bool = False
     padding: int = 0  # rows at the end without a slot
-    ranks: int = 0  # that x is a part of the sum of; 0: x is whole
+    ranks: int = 0  # x is one of so many ranks' partial outputs; 0: x is whole
 
 
 CASES = [
@@ -76,7 +73,7 @@ CASES = [
     Case(3, 2, 48, 40, 16, 24, 8, padding=1),
     Case(0),
 ]
-# Where both sides round the same values at different places, each bf16 rounding adds a distance of 2.3e-3 of the norm.
+# Two implementations round the same values at different places. Each bf16 rounding adds an error of 2.3e-3 of the norm.
 TOL = {
     "q_full": {
         FLOAT32: sums()[FLOAT32],

@@ -1,15 +1,15 @@
-"""MLA attention over the latent cache in the plain form: keys and values of every head are made from the latents.
+"""MLA attention over the latent cache in the plain form: every head's keys and values are computed from the latents.
 
 k[h] = (w_uk[h] c, k_pe), v[h] = w_uv[h] c, o[t, h] = softmax(scale * q[t, h] . k[h]) v[h], over the positions up to the
 token's own.
 q [T, H, n + r]; pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py); w_uk [H, n, R];
-w_uv [H, R, v]; span as in mla_absorbed.py, query_start and context preferably in host memory, where they are read; o
+w_uv [H, R, v]; span as in mla_absorbed.py, query_start and context best in host memory, because the host reads them; o
 [T, H, v] as q. Keys, values, scores and softmax in fp32, rounded once.
-Fewer FLOPs per query and key than the absorbed form, at the price of making keys and values: for long chunks.
+Fewer FLOPs per query and key than the absorbed form, but keys and values must be computed first: for long chunks.
 
-"cuda" (mla_prefill.cu) makes keys and values in bfloat16 by the library's products, for as many requests at a time as
-fit `KEY_VALUE_BYTES`, or of one request as many heads, and rounds probabilities to bfloat16; scores, softmax and sums
-are fp32. A request's result does not depend on the values of the others; the library may choose another order of sums
+"cuda" (mla_prefill.cu) computes keys and values in bfloat16 with cuBLAS, for as many requests at a time as fit
+`KEY_VALUE_BYTES`, or for as many heads of one request. It rounds probabilities to bfloat16; scores, softmax and sums
+are fp32. A request's result does not depend on the values of the others, but cuBLAS may choose another order of sums
 for another number of keys.
 """
 
@@ -29,9 +29,9 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 
-PIECE_BYTES = 16 << 20  # of scores, and of keys and values, at a time, in "torch"
-KEY_VALUE_BYTES = 1 << 30  # of keys and values of some heads, at a time, in "cuda"
-MAX_REQUESTS = 64  # of a launch
+PIECE_BYTES = 16 << 20  # in "torch", max bytes of scores at a time, and of keys and values
+KEY_VALUE_BYTES = 1 << 30  # in "cuda", max bytes of keys and values at a time
+MAX_REQUESTS = 64  # per launch
 TILE = 128  # keys that "cuda" multiplies at once
 
 
@@ -45,7 +45,7 @@ class Case(Sized):
     v: int = NANO.value
     R: int = NANO.latent
     block_size: int = 16
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    narrow: bool = False  # the cache is bfloat16
     packed: bool = False
 
 
@@ -128,7 +128,7 @@ def _attend() -> Any:
 class Keys:
     """Keys and values of `heads` for requests that share launches.
 
-    requests  [count, 5] int32 in host memory, as `together` gives them; longest: most queries of one
+    requests  [count, 5] int32 in host memory, from `together`; longest: max queries of a request
     k         [total, heads 128]; v [heads, total, 128]; rope [total, r], rows may be strided
     """
 
@@ -141,7 +141,7 @@ class Keys:
 
 
 def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span) -> Iterator[Keys]:
-    """Of all requests with queries, and all heads, at most `KEY_VALUE_BYTES` at a time."""
+    """Yields keys and values of all requests with queries and all heads, at most `KEY_VALUE_BYTES` at a time."""
     (H, n, R), v = w_uk.shape, w_uv.shape[2]
     tables, (_, block_size, width) = span.tables.contiguous(), pages.shape
     most = KEY_VALUE_BYTES // ((n + v) * q.itemsize)  # rows of keys and values of one head
@@ -169,16 +169,16 @@ def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: 
             k = torch.nn.functional.linear(c, w_uk[part].flatten(0, 1))
             values = torch.bmm(c.expand(part.stop - h, *c.shape), w_uv[part])
             yield Keys(requests, max(request[2] for request in some), part, k, values, latent[:, R:])
-            del k, values  # the caller drops its own: else those of the next heads are made beside them
+            del k, values  # free them before the next ones are allocated; the caller must delete its `Keys` too
 
 
 def rows_apart(q: Tensor) -> Tensor:
-    """q, or a copy of it, as kernels read it: heads adjacent, rows at multiples of 16 bytes."""
+    """q, copied if necessary, with adjacent heads and rows at multiples of 16 bytes, as kernels read it."""
     return q.contiguous() if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16 else q
 
 
 def needs(q: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[tuple[bool, str], ...]:
-    """What `build.on_hopper` asks for."""
+    """Conditions of the kernels, for `build.on_hopper`."""
     n, v = w_uk.shape[1], w_uv.shape[2]
     return (
         (q.dtype == BFLOAT16, "bfloat16"),
@@ -191,8 +191,8 @@ def needs(q: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[tuple[bool, str], ...]
 
 
 def together(starts: list[int], lengths: list[int], most: int) -> list[list[tuple[int, int, int, int, int]]]:
-    """Requests that share launches, at most `most` rows of keys of several: (number, first query, queries, keys, row of
-    the first key, a multiple of `TILE`) of each. Those without queries are left out."""
+    """Groups of requests with queries that share launches; a group of several has at most `most` rows of keys. Per
+    request: (index, first query, queries, keys, row of the first key, a multiple of `TILE`)."""
     found: list[list[tuple[int, int, int, int, int]]] = []
     total = 0
     for b, length in enumerate(lengths):
@@ -240,8 +240,8 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
 
 @op.impl("torch")
 def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    """Heads in groups with keys and values of at most PIECE_BYTES, queries in blocks with scores of as many; a block
-    multiplies only the keys that its last query may see."""
+    """Groups of heads with at most PIECE_BYTES of keys and values, blocks of queries with as many bytes of scores. A
+    block is multiplied only by the keys that its last query may see."""
     device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, device=device)
     flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()

@@ -1,14 +1,14 @@
-"""mla_prefill.py with 8-bit products, for prompts if activations may be FP8; its output as linear_w8a8.py reads it.
+"""mla_prefill with 8-bit products and a quantized output for linear_w8a8: for prompts if activations may be FP8.
 
-Arguments as there; o [T, H v] rounded to q's type, then values [T, H v] float8_e4m3fn and scale [ceil(H v / 128), T
-rounded up to whole tiles] float32 of it as quantize_tokens.py gives them.
+Arguments as in mla_prefill.py. o [T, H v] is rounded to q's type, then quantized as by quantize_tokens.py: values
+[T, H v] float8_e4m3fn, scale [ceil(H v / 128), T rounded up to whole tiles] float32.
 
-"cuda" (mla_prefill_w8a8.cu) rounds, beside what mla_prefill's rounds: queries and keys without rope to whole numbers
-of 8 bits, with a scale for a head of a query and one for a head of 128 keys; values to e4m3 with such a scale; 2^8
-times probabilities to e4m3. Rope parts stay in bfloat16. With random scores o is 3 % (rms) off, as products of
-linear_w8a8 are, most of it from values; with keys in e4m3 it would be 6 to 10 %. A query's result depends on keys of
-its request only. A nan among keys or values of a tile is one for all queries that see a key of the tile.
-"composed" is both ops.
+"cuda" (mla_prefill_w8a8.cu) rounds more than mla_prefill's: queries and keys without rope to int8, with a scale per
+query and head, and per 128 keys and head; values to e4m3, with a scale per 128 keys and head; 2^8 times probabilities
+to e4m3. Rope parts stay in bfloat16. With random scores o has an rms error of 3 %, as products of linear_w8a8 have,
+mostly from values; with keys in e4m3 it would be 6 to 10 %. A query's result depends only on keys of its request. A NaN
+in keys or values of a tile makes all queries that see a key of the tile NaN. "composed" is mla_prefill, then
+quantize_tokens.
 """
 
 import functools

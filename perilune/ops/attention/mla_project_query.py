@@ -3,10 +3,10 @@
     q = rmsnorm(q_a) * q_a_norm  q_b^T, rounded to q_a's type;  q_full and new cache rows as in mla_absorb_query.py
 
 q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] dense or FP8, kv_a_norm [R], w_uk
-[H, n, R]; ckv, rotary and latents as `mla_absorb_query` has them; q_full [T, H, R + r] as q_a.
+[H, n, R]; ckv, rotary and latents as in `mla_absorb_query`; q_full [T, H, R + r] as q_a.
 
-"cuda" (mla_project_query.cu) is one launch for up to 8 tokens: it saves the start and the end
-of a kernel. A token's result does not depend on the batch. "composed" is the two ops.
+"cuda" (mla_project_query.cu) is one launch for up to 8 tokens: it saves the start and the end of a kernel. A token's
+result does not depend on the batch. "composed" is the two ops.
 """
 
 import functools
@@ -26,9 +26,9 @@ from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
 from perilune.ops.linear import linear_fp8, rmsnorm_linear
 
 FEW_TOKENS = 8
-LEAST_HEADS = 8  # fewest heads: 8 SMs then share a head
-PAIRED_HEADS = 48  # from so many heads on, 2 SMs share a head
-WIDEST = 1536  # most columns of q_a: a wider row does not fit shared memory beside the weights
+LEAST_HEADS = 8  # min heads: 8 SMs then share a head
+PAIRED_HEADS = 48  # from 48 heads on, 2 SMs share a head
+WIDEST = 1536  # max columns of q_a: a wider row does not fit shared memory beside the weights
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def composed(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, laten
 
 
 def check_weights(weights: Attention, r: int, dtype: torch.dtype) -> None:
-    """q_b and all that follows it, for activations of `dtype`."""
+    """Asserts shapes and types of q_b, the norms and w_uk, for activations of `dtype`."""
     w, (i,), (H, n, R) = weights, weights.q_a_norm.shape, weights.w_uk.shape
     assert w.q_b.weight.shape == (H * (n + r), i) and w.kv_a_norm.shape == (R,), (
         f"{w.q_b.weight.shape=} {w.w_uk.shape=}"
@@ -153,7 +153,7 @@ def check_weights(weights: Attention, r: int, dtype: torch.dtype) -> None:
 
 
 def check_matrix(w: Matrix, dtype: torch.dtype) -> None:
-    """Dense as activations of `dtype`, or FP8."""
+    """Asserts that w is dense in the activations' `dtype`, or FP8."""
     if w.scale is None:
         assert w.weight.dtype == dtype, f"{w.weight.dtype=} {dtype=}"
     else:

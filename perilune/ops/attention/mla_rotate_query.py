@@ -3,10 +3,7 @@
     q[t, h, n:]     = rope(q[t, h, n:])                                             in place
     pages[slots[t]] = (rmsnorm(ckv[t, :R]) * kv_norm, rope(ckv[t, R:]))             in place
 
-q [T, H, n + r] contiguous; ckv [T, R + r], rows may be strided; kv_norm [R]; rotary: cos and sin [T, r / 2] float32
-(pairs as in `rope`); latents: pages [N, block_size, R + r] contiguous, of any float type or packed (latent_cache.py),
-and slots [T] int64 = block * block_size + offset, distinct, or below 0: nothing is written for that row. fp32 inside,
-rounded once to q's type; cached values are then rounded to the cache's.
+q [T, H, n + r] contiguous; ckv, kv_norm, rotary and latents as in cache_rows.py. fp32 inside, rounded once to q's type.
 
 "cuda" is one launch for Kimi's widths; "composed" is the three ops in turn.
 """
@@ -39,8 +36,8 @@ class Case(Sized):
     r: int = K2.rope
     block_size: int = 64
     strided: bool = False
-    elsewhere: int = 1  # of every so many rows one has a slot here, as where KV is sharded
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    elsewhere: int = 1  # one of so many rows has a slot on this rank, as with sharded KV
+    narrow: bool = False  # the cache is bfloat16
 
 
 CASES = [

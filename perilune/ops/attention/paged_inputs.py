@@ -12,8 +12,8 @@ from perilune.ops.layouts.operands import Span
 
 
 def cache(g: Make, contexts: Sequence[int], block_size: int, width: int) -> dict[str, Tensor]:
-    """`cache` [N, block_size, width], nan wherever no request's context lies; `tables` [B, M] int32, padded with a
-    block of nans; `context` [B] int32."""
+    """`cache` [N, block_size, width], NaN outside the requests' contexts; `tables` [B, M] int32, padded with a block of
+    NaNs; `context` [B] int32."""
     needed = [-(-c // block_size) for c in contexts]
     M = max(needed, default=0) + 1
     free = g.permutation(sum(needed) + 2).tolist()
@@ -34,8 +34,7 @@ def cache(g: Make, contexts: Sequence[int], block_size: int, width: int) -> dict
 
 
 def packed(cache: Tensor, R: int) -> Tensor:
-    """A float cache [N, block_size, R + r] as packed rows, its latents 16 times larger, as loading/fp8_latents.py has
-    them."""
+    """Packs a float cache [N, block_size, R + r], with latents times 16 as loading/fp8_latents.py scales them."""
     return latent_cache.pack(cache[..., :R] * 16.0, cache[..., R:], latent_cache.PACKED)
 
 

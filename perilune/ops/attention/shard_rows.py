@@ -1,9 +1,9 @@
 """For one rank of a KV cache that is sharded along the sequence: the cache rows of a step's tokens, and their contexts.
 
-A block of ranks * tokens tokens has `tokens` of them on each rank, in the order of ranks (dist/kv_shards.py).
+Of each block of ranks * tokens tokens, rank i holds tokens i * tokens .. + tokens - 1 (dist/kv_shards.py).
 
-    own[t]     = the rank's cache row of slots[t]; -1 where another rank has the token, or slots[t] < 0
-    context[t] = how many of the positions 0 .. positions[t] are on this rank, where they are its first ones
+    own[t]     = the rank's cache row of slots[t]; -1 if another rank holds the token, or slots[t] < 0
+    context[t] = how many of the positions 0 .. positions[t] this rank holds; they are the first of its positions
 
 slots [T] int64, block * (ranks * tokens) + offset; positions [T] int64, not negative; own [T] int64, context [T] int32.
 

@@ -27,7 +27,7 @@ class Case(Sized):
     block_size: int
     R: int
     r: int
-    narrow: bool = False  # a bfloat16 cache whatever the activations are
+    narrow: bool = False  # the cache is bfloat16
     packed: bool = False
 
 

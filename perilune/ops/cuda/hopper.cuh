@@ -1,12 +1,14 @@
 // Shared by all CUDA kernels: launching with programmatic dependent launch, asynchronous copies, tensor-core products.
 //
 // The rule of programmatic dependent launch (PDL) in this package. A kernel may start while its predecessor in the
-// stream still runs. Before `wait_for_predecessor()` it may read only memory that no kernel of the stream writes:
-// weights. Every CTA calls it, with or without work, before its first read of an activation and before its first write:
-// after it all earlier kernels of the stream, not only the last one, have ended and their writes are visible (every
-// kernel waits so, and a kernel ends only when all of its CTAs have).
-// `let_successor_start()` may be called anywhere; early is best. A kernel that calls it only after its own wait has a
-// comment saying so: the kernel after it may then read, before its own wait, what was written before that kernel.
+// stream still runs.
+//   1. Before `wait_for_predecessor()`, a kernel reads only memory that no kernel of the stream writes: weights.
+//   2. Every CTA, with or without work, calls it before its first read of an activation and before its first write.
+//   3. After it, all earlier kernels of the stream, not only the last, have ended and their writes are visible: every
+//      kernel waits in this way and ends only when all of its CTAs have ended.
+//   4. `let_successor_start()` may be called anywhere; early is best. If a kernel calls it only after its own wait, a
+//      comment there says so: the next kernel may then read before its wait what was written before that kernel.
+//   5. No pointer to activations is __restrict__: the compiler may move a load through such a pointer above the wait.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -84,8 +86,8 @@ __device__ __forceinline__ uint4 load16(const void* p) {
 }
 
 // d[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums. Lane l, g = l / 4, t = l % 4:
-// a[0] = rows g, k 2t..2t+1; a[1] = rows g + 8; a[2] = rows g, k 2t+8..2t+9; a[3] = rows g + 8, the same;
-// b[0] = k 2t..2t+1 of column g; b[1] = k 2t+8..2t+9; d[0..1] = row g, columns 2t..2t+1; d[2..3] = row g + 8.
+// a[0] = row g, k 2t..2t+1; a[1] = row g + 8, same k; a[2] = row g, k 2t+8..2t+9; a[3] = row g + 8, same k;
+// b[0] = column g, k 2t..2t+1; b[1] = k 2t+8..2t+9; d[0..1] = row g, columns 2t..2t+1; d[2..3] = row g + 8.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,27 +1,31 @@
-// Memory that all ranks' GPUs can write to, for kernels that exchange partial sums: exchange_add_rmsnorm.cu (which
-// explains why the words need no fence and are never cleared), and kernels that exchange their own results.
+// Mailboxes: a buffer in each rank's GPU memory, which all ranks' GPUs can write to, for kernels that exchange partial
+// sums. exchange_add_rmsnorm.cu describes lines of 128 bytes, which it and two_shots.cuh send.
 //
-// Such a kernel sends words of 16 bytes: four bf16 values and twice the epoch, {pair, epoch, pair, epoch}. A reader
-// that sees both epochs has the values. Each CTA counts its launches (before attention, for each token) in `control`;
-// epoch e uses half e % 2 of the mailbox. A CTA sends its words after the launch before has ended and before it waits;
-// it ends only when it has the peers' words of the same epoch. So the words that a rank overwrites in epoch e + 1 are
-// those of epoch e - 1, and the peer has read them: it has sent epoch e, so its launch of epoch e - 1 has ended.
+// The kernels before and after attention send words of 16 bytes: {pair, epoch, pair, epoch}, a pair being two bf16. A
+// word with both epochs is complete: no fence, no clearing. For one CTA and its counterparts on the peers:
+//   1. The CTA reads its launch counter in `control` (before attention: one per token); epoch e = counter + 1.
+//   2. After its predecessor's end, and before it waits, it writes its words into half e % 2 of each peer's mailbox.
+//   3. It polls its own mailbox for the peers' words of epoch e, and ends only when it has all of them.
+//   Reuse: epoch e + 1 overwrites epoch e - 1. By then the peer has sent epoch e, so its launch of epoch e - 1 has
+//   ended: the peer has read the overwritten words.
 #pragma once
 #include "cuda/hopper.cuh"
 
 namespace hopper {
 
 constexpr int MAX_RANKS = 8;
-constexpr int CLUSTER = 8;         // most CTAs that share a token: a width of up to 7,168
-constexpr int REGIONS = 128;       // most clusters, each with its own region in every mailbox
-constexpr int LINE_THREADS = 128;  // threads of a CTA
-constexpr int LINE_WORDS = REGIONS * CLUSTER * LINE_THREADS;  // words of 16 bytes
-// Behind them: words of the kernels before attention (four tokens) and after it (one).
+// Layout of half a mailbox for one sender, in words of 16 bytes. First: lines of exchange_add_rmsnorm.cu.
+constexpr int CLUSTER = 8;         // max CTAs that share a token: a width of up to 7,168
+constexpr int REGIONS = 128;       // max clusters, each with its own region
+constexpr int LINE_THREADS = 128;  // threads per CTA, one word each
+constexpr int LINE_WORDS = REGIONS * CLUSTER * LINE_THREADS;
+// Next: words of the kernels before attention (up to four tokens) and after it (one token).
 constexpr int TOKEN_WORDS = 7168 / 4, BEFORE_WORDS = LINE_WORDS, AFTER_WORDS = BEFORE_WORDS + 4 * TOKEN_WORDS;
-// Behind them: rows that have a CTA each (two_shots.cuh).
+// Last: lines of two_shots.cuh, one row per CTA.
 constexpr int ROWS = 264, ROW_WORDS = CLUSTER * LINE_THREADS, ROWS_AT = AFTER_WORDS + TOKEN_WORDS;
-constexpr int64_t HALF = ROWS_AT + ROWS * ROW_WORDS;  // words of one half of a mailbox, for one sender
-constexpr int MAX_CTAS = 160;
+constexpr int64_t HALF = ROWS_AT + ROWS * ROW_WORDS;
+constexpr int MAX_CTAS = 160;  // of the kernels before and after attention
+// `control`: first counter of each kernel; number of all words.
 constexpr int BEFORE_COUNTS = 1 + REGIONS * CLUSTER, AFTER_COUNTS = BEFORE_COUNTS + 4 * MAX_CTAS;
 constexpr int ROW_COUNTS = AFTER_COUNTS + MAX_CTAS, CONTROL = ROW_COUNTS + ROWS;
 constexpr int POLLS = 256;              // polls between two reads of the clock
@@ -31,12 +35,12 @@ constexpr uint32_t NAN_PAIR = 0x7fff7fff;
 // Filled in by the host, one for each rank.
 struct Peers {
   int64_t rank, ranks;
-  int64_t limit_ns;           // longest wait
-  uint32_t* control;          // [CONTROL]: word 0 is not 0 after a failure; then the launch counters of CTAs
-  uint32_t* failed;           // in host memory: 1 + the rank that did not answer, or what the host wrote
+  int64_t limit_ns;           // timeout of one wait for a peer
+  uint32_t* control;          // [CONTROL]: word 0 is not 0 after a failure; the others are epoch counters of CTAs
+  uint32_t* failed;           // in host memory: 1 + the rank that timed out, or the host's value that ends all waits
   uint4* mailbox[MAX_RANKS];  // of each rank: [2 halves, senders, HALF]
 
-  // Word `at` of an epoch, from `sender` to `receiver`.
+  // Address of word `at` from `sender` in the mailbox of `receiver`, in the epoch's half.
   __device__ __forceinline__ uint4* word(int receiver, int sender, uint32_t epoch, int at) const {
     return mailbox[receiver] + ((epoch & 1) * ranks + sender) * HALF + at;
   }
@@ -65,8 +69,8 @@ __device__ __forceinline__ void report(const Peers& peers, int missing) {
 }
 __device__ __forceinline__ bool arrived_word(const uint4& v, uint32_t epoch) { return v.y == epoch && v.w == epoch; }
 
-// Whether a wait that has polled `polls` times, and began at `begin` (0: not known yet), must give up: after limit_ns,
-// or when the host has written to `failed`. `patient`: false after any wait has failed; then no wait polls again.
+// Whether a wait must give up after `polls` polls: limit_ns since `begin` (0: set here), or the host has written to
+// `failed`. patient: false once any wait has failed; then every wait gives up after its first poll.
 __device__ __forceinline__ bool too_long(const Peers& peers, int polls, uint64_t& begin, bool patient) {
   if (!patient) return true;
   if (polls % POLLS) return false;

@@ -1,6 +1,6 @@
-// x = norm(residual), while mla_decode_output's kernel still writes the residual to a mailbox, a pair of bf16 per word.
-// Computed by 7 warps, up to 4 pieces of 8 values per thread. Two kernels use it (mla_decode_router_t1.cu,
-// moe_int4_t1.cu), so that both compute x with the same bits.
+// x = norm(residual), while mla_decode_output's kernel still writes the residual to a mailbox, an inverted pair of bf16
+// per word (`written` in router_mailbox.cuh). 7 warps compute it, up to 4 pieces of 8 values per thread.
+// mla_decode_router_t1.cu and moe_int4_t1.cu both use this code, so that their x has the same bits.
 #pragma once
 #include "cuda/router_mailbox.cuh"
 
@@ -9,7 +9,7 @@ namespace fresh {
 using namespace hopper;
 
 constexpr int WARPS = 7, THREADS = WARPS * 32, PIECES = 4;
-constexpr int LATE = 8;  // pieces that a warp polls before it reads the rest
+constexpr int LATE = 8;  // pieces near the residual's end that a warp polls before it reads the rest
 
 __device__ __forceinline__ int piece_of(int n) { return threadIdx.x + n * THREADS; }
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ const uint32_t* late(const uint32_t* half, int pieces
   return half + (pieces - 1 - threadIdx.x % LATE * (pieces / 28)) * 4;
 }
 
-// Reads the pieces of this half that are written so far; true if the warp has all of its pieces.
+// Reads those of this thread's pieces that v lacks. True if all lanes of the warp have theirs. v is 0 at first.
 __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, int pieces) {
   bool waits = false;
 #pragma unroll
@@ -35,9 +35,9 @@ __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, i
   return !__any_sync(~0u, waits);
 }
 
-// d += dot product of this lane's 8 values v and 8 values w. Tensor cores compute the products of all pairs of lanes of
-// a group of eight; the diagonal (see `of_diagonal`) has those of a lane with itself. A quarter of the instructions of
-// separate multiplications.
+// d += dot product of this lane's 8 values v and 8 values w. The tensor cores compute all products between the 8 lanes
+// of equal lane % 4; `of_diagonal` picks those of a lane with itself. A quarter of the instructions of separate
+// multiplications.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint4& v, const uint4& w) {
   const uint32_t low[4] = {v.x, 0, v.y, 0}, high[4] = {v.z, 0, v.w, 0};
   mma(d, low, w.x, w.y, bf16());
@@ -48,7 +48,7 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// Turns v, as read by `look`, into x. squares: 8 floats of shared memory; meet: the barrier of the 7 warps.
+// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {

@@ -6,7 +6,7 @@
 
 namespace hopper {
 
-// Loads the box at (x, y, z); called by one thread.
+// One thread loads the box at element (x, y, z).
 __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map, int x, int y, int z,
                                             uint64_t* barrier) {
   asm volatile(
@@ -15,7 +15,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
-// Multicast: to the same address, and with the same barrier, in every CTA of `mask`.
+// Multicast: to the same address in every CTA of `mask`; the mbarrier at the same address there counts the bytes.
 __device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                uint64_t* barrier, int mask) {
   asm volatile(
@@ -55,11 +55,11 @@ inline Encode encoder() {
   return found;
 }
 
-// bf16, or bytes, with the 128-byte swizzle; bytes with the 64-byte swizzle; bytes without one
+// 128-byte swizzle of bf16 or of bytes; 64-byte swizzle of bytes; bytes without a swizzle.
 enum Kind { SWIZZLED, SWIZZLED_BYTES, SWIZZLED_HALF, BYTES };
 
-// Describes a tensor [sizes 2][sizes 1][sizes 0], x fastest, the other dimensions `strides` bytes apart; elements
-// outside read as 0. False if the driver refuses.
+// Describes a tensor [sizes[2]][sizes[1]][sizes[0]]: x is contiguous, y and z have strides of strides[0] and strides[1]
+// bytes. Elements outside read as 0. False if the driver refuses.
 inline bool describe(CUtensorMap* map, const void* base, Kind kind, const int64_t (&sizes)[3],
                      const int64_t (&strides)[2], const int (&box)[3]) {
   if (!encoder()) return false;

@@ -1,18 +1,20 @@
-// The sum over ranks of their partial outputs, residual += it, y = rmsnorm(residual), of many rows. A rank owns a block of
-// the rows, sums these, and with SCATTER that is all (reduce-scatter); otherwise it sends the new rows of the residual to
-// the others (two-shot all-reduce): (N - 1) / N lines for a line each time. Only the owner reads the old row. Contracts in
+// Many rows: residual += the sum of all ranks' partial outputs, then y = rmsnorm(residual). Contracts in
 // exchange_add_rmsnorm.py, exchange_pairs_add_rmsnorm.py, scatter_pairs_add_rmsnorm.py and
-// scatter_pairs_add_rmsnorm_quantize.py.
+// scatter_pairs_add_rmsnorm_quantize.py. Lines, flags, epochs, timeouts: exchange_add_rmsnorm.cu.
 //
-// Lines, flags, epochs, and what happens without a peer: exchange_add_rmsnorm.cu. A CTA has a whole row, in turn one of
-// each owner's. Two CTAs of an SM hide each other's waits: 264 rows are on their way at once, more than links take. Each
-// CTA has its own place in every mailbox (ROWS_AT), half e % 2 of it in epoch e. All ranks must run the same launches with
-// the same T in the same order.
-//   all-reduce  A rank that sends a line of epoch e has got one of epoch e - 1 that its peer's line of e - 1 went into, if
-//               not that line itself, and the peer had read its line of e - 2 before it sent that.
-//   SCATTER     A rank sends to the same owner every N-th epoch of a CTA, and gets a line from that owner in between,
-//               which was sent after the last one was read. (Rows past T, which nothing is sent for, come last.) Before
-//               the next launch of this kind or another, all ranks must have finished: exchange_rows sees to it.
+// Each of N ranks owns a block of ceil(T / N) rows. Only the owner reads a row's old residual.
+//   1. Each other rank sends its partial row to the owner, which adds all parts (reduce-scatter; SCATTER ends here).
+//   2. The owner sends the new row of the residual to each other rank (with step 1: two-shot all-reduce).
+// In either step a rank sends N - 1 lines for every N lines of the T rows.
+//
+// A CTA processes whole rows, in turn one of each owner's. Two CTAs per SM hide each other's waits; then 264 rows are
+// in flight, more than the links carry. Each CTA has a place in every mailbox (ROWS_AT); epoch e uses half e % 2. All
+// ranks must run the same launches with the same T in the same order. Why rank A may reuse its place at rank B:
+//   all-reduce  In epoch e, A overwrites a line of epoch e - 2 or before. A has received B's line of epoch e - 1, or a
+//               sum that contains it. B sent that line after B had read the overwritten one.
+//   SCATTER     A sends to owner B in every N-th epoch of a CTA. In between, A receives a line from B, which B sent
+//               after B had read A's previous line. (Rows past T, for which no line is sent, come last.) All ranks must
+//               end this launch before any starts the next one of this kernel: exchange_rows ensures it.
 #pragma once
 #include "cuda/peers.cuh"
 #include "cuda/token_scale.cuh"
@@ -21,29 +23,29 @@ namespace two_shots {
 
 using namespace hopper;
 
-constexpr int PIECES = 7;  // of 8 values, in a line; the eighth thread's is the flag
-// Lines of a thread, of a CTA with ROW_WORDS / EACH threads: of many rows MANY, and two CTAs on an SM; of few rows, which
-// wait for each step, FEW.
+constexpr int PIECES = 7;  // pieces of 8 values in a line; the eighth thread holds the flag
+// EACH: words per thread; a CTA has ROW_WORDS / EACH threads. MANY: two CTAs per SM. FEW, up to FEW_ROWS rows: shorter
+// steps, because with few rows each step is waited for.
 constexpr int MANY = 4, FEW = 1, FEW_ROWS = 128;
 static_assert(ROWS % MAX_RANKS == 0);
-constexpr int BATCH = 2;  // rows of pairs that are loaded at once: with more, registers for one CTA of an SM only
+constexpr int BATCH = 2;  // rows of pairs loaded together; with more, the registers allow only one CTA per SM
 
-// This rank's partial output: rows of bf16, parts of floats that add up to it, results of experts (as `Pairs` of
-// operands.py has them), the same with columns in moe_int4_cluster.cuh's order.
+// Format of this rank's partial output x. NARROW: rows of bf16. PARTS: `parts` rows of floats per token, to be added.
+// PAIRS: rows of (token, expert) pairs (operands.py). CLUSTER_PAIRS: with columns in moe_int4_cluster.cuh's order.
 enum Input { NARROW, PARTS, PAIRS, CLUSTER_PAIRS };
 
 struct Args {
   bf16* residual;  // [T, D]
-  const void* x;   // [T, D] bf16, [T, parts, D] float, or [M, D] bf16, of which a token's are at `position`
-  int parts;       // or experts of a token
-  const int* position;   // [T, parts]; none below 0
+  const void* x;   // NARROW [T, D] bf16; PARTS [T, parts, D] float; PAIRS [M, D] bf16
+  int parts;       // of PAIRS: experts per token
+  const int* position;   // [T, parts]: row in x of each pair; below 0: no such row
   const float* weights;  // [T, parts]
   const bf16* shared;    // [T, D], added last, or null
   const bf16* w;
-  void* y;        // [T, D] bf16, or e4m3 with
-  float* scales;  // [ceil(D / 128), scale_rows]
+  void* y;        // [T, D] bf16, or e4m3 if QUANTIZED
+  float* scales;  // QUANTIZED: [ceil(D / 128), scale_rows]
   int scale_rows, T, D;
-  float inverse, eps;  // 1 / D
+  float inverse, eps;  // inverse: 1 / D
 };
 
 __device__ __forceinline__ void add(float (&sum)[8], const uint4& v, float factor, bool mixed) {
@@ -63,7 +65,7 @@ __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
 
-// The thread's pieces of a row, each of which exists if `data` has its bit.
+// own[i] = this rank's partial sum of piece[i] of a row, rounded to bf16; 0 if bit i of `data` is not set.
 template <Input INPUT, int EACH>
 __device__ __forceinline__ void partial(uint4 (&own)[EACH], const Args& a, int row, const int (&piece)[EACH],
                                         uint32_t data) {
@@ -120,15 +122,15 @@ __device__ __forceinline__ void partial(uint4 (&own)[EACH], const Args& a, int r
   for (int i = 0; i < EACH; i++) own[i] = rounded(sum[i]);
 }
 
-// Waits, as a warp, for the lines of this epoch from COUNT ranks, the first of which is `first`, without `skipped`: for
-// those of the thread's lines that `used` has. True if all came.
+// A warp waits for this epoch's lines of COUNT ranks from rank `first` on, except `skipped`. Bit i of `used`: the
+// thread's i-th line exists. True if all lines arrived.
 template <int COUNT, int LINES, int THREADS>
 __device__ __forceinline__ bool receive(uint4 (&got)[COUNT][LINES], const uint4* place, int first, int skipped,
                                         uint32_t used, uint32_t epoch, const Peers& peers, bool patient) {
   const bool flag = threadIdx.x % 8 == PIECES;
   uint64_t begin = 0;
   for (int polls = 1;; polls++) {
-    int missing = -1;  // of the ranks
+    int missing = -1;  // index of a rank that has not sent its line
 #pragma unroll
     for (int s = 0; s < COUNT; s++) {
 #pragma unroll
@@ -156,7 +158,7 @@ template <int RANKS, Input INPUT, bool QUANTIZED, bool SCATTER, int EACH>
 __global__ __launch_bounds__(ROW_WORDS / EACH, EACH == MANY ? 2 : 1) void two_shots_kernel(
     const __grid_constant__ Peers peers, const __grid_constant__ Args a) {
   constexpr int THREADS = ROW_WORDS / EACH, WARPS = THREADS / 32;
-  // Lines of all ranks that are looked at together for a row that this rank owns. More: registers spill.
+  // As owner, a thread polls this many of its lines together, of all ranks. More lines would spill registers.
   constexpr int TOGETHER = RANKS > 4 ? 1 : RANKS > 2 && EACH > 2 ? 2 : EACH;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = threadIdx.x % 8;
   const uint32_t rank = peers.rank;
@@ -178,11 +180,11 @@ __global__ __launch_bounds__(ROW_WORDS / EACH, EACH == MANY ? 2 : 1) void two_sh
   wait_for_predecessor();
 
   uint32_t epoch = *count;
-  bool patient = *peers.control == 0;  // after a failure, lines are looked at once
-  const int block = (a.T + RANKS - 1) / RANKS, all = RANKS * block;  // rows of an owner
-  // Of RANKS values of n that follow each other, one for each owner.
+  bool patient = *peers.control == 0;  // after a failure, each line is polled only once
+  const int block = (a.T + RANKS - 1) / RANKS, all = RANKS * block;  // rows per owner
+  // Each RANKS consecutive values of n have RANKS different owners.
   auto row_of = [&](int n, int turn) { return (n + turn) % RANKS * block + n / RANKS; };
-  uint4 next[EACH];  // the partial output of the next row is made while this row is on its way
+  uint4 next[EACH];  // this rank's part of the next row, computed while this row's lines travel
   if (const int row = row_of(blockIdx.x, 0); row < a.T) partial<INPUT, EACH>(next, a, row, piece, data);
   int sum_turn = 0;
   for (int n = blockIdx.x, turn = 0; n < all; n += gridDim.x, turn++) {
@@ -290,14 +292,14 @@ __global__ __launch_bounds__(ROW_WORDS / EACH, EACH == MANY ? 2 : 1) void two_sh
       }
     }
   }
-  if (QUANTIZED && blockIdx.x == 0) {  // rows past those of y fill the last tile of scales
+  if (QUANTIZED && blockIdx.x == 0) {  // scales of rows past y's last row become 0
     const int last = SCATTER ? min(a.T - static_cast<int>(rank) * block, block) : a.T;
     const int past = a.scale_rows - last, groups = (a.D + 127) / 128;
     for (int n = threadIdx.x; n < past * groups; n += THREADS) {
       a.scales[static_cast<int64_t>(n / past) * a.scale_rows + last + n % past] = 0.0f;
     }
   }
-  __syncthreads();  // every thread has read it
+  __syncthreads();  // every thread has read *count
   if (threadIdx.x == 0) *count = epoch;
 }
 

@@ -1,10 +1,10 @@
-// Parts of kernels that stream weights and multiply them by a few rows of x; linear.cu describes the whole.
+// Parts of kernels that stream weights w and multiply them by a few rows of x; linear.cu describes a whole kernel.
 //
-// A tile is 8 rows of w, the A operand of mma.m16n8k16: a lane's 16 bytes of a row are used in memory order, as the A
-// of one product (bf16) or of two (e4m3, converted to fp16). A has 16 rows: rows g and g + 8 hold two parts of the same
-// row of w, the even and the odd pairs of k, and x, as B, has columns for either part. Up to 4 tokens have both parts
-// in one product (columns 0-3 and 4-7); more tokens take a product per part. Elements of D that multiply a part of w by
-// columns of the other part are not used. A token's sums do not depend on the number of tokens.
+// A tile is 8 rows of w, the A operand of mma.m16n8k16. A lane's 16 bytes of a row are used in memory order, as the A
+// of one product (bf16) or of two (e4m3, converted to fp16). A has 16 rows: rows g and g + 8 hold the even and the odd
+// pairs of k of row g of w. B (x) has columns for the even and for the odd pairs: up to 4 tokens have both in one
+// product (columns 0-3 and 4-7), more tokens take two products. Elements of D that combine even with odd pairs are not
+// used. A token's sums do not depend on the number of tokens.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "cuda/wgmma.cuh"
@@ -15,13 +15,13 @@ using namespace hopper;
 
 constexpr int TILE = 8;        // rows of w
 constexpr int SEGMENT = 256;   // values of a row of x that a warp prepares at a time
-constexpr int SEGMENTS = 320;  // most segments of all rows together
+constexpr int SEGMENTS = 320;  // max segments of all rows together
 constexpr int BLOCK = 64;      // adjacent values of x that two chunks (bf16) or one (e4m3) of w are multiplied by
-constexpr int WARPS = 16;      // warps of a CTA
-constexpr int ASKING = 8;      // warps of these that issue loads of weights while the others prepare x
+constexpr int WARPS = 16;      // per CTA
+constexpr int ASKING = 8;      // warps that issue loads of weights while the others prepare x
 constexpr int PAD = 8;         // elements between staged rows, so that 16-byte reads of two rows have no bank conflict
 
-// CHUNK: k of one load.
+// CHUNK: values of k in 64 bytes of a row of w, 16 bytes per lane.
 struct Bf16 {
   using Value = bf16;
   static constexpr int BYTES = 2, CHUNK = 32;
@@ -31,8 +31,8 @@ struct E4m3 {
   static constexpr int BYTES = 1, CHUNK = 64;
 };
 
-// A stage of a warp's ring: ROW bytes of each row of a tile. Odd rows are stored in a second half, shifted by 64 bytes:
-// the two rows that 8 lanes read together have no bank conflict.
+// A stage of a warp's ring: ROW bytes of each row of a tile. If ROW is a multiple of 128, odd rows are stored in a
+// second half, shifted by 64 bytes, so that the two rows that 8 lanes read together have no bank conflict.
 template <int ROW>
 struct Stage {
   static constexpr int BYTES = TILE * ROW + (ROW % 128 ? 0 : 64), CHUNKS = ROW / 64;
@@ -41,7 +41,7 @@ struct Stage {
   }
 };
 
-// The input: x [T, i], rows x_stride elements apart, normalised first if there is a norm [i].
+// The input: x [T, i], rows x_stride elements apart. norm: weights [i] of an RMSNorm of x, or null.
 struct Rows {
   const bf16* x;
   int64_t x_stride;
@@ -50,23 +50,23 @@ struct Rows {
   float eps;
 };
 
-constexpr int RAW_PAD = 32;    // as PAD, for rows staged in memory order
+constexpr int RAW_PAD = 32;  // as PAD, for rows of x staged in memory order
 
 __host__ __device__ constexpr int pitch_of(int i) { return (i + BLOCK - 1) / BLOCK * BLOCK + PAD; }
 
-// fp16 has more mantissa bits than bf16 but less range: before a row of x is multiplied by e4m3 weights, it is scaled
-// by the power of two that brings its largest value (`largest`: its float bits without the sign) to 2^14 or more. That
-// is exact for values down to 2^-28 of the largest.
+// For e4m3 weights, x is converted to fp16, which has more mantissa bits than bf16 but less range. So a row is first
+// multiplied by the power of two that brings its largest magnitude (`largest`: float bits) to 2^14 or more: exact for
+// values down to 2^-28 of the largest.
 __device__ __forceinline__ uint32_t raise_exponent(uint32_t largest) { return min(268u - (largest >> 23), 253u); }
 __device__ __forceinline__ float power_of_two(uint32_t exponent) { return __uint_as_float(exponent << 23); }
 
-// A barrier of the warps that prepare x, which are those from FIRST on.
+// A barrier of the warps that prepare x: warps FIRST and higher.
 template <int FIRST>
 __device__ __forceinline__ void prepared() {
   named_sync(15, (WARPS - FIRST) * 32);
 }
 
-// After it all warps may read the prepared x. The warps that prepare do not wait for those that still issue loads.
+// After this call, a warp may read the prepared x. Preparing warps do not wait for the warps that still issue loads.
 template <int FIRST>
 __device__ __forceinline__ void hand_over(int warp) {
   if (warp >= FIRST) prepared<FIRST>();
@@ -78,15 +78,15 @@ __device__ __forceinline__ void hand_over(int warp) {
   }
 }
 
-// x to shared memory, normalised if asked; `norm` are the norm's weights, best in shared memory. In a block of 64, lane
-// t of four finds at 32 t bytes the even pairs of its k, and the odd ones 16 bytes on. A row's sums are those of its
-// segments in order: the same for any other requests of the batch. lowered[row]: what sums of e4m3 weights are multiplied by.
-// This is what every CTA does between its predecessor's end and its first product, by its warps from FIRST on: segments
-// are read four at a time, and go through shared memory only if a row's sums must be known before they can be written.
+// Warps FIRST and higher load x into shared memory, normalised if `norm` (the norm's weights, best in shared memory) is
+// not null. In a block of 64 values, lane t of four reads the even pairs of its k at byte 32 t, the odd pairs 16 bytes
+// later. A row's sums add its segments in order, whatever other requests are in the batch. lowered[row]: factor of sums
+// with e4m3 weights, which undoes the row's power of two. All CTAs wait for this before their first product: so four
+// segments are read at a time, and values pass through shared memory only if a row's sums must be known first.
 template <typename W, int FIRST>
 __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, const bf16* norm, float* lowered) {
   constexpr bool RAISED = W::BYTES == 1;
-  constexpr int AT_ONCE = 4, LANE = 16 / W::BYTES;  // k of a lane's piece of w
+  constexpr int AT_ONCE = 4, LANE = 16 / W::BYTES;  // LANE: k of a lane's piece of w
   __shared__ float squares[SEGMENTS];
   __shared__ uint32_t largest[RAISED ? SEGMENTS : 1];
   constexpr int PREPARING = WARPS - FIRST;
@@ -201,21 +201,21 @@ __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, cons
   }
 }
 
-// Products of one tile, for up to TOKENS tokens: two independent accumulators for each kind of B.
+// Accumulators of one tile for up to TOKENS tokens: two independent ones for each operand B (KINDS).
 template <int TOKENS>
 struct Sums {
   static constexpr int KINDS = TOKENS <= 4 ? 1 : TOKENS / 4;
   float d[2][KINDS][4] = {};
 
-  // The address of this lane's part of the rows of x staged at `xs`, for kind n of B.
+  // The address of this lane's values in the rows of x staged at `xs`, for the n-th B.
   template <typename V>
   __device__ static const V* from(const V* xs, int pitch, int T, int n) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int token = TOKENS <= 4 ? g % 4 : n / 2 * 8 + g, half = TOKENS <= 4 ? g / 4 : n % 2;
-    return xs + min(token, T - 1) * pitch + t * 16 + half * 8;  // rows past T repeat the last: never stored
+    return xs + min(token, T - 1) * pitch + t * 16 + half * 8;  // sums of rows past T are never stored
   }
 
-  // += a lane's 16 bytes of a row of w times the block of x that `x` points to; bf16: of its first or second half.
+  // += this lane's 16 bytes of a row of w times a block of x (bf16: half `second` of the block).
   __device__ void add(const uint4& w, const bf16* (&x)[KINDS], int offset, int second) {
     const uint32_t a[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -234,7 +234,7 @@ struct Sums {
       mma(d[1][n], a[1], b.z, b.w, __half());
     }
   }
-  // Two chunks of bf16 at once: one read of x.
+  // The same for both bf16 chunks of a block, with one read of x.
   __device__ void add(const uint4& w, const uint4& v, const bf16* (&x)[KINDS], int offset) {
     const uint32_t a[2][4] = {{w.x, w.y, w.z, w.w}, {v.x, v.y, v.z, v.w}};
 #pragma unroll
@@ -245,7 +245,7 @@ struct Sums {
     }
   }
 
-  // to[token * TILE + row], all tokens; 4 tokens: by half of the lanes.
+  // to[token * TILE + row] = the sums, of all TOKENS tokens.
   __device__ void store(float* to) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const auto total = [&](int n, int i) { return d[0][n][i] + d[1][n][i]; };
@@ -267,7 +267,7 @@ struct Sums {
   }
 };
 
-// acc += a stage of w, at `w` for this lane, times x from k `k0` of the rows at `x`.
+// acc += a stage of w times x from k0 on. w: this lane's first 16 bytes of the stage; x: as `Sums::from` returns.
 template <typename W, int CHUNKS, int TOKENS>
 __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
                                          const typename W::Value* (&x)[Sums<TOKENS>::KINDS], int k0) {
@@ -289,8 +289,8 @@ __device__ __forceinline__ void multiply(Sums<TOKENS>& acc, const uint8_t* w,
   }
 }
 
-// As `multiply`, with the same products in the same order, for bf16 rows of x that are staged in memory order; x: for
-// every 8 tokens the address of this lane's 8 values of a chunk.
+// As `multiply`, with the same products in the same order, for bf16 rows of x that are staged in memory order. x[n]:
+// this lane's 8 values of a chunk, of token 8 n + lane / 4.
 template <int CHUNKS, int TOKENS>
 __device__ __forceinline__ void multiply_raw(Sums<TOKENS>& acc, const uint8_t* w, const bf16* (&x)[TOKENS / 8],
                                              int k0) {

@@ -1,15 +1,15 @@
 // Warpgroup products (wgmma) and what feeds them: barriers in shared memory, bulk copies, clusters.
 //
-// A "slab" is 64 values of k of 8 rows, 1,024 bytes with the 128-byte swizzle: 16-byte chunk c of row r lies at chunk
-// c ^ r. Slabs of following rows follow each other, so the B of a product over 64 k is one contiguous copy.
+// A "slab" is 64 values of k of 8 rows, 1,024 bytes with the 128-byte swizzle: 16-byte chunk c of row r is stored at
+// chunk c ^ r. Slabs of consecutive rows are adjacent, so the B of a product over 64 k is one contiguous copy.
 #pragma once
 #include "cuda/hopper.cuh"
 
 namespace hopper {
 
 // ---- barriers ----
-// Arriving and waiting order what lies in shared memory and what bulk copies and products do to it, not ordinary writes
-// to global memory: cluster-wide release and acquire would flush the first-level cache each time.
+// Arrive and wait order accesses to shared memory, also those of bulk copies and wgmma, but not ordinary writes to
+// global memory: cluster-wide release and acquire would flush the L1 cache each time.
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Arrives at the barrier of the same name in CTA `rank` of the cluster.
+// Arrives at the barrier at the same address in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
@@ -50,19 +50,19 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   return yes;
 }
 
-// Waits until what lies in shared memory may be overwritten by bulk copies of this thread. Ordinary loads and ldmatrix
-// are another proxy than these: without the fence, whenever a ring is full, slots are overwritten under those who still
-// read them, barrier or not. What wgmma reads needs none.
+// Waits until bulk copies of this thread may overwrite a slot. Ordinary loads and ldmatrix use another memory proxy
+// than bulk copies: without the fence, a copy into a full ring overwrites slots that warps still read, despite the
+// barrier. Slots that only wgmma reads need no fence.
 __device__ __forceinline__ void barrier_wait_to_refill(uint64_t* barrier, int phase) {
   barrier_wait(barrier, phase);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- bulk copies, clusters ----
-// Addresses that a whole warp computes alike, asked for by one elected lane, cost a few instructions a copy. Addresses
-// of the lanes' own compile to a loop over the lanes, which took half of a short kernel.
+// Issue copies from one elected lane, with addresses that are uniform in the warp: a few instructions per copy.
+// Addresses that differ between lanes compile to a loop over lanes, which took half of a short kernel's time.
 
-// Whether this lane is the one, of a whole warp.
+// True in exactly one lane. Called by a whole warp.
 __device__ __forceinline__ bool elected() {
   uint32_t yes;
   asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(yes));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// Of weights, which no kernel reads again in this step.
+// For weights, which no kernel reads again in this step.
 __device__ __forceinline__ void bulk_load_once(void* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -83,7 +83,7 @@ __device__ __forceinline__ void bulk_load_once(void* shared, const void* global,
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(ONCE)
       : "memory");
 }
-// To the same place, and with the same barrier, in every CTA of `mask`.
+// Multicast: as `tensor_load_to` (tensor_map.cuh).
 __device__ __forceinline__ void bulk_load_to(void* shared, const void* global, int bytes, uint64_t* barrier, int mask) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -97,10 +97,10 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// The source of every bulk_store of this thread may be written again.
+// Waits until the sources of this thread's bulk stores may be overwritten.
 __device__ __forceinline__ void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Between ordinary writes to shared memory and their reading by bulk copies or the tensor cores.
+// Called after ordinary writes to shared memory, before bulk copies or wgmma read them.
 __device__ __forceinline__ void shared_writes_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ int cluster_rank() {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// Where `p` of this CTA's shared memory lies in that of CTA `rank` of the cluster; a store there.
+// Maps `p` in this CTA's shared memory to the same place in CTA `rank` of the cluster; `store_in` stores there.
 __device__ __forceinline__ uint32_t address_in(const float* p, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
@@ -130,12 +130,12 @@ __device__ __forceinline__ uint32_t address_in(const float* p, int rank) {
 __device__ __forceinline__ void store_in(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
-// A barrier of `threads` threads of the CTA; 0 is __syncthreads'.
+// A barrier of `threads` threads of the CTA. Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// All warps of a CTA of THREADS; the one that has made its mbarriers, with `made`, does not wait for the others. One of
-// its lanes makes them: where each lane makes one, the machine code is a loop over lanes, some 40 clocks a barrier.
+// Called by all THREADS threads of a CTA once one warp (`made`) has initialised the mbarriers; that warp does not wait.
+// One of its lanes initialises all of them: one per lane compiles to a loop over lanes, some 40 clocks per mbarrier.
 template <int THREADS>
 __device__ __forceinline__ void barriers_known(bool made) {
   if (made) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void barriers_known(bool made) {
   }
 }
 
-// Moves registers between the warpgroups of a CTA: how many each thread of the calling one keeps.
+// Moves registers between the warpgroups of a CTA. count: registers per thread of the calling warpgroup afterwards.
 template <int count>
 __device__ __forceinline__ void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
@@ -163,14 +163,14 @@ template <int pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
-// Of k-major slabs; k advances by 16 values with + 2.
+// wgmma's descriptor of k-major slabs. Adding 2 advances k by 16 values.
 __device__ __forceinline__ uint64_t slab_descriptor(const void* shared) {
   const uint64_t address = shared_address(shared);
   return ((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// d[64 x N] += a[64 x 16] b[16 x N], fp32 sums; a in registers as hopper.cuh's mma has it, warp w holding rows
-// 16 w .. 16 w + 15; d[4 j .. 4 j + 3] as mma's d for columns 8 j .. 8 j + 7.
+// d[64 x N] += a[64 x 16] b[16 x N], fp32 sums. Warp w of the warpgroup holds rows 16 w .. 16 w + 15. a is in
+// registers, laid out as in hopper.cuh's mma; d[4 j .. 4 j + 3] is laid out as mma's d, for columns 8 j .. 8 j + 7.
 template <int N>
 __device__ void wgmma(float (&d)[N / 2], const uint32_t* a, uint64_t b);
 
@@ -218,7 +218,7 @@ __device__ void wgmma(float (&d)[N / 2], const uint32_t* a, uint64_t b);
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
   }
 #define PERILUNE_LIST(...) __VA_ARGS__
-// Whole units of 16 columns; or 8 columns more, in registers i0 to i3.
+// EVEN: UNITS of 16 columns. ODD: 8 columns more, in registers i0 to i3.
 #define PERILUNE_EVEN(N, UNITS, a0, a1, a2, a3, b0) \
   PERILUNE_WGMMA(N, PERILUNE_D##UNITS, (PERILUNE_C##UNITS), a0, a1, a2, a3, b0)
 #define PERILUNE_ODD(N, UNITS, i0, i1, i2, i3, a0, a1, a2, a3, b0)                                      \
@@ -257,8 +257,8 @@ PERILUNE_EVEN(240, 15, 120, 121, 122, 123, 124)
 PERILUNE_ODD(248, 15, 120, 121, 122, 123, 124, 125, 126, 127, 128)
 PERILUNE_EVEN(256, 16, 128, 129, 130, 131, 132)
 
-// The same with N = 128 and b n-major: slabs of 64 values of n of 8 k, `apart` bytes between the halves of n; k
-// advances by 16 with + 128.
+// wgmma with N = 128 and b n-major: a slab has 64 values of n of 8 k; `apart`: bytes between the two halves of n.
+// Adding 128 to the descriptor advances k by 16.
 __device__ __forceinline__ uint64_t transposed_descriptor(const void* shared, int apart) {
   const uint64_t address = shared_address(shared);
   return ((address & 0x3ffff) >> 4) | (static_cast<uint64_t>(apart >> 4) << 16) | (64ull << 32) | (1ull << 62);
@@ -270,28 +270,28 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[64], const uint32_t*
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// d[64 x 128] = a[64 x 16] b[16 x 128], or += where `add` is 1; both k-major slabs.
+// d[64 x 128] = a[64 x 16] b[16 x 128], or += if `add` is 1. a and b are k-major slabs.
 template <int add>
 __device__ __forceinline__ void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PERILUNE_D8 "}, %64, %65, %66, 1, 1, 0, 0;"
                : PERILUNE_C8
                : "l"(a), "l"(b), "n"(add));
 }
-// The same of e4m3: a[64 x 32] and b[32 x 128] of slabs with 128 values of k; k advances by 32 values with + 2.
+// As wgmma_shared for e4m3: a[64 x 32] and b[32 x 128] of slabs with 128 values of k. Adding 2 advances k by 32 values.
 template <int add>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PERILUNE_D8 "}, %64, %65, %66, 1, 1;"
                : PERILUNE_C8
                : "l"(a), "l"(b), "n"(add));
 }
-// d[64 x 128] += a[64 x 32] b[32 x 128], a in registers: of rows g and g + 8 bytes of k 4 t .. 4 t + 3, then of 16 more.
+// d[64 x 128] += a[64 x 32] b[32 x 128], a in registers: k 4 t .. 4 t + 3 of rows g and g + 8, then k + 16 of both.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PERILUNE_D8
                "}, {%64,%65,%66,%67}, %68, 1, 1, 1;"
                : PERILUNE_C8
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// The same of whole numbers of 8 bits, a and b slabs, exact.
+// As wgmma_e4m3 for int8, a and b slabs; exact int32 sums. Always adds to d.
 #define PERILUNE_W8(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), \
                        "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
 __device__ __forceinline__ void wgmma_s8(int (&d)[64], uint64_t a, uint64_t b) {

@@ -1,12 +1,12 @@
 """All-reduce of the ranks' partial outputs, fused with residual and norm: residual += sum, then y = rmsnorm(residual).
 
 residual [T, D] has the same values on all ranks and is updated in place; x is this rank's partial output, [T, D] of the
-residual's type or float32 [T, P, D], P parts that add up to it; w [D]; y [T, D]. Each rank's partial output is rounded
-to the residual's type once, before it is sent; the rounded ones are added in fp32 in the order of ranks, then the
-residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the same T in the
-same order.
+residual's type or float32 [T, P, D], P parts that sum to the partial output; w [D]; y [T, D]. Each rank's partial
+output is rounded to the residual's type once, before it is sent. The rounded outputs are added in fp32 in the order of
+ranks, then the residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the
+same T in the same order.
 
-"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu, of many rows cuda/two_shots.cuh). Its CTAs wait for
+"cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu; many rows: cuda/two_shots.cuh). Its CTAs wait for
 those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
 """
 
@@ -93,8 +93,8 @@ NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # names of the op and of its impl
 op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
-# With so many rows: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks it sends as many bytes as
-# one shot (every rank sends every row to every rank), but there and back.
+# From this many rows on: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks it sends as many
+# bytes as one shot (every rank sends every row to every rank), but in two steps.
 TWO_SHOT_ROWS, TWO_SHOT_ROWS_OF_2 = 24, 512
 
 
@@ -104,7 +104,7 @@ def _kernel(two_shots: bool) -> Any:
 
 
 def fits(source: str, residual: Tensor, peers: Peers, device: torch.device) -> bool | str:
-    """`when` of an implementation in `source` that exchanges rows of this residual."""
+    """The `when` condition of an implementation in `source` that exchanges rows of this residual."""
     T, D = residual.shape
     return build.on_hopper(
         source,
@@ -130,7 +130,7 @@ def _two_shots(residual: Tensor, peers: Peers) -> bool:
 
 
 def reads_owned_rows(residual: Tensor, w: Tensor, eps: float, peers: Peers) -> bool:
-    """Whether `exchange_add_rmsnorm` with the rows of such a residual reads those that this rank owns only."""
+    """Whether `exchange_add_rmsnorm` reads only this rank's rows of the residual (two-shot all-reduce)."""
     return _two_shots(residual, peers) and op.choice(residual, residual, w, eps, peers) is cuda
 
 
@@ -170,7 +170,7 @@ def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, pee
 
 
 def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """The op with a `Norm` record; without peers x is the whole sum."""
+    """residual += x, summed over `norm.peers` if there are any; then the norm. Returns y [T, D]."""
     if norm.peers is None:
         return add_rmsnorm(residual, x, norm.weight, norm.eps)
     return exchange_add_rmsnorm(residual, x, norm.weight, norm.eps, norm.peers)

@@ -1,10 +1,9 @@
 """All-to-all, or all-gather, of one row per rank: y[s] is the row that rank s sends to this rank.
 
-x [S, W]: S = ranks, row j goes to rank j (all-to-all); or S = 1, the row goes to all ranks (all-gather); y [ranks, W]
+x [S, W]: S = ranks, row j goes to rank j (all-to-all); or S = 1, the row goes to all ranks (all-gather). y [ranks, W]
 as x, in the order of ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
 
-"cuda" writes into the peers' memory, to the mailboxes of exchange_add_rmsnorm (sm90/exchange_add_rmsnorm.cu). Its CTAs
-wait for those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
+"cuda" and "gathered" exchange as in exchange_add_rmsnorm.py, through the same mailboxes.
 """
 
 import functools
@@ -22,8 +21,8 @@ from perilune.ops.harness.case import Make, Sized, exact
 from perilune.ops.harness.registry import Op
 
 WORD_BYTES = 16
-# Of rows that go over peer memory where NCCL could carry them, at most. For longer rows NCCL is as fast, and a kernel
-# that waits for peers keeps all SMs busy.
+# Longer rows go through NCCL, where there is a choice: NCCL is as fast, and a kernel that waits for peers keeps all SMs
+# busy.
 MAX_ROW_BYTES = 8 << 20
 
 

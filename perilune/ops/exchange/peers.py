@@ -1,4 +1,4 @@
-"""Peers: the record by which an op that exchanges data with other ranks gets their mailboxes."""
+"""Peers: the record from which an op that exchanges data with other ranks takes their mailboxes."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 MAX_RANKS = 8
 RANKS = (1, 2, 4, 8)  # group sizes that kernels are compiled for
-HALF_BYTES = 16 * ((128 + 264) * 8 * 128 + 5 * 7168 // 4)  # of a mailbox, for one sender, as cuda/peers.cuh has it
-CONTROL = 1 + 128 * 8 + 5 * 160 + 264  # number of control words (counters) of a mailbox, as in cuda/peers.cuh
+HALF_BYTES = 16 * ((128 + 264) * 8 * 128 + 5 * 7168 // 4)  # half a mailbox for one sender: HALF of cuda/peers.cuh
+CONTROL = 1 + 128 * 8 + 5 * 160 + 264  # control words, mostly counters: CONTROL of cuda/peers.cuh
 ENDED = 1 + MAX_RANKS  # value of `Mailboxes.failed` after `end`
 
 
@@ -28,9 +28,9 @@ class _Table(ctypes.Structure):
 
 
 class Mailboxes:
-    """The mailboxes [ranks] of a group as `rank` sees them: addresses in the device memory of one GPU each. That memory
-    is owned by dist/peer_memory.py, or by `owner`, which is kept alive here. One launch at a time may use them, so all
-    launches must be on one stream.
+    """The mailboxes of a group's ranks. addresses [ranks]: each rank's mailbox in the address space of this process.
+    dist/peer_memory.py owns that memory, or `owner`, which is kept alive here. One launch at a time may use the
+    mailboxes, so all launches must be on one stream.
 
     `wait_seconds` bounds the wait for a peer in one launch. `failed` is a word in host memory: 0, 1 + the rank that did
     not answer in time, or ENDED; if it is not 0, every sum is NaN and no launch waits again.
@@ -56,7 +56,7 @@ class Mailboxes:
 
     @property
     def table(self) -> int:
-        """The address of what a launch copies."""
+        """Address, in host memory, of the `Peers` struct that kernels get as an argument."""
         return ctypes.addressof(self._table)
 
     def end(self) -> None:
@@ -68,9 +68,9 @@ class Mailboxes:
 class Peers:
     """Rank `rank` of `ranks`.
 
-    gather      [T, D] of this rank to [ranks, T, D] in the order of ranks; every rank calls it
+    gather      all-gather of [T, D] to [ranks, T, D] in the order of ranks; every rank calls it
     mailboxes   memory that all ranks' GPUs can write to, or None
-    loopback    for measurements without other ranks: this rank's own data comes back as that of its peers
+    loopback    for measurements without other ranks: this rank receives its own data in place of its peers'
     """
 
     rank: int
@@ -95,7 +95,7 @@ def needs(peers: Peers | None) -> tuple[tuple[bool, str], ...]:
 
 
 def table(peers: Peers | None) -> int | None:
-    """The address of what a launch copies, or None."""
+    """`Mailboxes.table` of the peers, or None."""
     if peers is None:
         return None
     assert peers.mailboxes is not None
@@ -103,8 +103,8 @@ def table(peers: Peers | None) -> int | None:
 
 
 def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Peers:
-    """Peers of one rank of `ranks` that only get its own data back: a kernel writes and reads as many bytes, but in
-    this GPU's memory. For measuring the work of one rank without the others."""
+    """Peers for measuring one rank of `ranks` alone. A kernel writes and reads as many bytes as with real peers, but in
+    this GPU's memory: the rank receives its own data."""
     mailbox = torch.zeros(2 * ranks * HALF_BYTES, dtype=torch.uint8, device=device)
     # The words that the rank writes to peer s go to the part of its own mailbox where words of peer s arrive.
     addresses = [mailbox.data_ptr() + s * HALF_BYTES for s in range(ranks)]

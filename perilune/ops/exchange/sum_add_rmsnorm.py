@@ -1,9 +1,9 @@
-"""Adds the partial outputs of all ranks, all on this device: residual += their sum, then y = rmsnorm(residual).
+"""residual += the sum of all ranks' partial outputs, which are all on this device; then y = rmsnorm(residual).
 
-residual [T, D] is updated in place; own [T, D] is this rank's part and others [N - 1, T, D] are those of the other
-ranks, in order, all of the residual's type; others may have any distance between parts; w [D]; y [T, D] is written. As
-in exchange_add_rmsnorm.py, parts are added in fp32 in the order of ranks, then the residual, and the sum is rounded, so
-the residual has the same bits on all ranks, and those of a whole exchange.
+residual [T, D] is updated in place. own [T, D] is this rank's partial output. others [N - 1, T, D] holds those of the
+other ranks in their order; its first stride is free. Both have the residual's type. w [D]; y [T, D] is written. As in
+exchange_add_rmsnorm.py, parts are added in fp32 in the order of ranks, then the residual, and the sum is rounded. So
+all ranks get the same bits, the same as from exchange_add_rmsnorm.
 """
 
 import functools

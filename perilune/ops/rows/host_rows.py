@@ -106,7 +106,7 @@ def copy(
 
 
 def file_reader() -> "Callable[[Path, memoryview, memoryview], int] | None":
-    """`_read_file`, where it can be compiled: kv/disk.py does the same in Python, with the GIL taken a dozen times."""
+    """`_read_file`, or None without a compiler: kv/disk.py then reads in Python and takes the GIL a dozen times."""
     return None if isinstance(build.library(STEM), str) else _read_file
 
 

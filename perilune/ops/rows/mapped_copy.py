@@ -1,7 +1,7 @@
 """Copies between a buffer of the device and pinned host memory, by a kernel that reads or writes that memory itself.
 
 to_host   host[...] = here[...], else here[...] = host[...]. Both contiguous, of the same number of bytes, a multiple of
-          4. `here` lies on the device; on a GPU `host` must be pinned. The copy is queued on the current stream.
+          4. `here` is on the device; on a GPU `host` must be pinned. The copy is queued on the current stream.
 
 A step's inputs and results are a few KB. A copy engine would copy them only after the KV blocks already queued there
 for other requests; a kernel's loads and stores share the link with those copies instead.

@@ -43,7 +43,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
 
 
 def spoil(logits: Tensor, g: Make) -> None:
-    """Breaks every eighth row from the third on, each in another way, and every eighth from the fourth on a little."""
+    """Makes rows 2, 10, 18 .. invalid by NaN, +inf or all -inf in turn; sets 90 % of rows 3, 11 .. to -inf."""
     S, V = logits.shape
     spots = g.integers(0, V, S)
     for n, row in enumerate(range(2, S, 8)):
@@ -74,7 +74,7 @@ FEW_ROWS = 4  # Up to so many rows, 16 CTAs share a row. For more rows that woul
 
 @functools.cache
 def _widest_row() -> int:
-    """The largest number of CTAs (a cluster) that can share a row in sample.cu on this GPU."""
+    """Max CTAs (a cluster) per row in sample.cu on this GPU."""
     return int(build.function("sample.cu", "widest_row", "")())
 
 

@@ -1,4 +1,4 @@
-"""lp[r] = log softmax(logits[r])[ids[r]], and the n most likely tokens with theirs.
+"""lp[r] = log softmax(logits[r])[ids[r]], and the n most likely tokens with their log probabilities.
 
 logits [R, V] float32; ids [R] int64 -> lp [R] float32, top_ids [R, n] int64, top_lp [R, n] float32, in descending order
 of the logits, ties to the lower id. n may be 0.
@@ -59,8 +59,8 @@ def keyed(logits: Tensor, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     if n == 0:
         empty = (logits.shape[0], 0)
         return chosen, ids.new_empty(empty), lp.new_empty(empty)
-    # topk leaves the order of ties open. Distinct keys close it: the logit's bits as an ordered integer (adding 0
-    # makes -0 into 0), then the id, lower first.
+    # topk does not define the order of ties, so the keys are distinct: the logit's bits as an ordered integer (adding 0
+    # turns -0 into 0), then the id, lower first.
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     keys = (ordered << 32) - torch.arange(logits.shape[1], device=logits.device)

@@ -1,7 +1,7 @@
 """Logits of the tokens a mask allows; the others become -inf.
 
 logits [S, V] float32; mask [S, ceil(V / 32)] int32, in which bit i of word w (bit 0 the lowest) allows token 32 w + i
--> [S, V] float32. Bits beyond V mean nothing. An allowed logit keeps its bits, whatever they are.
+-> [S, V] float32. Bits beyond V are ignored. An allowed logit keeps its bits, also NaN and infinities.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Penalties (repetition, frequency, presence) on the logits of tokens that came before.
 
 logits [R, V] float32; counts [N, V] int32; rows [R] int64 in 0 .. N-1; presence, frequency, repetition [R] float32 ->
-[R, V] float32. Row r looks back at counts[rows[r]]: its entry of a token is how often that was generated, plus PROMPT
-if the prompt holds it. In this order, in fp32:
+[R, V] float32. counts[rows[r]] is the history of row r: per token, how often it was generated, plus PROMPT if the
+prompt contains it. In this order, in fp32:
   a token of prompt or output: logit / repetition if it is positive, else logit * repetition;
   then minus frequency * (times generated);  then minus presence if generated at all.
 Each element depends only on its own inputs, so a row's bits are the same in any batch. nan and infinities stay.

@@ -10,7 +10,7 @@ any order of addition: the same logits give the same token in any batch on any d
 and the token is the first, in order of ids, at which the running sum of kept weights exceeds u times their total. A
 token 28 or more below the largest z has weight 0.
 -inf never wins. A row with nan or +inf, or of -inf alone, gives -1.
-"cuda" gives a row to a cluster of CTAs and does not sort.
+"cuda" computes a row in a cluster of CTAs and does not sort.
 """
 
 import functools
@@ -190,7 +190,7 @@ def cuda(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
 def by_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
-    """All rows take the same path, whatever their parameters: the host does not wait to see values."""
+    """All rows take the same path, whatever their parameters, so that the host does not wait for values."""
     rows = zip(*(torch.split(x, PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
     return torch.cat([_piece(*piece) for piece in rows])
 

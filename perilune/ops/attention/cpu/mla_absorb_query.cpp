@@ -1,4 +1,4 @@
-// mla_absorb_query on CPU, fp32: what mla_absorb_query.py says, in the order rmsnorm, rope, per_head_matmul.
+// mla_absorb_query on CPU, fp32: rmsnorm, rope, per_head_matmul. Contract in mla_absorb_query.py.
 #include "cpp/per_head.h"
 #include "cpp/norm.h"
 
@@ -12,7 +12,7 @@ INLINE void rotate(const float* from, const float* cosines, const float* sines, 
   }
 }
 
-// To the nearest, ties to even; nan stays nan.
+// Rounds to the nearest bf16, ties to even; NaN stays NaN.
 INLINE bf16 narrow(float x) {
   const uint32_t b = bits<uint32_t>(x);
   return x != x ? bf16(b >> 16 | 0x40) : bf16((b + 0x7fff + (b >> 16 & 1)) >> 16);

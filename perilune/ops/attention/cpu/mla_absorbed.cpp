@@ -1,31 +1,31 @@
-// mla_absorbed and mla_decode on CPU. A request's context is cut into at most SPLITS parts, a function of its own
-// length alone, so that one request keeps several threads busy and the result does not depend on the batch. Within a
-// part the softmax is carried online over STEP positions at a time: their latents stay in the cache for all rows
+// mla_absorbed and mla_decode on CPU. A request's context is split into at most SPLITS parts, so that one request keeps
+// several threads busy. The split depends only on the context's length, so the result does not depend on the batch.
+// Within a part, online softmax over STEP positions at a time: their latents stay in the CPU's cache for all rows
 // (token, head).
 #include "cpp/per_head.h"
 
 namespace {
 
-constexpr int64_t SPLITS = 8, SHORTEST = 128;  // parts of a request, positions of a part
+constexpr int64_t SPLITS = 8, SHORTEST = 128;  // max parts of a request; min positions of a part
 constexpr int64_t NONE = INT64_MIN;
 constexpr int64_t STEP = 48;                   // a multiple of SMALL
 
 struct Problem {
   const float *q_lat, *q_pe;
-  int64_t ld_lat, ld_pe;  // from one (token, head) to the next
+  int64_t ld_lat, ld_pe;  // floats from one (token, head) to the next
   const int32_t *tables, *query_start, *context;
   float* out;
   int64_t B, M, H, R, r, block_size;
   float scale;
-  int64_t padding;  // a request with this context has padding rows, which are not written; NONE: no request has
+  int64_t padding;  // rows of requests with this context are padding and not written; NONE: no padding
 };
 
 struct Piece {
-  int64_t b, row, rows, first, last;  // rows row .. row + rows - 1 of all, positions first .. last - 1
-  float* partial;                     // [rows, R + 2]: sum, then its maximum and weight; or null: this is all there is
+  int64_t b, row, rows, first, last;  // request b: rows row .. row + rows - 1 at positions first .. last - 1
+  float* partial;                     // [rows, R + 2]: sum, maximum, weight; null: the request has one part only
 };
 
-// A worker's part of the scratch memory.
+// A thread's part of the scratch memory.
 struct Space {
   float *q, *scores, *acc, *latent;
   static int64_t floats(int64_t R, int64_t width) { return TILE * (width + STEP + R) + STEP * width; }
@@ -143,7 +143,7 @@ void compute(const Problem& a, const T* cache, const Piece& piece, const Space& 
   }
 }
 
-// Row `row` from its parts, which lie `apart` floats apart.
+// Combines the parts of row `row`, which are `apart` floats apart, to its output.
 void combine(const Problem& a, int64_t row, const float* parts, int64_t count, int64_t apart) {
   float top = -INFINITY, weight = 0;
   for (int64_t i = 0; i < count; i++) top = parts[i * apart + a.R] > top ? parts[i * apart + a.R] : top;
@@ -151,7 +151,7 @@ void combine(const Problem& a, int64_t row, const float* parts, int64_t count, i
   memset(to, 0, a.R * sizeof(float));
   for (int64_t i = 0; i < count; i++) {
     const float* const part = parts + i * apart;
-    // A part no position of which is seen has the maximum -inf and the share 0; nan passes through.
+    // A part without a visible position has maximum -inf and share 0. NaN propagates.
     const float share = expf(part[a.R] - top);
     weight += part[a.R + 1] * share;
     for (int64_t k = 0; k < a.R; k += 8) store(to + k, load(to + k) + load(part + k) * share);
@@ -200,7 +200,7 @@ int run(const Problem& a, const T* cache, int64_t blocks, int64_t threads) {
   share(pieces, threads, [&](int64_t i, int worker) {
     compute(a, cache, work[i], Space(space.data, worker, a.R, a.R + a.r));
   });
-  // The pieces of a request lie together, those of its first part first.
+  // The pieces of a request are adjacent, those of its first part first.
   for (int64_t i = 0; i < pieces; i++) {
     const Piece& p = work[i];
     if (p.partial == nullptr || p.first != 0) continue;
@@ -225,7 +225,7 @@ int decode(const float* q_full, const C* cache, const int32_t* tables, const int
   if (failed) return failed;
   bool whole = query_start[B] == T;
   for (int64_t b = 0; b < B; b++) whole = whole && context[b] > 0;
-  if (!whole) {  // weights may be anything: zeros are written, not computed
+  if (!whole) {  // padding rows: write zeros, do not multiply, because weights may be NaN
     memset(out, 0, T * H * v * sizeof(float));
     for (int64_t b = 0; b < B; b++) {
       const int64_t first = query_start[b] * H, count = query_start[b + 1] - query_start[b];

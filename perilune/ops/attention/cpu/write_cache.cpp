@@ -1,4 +1,4 @@
-// write_cache on CPU: bytes to their rows. All slots are checked before anything is written.
+// write_cache on CPU. All slots are checked before anything is written.
 #include "cpp/vec.h"
 
 API write_cache(char* cache, int64_t rows, const char* c, const char* k_pe, const int64_t* slots, int64_t T,

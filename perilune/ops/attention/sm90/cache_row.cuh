@@ -5,7 +5,7 @@
 
 namespace mla {
 
-// The new cache rows of a step and their slots. `packed`: rows of 640 bytes (latent_cache.py), else of 576 bf16.
+// The new cache rows of a step and their slots. packed: a cache of 640-byte rows (latent_cache.py), else of 576 bf16.
 struct NewRows {
   const bf16* ckv;  // [T, LATENT + ROPE], rows `stride` elements apart
   int64_t stride;
@@ -13,12 +13,12 @@ struct NewRows {
   const float *cos, *sin;  // [T, ROPE / 2]
   uint8_t* cache;          // [slots] rows
   int64_t slots;
-  const int64_t* slot;  // [T]; below 0: none
+  const int64_t* slot;  // [T]: row of the cache; below 0: the token is not written
   int packed, T;
   float eps;
 };
 
-// From a launcher's arguments, in the order of cache_rows.arguments.
+// NewRows from a launcher's arguments, which are those of cache_rows.arguments.
 inline NewRows new_rows(const void* ckv, int64_t stride, const void* norm, const void* cos, const void* sin,
                         void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps) {
   return {static_cast<const bf16*>(ckv), stride, static_cast<const bf16*>(norm), static_cast<const float*>(cos),
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t rotate(uint32_t pair, float c, float s) {
   return narrow(v.x * c - v.y * s, v.y * c + v.x * s);
 }
 
-// A warp's share of a row of ckv: 16 bytes at 8 lane and at 256 + 8 lane of the latent, a pair of the key.
+// A lane's part of a row of ckv: latent values 8 lane .. + 7 and 256 + 8 lane .. + 7, pair `lane` of the rope key.
 struct NewRow {
   uint4 latent[2];
   uint32_t key;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void write_row(const NewRows& a, int token, const New
   }
 }
 
-// Called by a warp per token: computes and writes the row of `token`, including the wait for the predecessor.
+// A warp waits for the predecessor, then writes the cache row of `token`.
 __device__ __forceinline__ void add_row(const NewRows& a, int token) {
   int lane = threadIdx.x % 32;
   uint4 norm[2];

@@ -1,9 +1,8 @@
 // All work between the attention projections and absorbed attention, in one launch. Contract in mla_absorb_query.py.
 //
-// CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each hold COLUMNS columns of one head's W_UK, loaded to shared memory before
-// the wait, and multiply TOKENS tokens (y) by them: a warp has 16 columns. They also rotate their share of q_pe. The
-// CTAs after them write the cache, a warp per token. Hazard: no pointer to activations may be __restrict__, because the
-// compiler may then move a load above the wait.
+// CTAs 0 .. H * LATENT / COLUMNS - 1 (x) each load COLUMNS columns of one head's W_UK to shared memory before the wait
+// and multiply TOKENS tokens (y) by them, 16 columns per warp. They also rotate their share of q_pe. The CTAs with
+// higher x write the cache, a warp per token.
 #include "attention/sm90/cache_row.cuh"
 
 using namespace mla;
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(COLUMNS * 2)
   copies_commit();
   wait_for_predecessor();
 
-  // A token has 256 bytes, the next begins 320 bytes later: the reads of eight lanes have no bank conflict.
+  // A token's q_nope has 256 bytes. The pitch is 320 bytes, so that the reads of eight lanes have no bank conflict.
   auto row_of = [&](int token) { return shared + NOPE * COLUMNS * 2 + token * ROW; };
   for (int i = threadIdx.x; i < (last - first) * (NOPE / 8); i += THREADS) {
     int token = i / (NOPE / 8), piece = i % (NOPE / 8);

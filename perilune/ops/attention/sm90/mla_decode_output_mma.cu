@@ -1,15 +1,14 @@
-// Attention's output of 1 to 4 tokens, from its ranges on, for 8 or 16 heads with e4m3 weights: a rank's share. Contract
-// in mla_decode_output.py. With so few heads, what a CTA multiplies of w fits into its shared memory.
+// As mla_decode_output_t1.cu, which explains mailboxes and waits, for 1 to 4 tokens of a rank with 8 or 16 heads and
+// e4m3 weights. Contract in mla_decode_output.py. With so few heads, a CTA's rows of w fit into its shared memory.
 //
-// The first OWNERS CTAs make the values (ranges weighed, times W_UV) of a head, or of a part of its columns, and hand
-// them to all by a mailbox in global memory. They multiply no rows of w, because copies of these would start when W_UV
-// is read. The other CTAs have copied their rows of w by then: a tile of 8 whole rows for each two warps, which meet
-// the values once. Scales and the launch's turn are loaded before the values are waited for. So from attention's end on
-// there are three trips through the second-level cache (ranges; the mailbox, written and read), with peers two more.
+//   1. The first OWNERS CTAs compute the values (ranges combined, times W_UV) of a head, or of a part of its columns,
+//      and write them to the mailbox. They have no rows of w: the copies of w could start only once W_UV has been read.
+//   2. The other CTAs have copied their rows of w by then, a tile of 8 whole rows per two warps. They poll the mailbox
+//      and multiply. They load scales and the launch counter before they poll.
+// From attention's end on, three round trips through L2 (ranges; mailbox written; mailbox read), with peers two more.
 //
-// A CTA claims so much memory that two are never on one SM, and of one token so little that attention's fits beside it
-// (split_kv_short.cuh). CTAs wait for the first OWNERS of a launch, which wait for none; CTAs start in order. So all
-// end as long as at most two launches share a GPU.
+// A CTA claims so much shared memory that no SM holds two; with one token, it leaves room for a CTA of attention
+// (split_kv_short.cuh). CTAs wait only for the first OWNERS CTAs of their launch, which wait for none.
 #include "attention/sm90/output_tile.cuh"
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/router_mailbox.cuh"
@@ -19,39 +18,39 @@ using namespace stream;
 namespace {
 
 constexpr int OWNERS = 16, THREADS = WARPS * 32;
-constexpr int TILES = WARPS / 2;     // of a CTA at most: two warps share one
-constexpr int OPEN = TILES / 2;      // tiles of w on their way at once: what attention reads would arrive behind more
-constexpr int MOST_RANGES = 160;     // of a token
-constexpr int STEP = 32;             // latents that are scaled together and meet W_UV together
+constexpr int TILES = WARPS / 2;     // max tiles of a CTA: two warps share one
+constexpr int OPEN = TILES / 2;      // max tiles of w in flight: more would delay what attention reads
+constexpr int MOST_RANGES = 160;     // max ranges of a token
+constexpr int STEP = 32;             // latents that share a scale and one product with W_UV
 constexpr int LATENT_PITCH = mla::LATENT + 8;
 constexpr int CLAIMED = 116 * 1024;  // more than half of an SM's shared memory
-constexpr int OF_TILE = 1;           // named barriers: of the two warps of a tile, and on
+constexpr int OF_TILE = 1;           // first of the named barriers of tiles' warp pairs
 
 struct Args {
-  const bf16* partials;  // of the ranges, as attention leaves them
+  const bf16* partials;  // the ranges' outputs, as attention writes them
   const float* weights;
   const int *query_start, *context;
   const uint8_t* w_uv;    // [H, LATENT, VALUE]
   const float* uv_scale;  // [H, VALUE]
   const uint8_t* w;       // [D, H VALUE]
   const float* scale;     // [D]
-  uint32_t* mailbox;      // [2][tokens, H VALUE / 2] pairs of values, in turns; then launches so far, for each CTA
+  uint32_t* mailbox;      // [2][tokens, H VALUE / 2] pairs of values; then the number of launches so far, per CTA
   bf16* y;                // [T, D]; null if there is a residual
   bf16* residual;         // [D], to which y is added; or null
-  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the mailbox
+  uint32_t* fresh;        // the residual's mailbox, [2][D / 2] pairs of the sums; or null
   int ctas, B, T, D, least;
-  Peers peers;            // if there are any
+  Peers peers;            // ranks 0: none
 };
 
-// TOKENS: room for so many.
+// TOKENS: max tokens, 1 or 4.
 template <int HEADS, int TOKENS>
 struct Plan {
   static constexpr int I = HEADS * mla::VALUE, WORDS = TOKENS * I / 2;
   static constexpr int COLUMNS = mla::VALUE * HEADS / OWNERS;  // values of an owner
   static constexpr int PIECES = COLUMNS / 16, PARTS = WARPS / PIECES, STEPS = mla::LATENT / STEP / PARTS;
-  static constexpr int LATENTS = mla::LATENT * TOKENS / WARPS;                 // that a warp adds up
-  static constexpr int LANES = LATENTS / 8, SIDES = 32 / LANES;                // of a range; ranges at once
-  static constexpr int AT_ONCE = 8 / (TOKENS == 1 ? 2 : 1);                    // of these that a lane reads together
+  static constexpr int LATENTS = mla::LATENT * TOKENS / WARPS;                 // latents that a warp combines
+  static constexpr int LANES = LATENTS / 8, SIDES = 32 / LANES;                // lanes per range; ranges side by side
+  static constexpr int AT_ONCE = 8 / (TOKENS == 1 ? 2 : 1);                    // ranges that a lane reads together
   using S = Stage<I>;                                                          // a tile
   static constexpr int VALUES = mla::LATENT * COLUMNS;                         // bytes of an owner's part of W_UV
   static constexpr int OWNER_BYTES = VALUES + TOKENS * LATENT_PITCH * 2 + WARPS * MOST_RANGES * 4;
@@ -63,14 +62,15 @@ struct Plan {
 
 struct Shared {
   float uv_scale[mla::VALUE];
-  float lowered[4][32];               // by token and group of values or latents: what sums are multiplied by
-  float sums[2][TILES][4 * TILE];     // of the halves of k
+  float lowered[4][32];               // factor of sums, per token and per group of values or latents
+  float sums[2][TILES][4 * TILE];     // of either half of k
   float products[4 * 4 * mla::VALUE / 2];
   mla::Found found[4];
   uint64_t full[TILES];
 };
 
-// This launch's turn, and its epoch among peers. Their counters are written when all of the CTA have read them.
+// turn: number of launches before this one; epoch: of the exchange with peers. `taken` advances both counters, after
+// all threads of the CTA have read them.
 template <bool EXCHANGES>
 struct Turn {
   uint32_t turn, epoch;
@@ -90,7 +90,7 @@ struct Turn {
   }
 };
 
-// The largest of `lanes` adjacent lanes.
+// The maximum of v over `lanes` adjacent lanes.
 template <int lanes>
 __device__ __forceinline__ uint32_t most_of(uint32_t v) {
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8
   const int head = blockIdx.x * HEADS / OWNERS, from = blockIdx.x * P::COLUMNS % mla::VALUE;
   __half* latents = reinterpret_cast<__half*>(memory + P::VALUES);
   float* shares = reinterpret_cast<float*>(latents + TOKENS * LATENT_PITCH) + warp * MOST_RANGES;
-  // Where the 16 bytes `piece` of row k lie: the eight rows that ldmatrix reads together share no bank.
+  // Address of the 16-byte `piece` of row k, swizzled: the eight rows that ldmatrix reads together share no bank.
   const auto values = [&](int k, int piece) {
     const int spread = P::PIECES == 8 ? (k & 1) | (k >> 2 & 6) : k >> 3 & 3;
     return memory + (k * P::PIECES + (piece ^ spread)) * 16;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8
   if (warp == 0) mla::share_work<true>(a.query_start, a.context, a.B, HEADS, a.ctas, a.least, shared.found, 0, a.T);
   __syncthreads();
 
-  // A warp's part of a token's latents: the ranges' ones, weighed.
+  // A warp combines the ranges' outputs for LATENTS latents of a token.
   const int token = warp * TOKENS / WARPS, column = warp * P::LATENTS % mla::LATENT + lane % P::LANES * 8;
   const int side = lane / P::LANES;
   const mla::Found f = token < a.T ? shared.found[token] : mla::Found{};
@@ -186,7 +186,7 @@ __device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8
     y = __bfloat162float(__float2bfloat16(y));
     most = max(most, magnitude(y));
   }
-  {  // fp16, raised in groups of STEP
+  {  // to fp16, with a scale per STEP latents
     const uint32_t exponent = raise_exponent(most_of<STEP / 8>(most));
     const float by = power_of_two(exponent);
     if (side == 0) {
@@ -200,8 +200,8 @@ __device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8
   __syncthreads();
   turn.taken(a, P::WORDS);
 
-  // W_UV as A of the tensor cores: rows g and g + 8 are columns 2 g and 2 g + 1 of a piece, lane t's k are 8 latents
-  // that lie together. B: the tokens' latents.
+  // The tensor cores' A is W_UV: rows g and g + 8 of A are columns 2 g and 2 g + 1 of a piece; lane t holds 8 adjacent
+  // latents of k. B: the tokens' latents.
   const int piece = warp % P::PIECES, part = warp / P::PIECES;
   float y[4] = {};
 #pragma unroll 4
@@ -244,7 +244,7 @@ __device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8
     if (written < a.T) {
       mailbox::put(to + half * P::WORDS, mailbox::written(narrow(value.x * uv_scale.x, value.y * uv_scale.y)));
     }
-    mailbox::put(to + (1 - half) * P::WORDS, 0);  // of the launch before, which has ended
+    mailbox::put(to + (1 - half) * P::WORDS, 0);  // clears the previous launch's word
   }
 }
 
@@ -252,7 +252,7 @@ template <int HEADS, int TOKENS, bool EXCHANGES>
 __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, uint8_t* memory) {
   using P = Plan<HEADS, TOKENS>;
   using S = typename P::S;
-  constexpr int PITCH = pitch_of(P::I), TOKEN = P::I / 8;  // pieces of 8 values of a token
+  constexpr int PITCH = pitch_of(P::I), TOKEN = P::I / 8;  // TOKEN: pieces of 8 values per token
   constexpr int EACH = (TOKENS * TOKEN + THREADS - 1) / THREADS, HALF = P::I / BLOCK / 2;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int T = TOKENS == 1 ? 1 : a.T;
@@ -260,9 +260,9 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   const bool real = tile < a.D / TILE;
   __half* xs = reinterpret_cast<__half*>(memory + TILES * S::BYTES);
   const int row = tile * TILE + lane % TILE;
-  const float scale = half == 0 && real ? __ldg(a.scale + row) : 0;  // what is asked for after w arrives after it
+  const float scale = half == 0 && real ? __ldg(a.scale + row) : 0;  // issued before w: memory answers in order
   if (half == 0 && real) {
-    if (slot >= OPEN) barrier_wait(&shared.full[slot - OPEN], 0);  // of a tile that exists, because this one does
+    if (slot >= OPEN) barrier_wait(&shared.full[slot - OPEN], 0);  // that tile exists, because this one does
     if (elected()) {
       const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * P::I;
       barrier_expect(&shared.full[slot], TILE * P::I);
@@ -277,7 +277,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   let_successor_start();
   const Turn<EXCHANGES> turn(a, P::WORDS);
 
-  // The values, as they come, to shared memory: fp16, raised in groups of BLOCK.
+  // Copies the values from the mailbox to shared memory as fp16, with a scale per BLOCK values.
   {
     const auto piece = [&](int n) { return n * THREADS + static_cast<int>(threadIdx.x); };
     const auto needed = [&](int n) { return piece(n) < T * TOKEN; };
@@ -295,7 +295,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
     } while (__any_sync(~0u, waits));
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
-      if (!needed(n)) break;  // the same for all of a warp
+      if (!needed(n)) break;  // uniform within a warp
       const int token = piece(n) / TOKEN, k = piece(n) % TOKEN * 8;
       uint32_t pairs[4] = {~v[n].x, ~v[n].y, ~v[n].z, ~v[n].w}, most = 0;
       for (uint32_t pair : pairs) most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
@@ -315,7 +315,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   if (!real) return;
   Sent sent{tile};
   float old = 0;
-  if (half == 0) {  // used after the products
+  if (half == 0) {  // loaded now, used after the products
     if (EXCHANGES) sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
     if (!EXCHANGES && TOKENS == 1 && a.residual != nullptr) old = __bfloat162float(a.residual[row]);
   }
@@ -362,7 +362,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
     const uint32_t now = turn.turn & 1;
     mailbox::put(a.fresh + now * (a.D / 2) + of, mailbox::written(pair));
     reinterpret_cast<uint32_t*>(a.residual)[of] = pair;
-    mailbox::put(a.fresh + (1 - now) * (a.D / 2) + of, 0);  // of the launch before
+    mailbox::put(a.fresh + (1 - now) * (a.D / 2) + of, 0);
   }
 }
 
@@ -382,7 +382,7 @@ __global__ void __maxnreg__(TOKENS == 1 ? 56 : 96) output_kernel(const __grid_co
 
 template <int HEADS, int TOKENS, bool EXCHANGES>
 int start(const Args& a, int64_t sms, void* stream) {
-  // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
+  // As in mla_decode_output_t1.cu.
   auto kernel = output_kernel<HEADS, TOKENS, EXCHANGES>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), Plan<HEADS, TOKENS>::BYTES, stream, 1, a);
@@ -396,11 +396,9 @@ int choose(const Args& a, int64_t sms, void* stream) {
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for T tokens (1 to 4) of H heads (8 or 16), with as many CTAs (at most
-// 160) and `least`. scale, uv_scale: of rows of w and of values. mailbox: H VALUE + 160 words for one token, 4 H VALUE +
-// 160 for more, zero at first, of this stream and of launches of this H, and of one token or of more, alone. sms:
-// processors, at most 160; of D / 8 tiles at most 8 for each but 16 of them. residual, fresh: for one token. peers: in
-// the host's memory, with a residual: y is this rank's part of a sum over ranks; or null.
+// As mla_decode_output, for T tokens (1 to 4) of H heads (8 or 16) with e4m3 weights. mailbox: H VALUE + 160 words for
+// one token, 4 H VALUE + 160 for more, zero at first; one per stream, H, and kind (one token or more). sms: at most
+// 160, with D / 8 at most 8 (sms - 16). residual, fresh: only for one token.
 API int mla_decode_output_mma(const void* partials, const void* weights, const void* query_start, const void* context,
                                 const void* w_uv, const void* uv_scale, const void* w, const void* scale,
                                 void* mailbox, void* y, void* residual, void* fresh, int64_t ctas, int64_t B, int64_t T,

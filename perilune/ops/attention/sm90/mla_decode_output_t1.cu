@@ -1,18 +1,22 @@
-// One token's attention from its ranges' outputs on: they are weighed, multiplied by W_UV, and by the output projection
-// w, in one launch. Contract in mla_decode_output.py.
+// One token: combines the outputs of attention's ranges, multiplies by W_UV, then by the output projection w, in one
+// launch. Contract in mla_decode_output.py.
 //
-// CTA h makes the values of head h, if there is such a head, and hands them to all by a mailbox in global memory. Then
-// each CTA multiplies the values of all heads by its rows of w as linear.cu does. Two more warps ask for W_UV and for
-// the first stages of w, from before attention has ended, but never for more at a time than keeps memory busy: what
-// attention and the hand-over wait for would arrive behind it. With a residual, rows are added to it and their sums
-// handed over too, by another mailbox, to mla_decode_router_t1.cu and the experts' kernel. With peers, each of which has
-// some of the heads, a tile's rows are this rank's part: it is sent to the peers as soon as it is there, and when all of
-// a CTA's tiles are sent, each warp that has sent one takes the peers' ones and adds them up. A CTA takes no more than
-// 166 KB and 48 registers a thread, so that an SM also has room for one of attention's (split_kv_short.cuh), then one of
-// the router's.
+//   1. CTA h < H computes the values of head h (combine, W_UV) and writes them to a mailbox in global memory.
+//   2. Every CTA polls the mailbox for all heads' values and multiplies them by its rows of w, as linear.cu does.
+//   3. With a residual, y is added to it. The sums also go to a second mailbox, from which mla_decode_router_t1.cu and
+//      the expert kernel read them.
+//   4. With peers, each rank has some of the heads, so a tile of y is a partial sum. A warp sends its tile to the peers
+//      at once. When all of a CTA's tiles are sent, each warp that sent one receives the peers' parts and adds them.
+//   Reuse: launch n writes half n % 2 of both mailboxes, where 0 means "not written", and zeroes the other half: the
+//   readers of launch n - 1 have ended.
 //
-// CTAs wait for the first H of a launch, which make their heads before they wait; CTAs start in order. So all end as
-// long as at most two launches share a GPU. Of three, each could hold the room that another's heads need.
+// Two more warps, the askers, issue the copies of W_UV and of the first stages of w, from before attention has ended.
+// They keep only as many bytes in flight as keep memory busy: more would delay what attention and step 2 wait for.
+// A CTA uses at most 166 KB and 48 registers per thread, so that an SM also has room for a CTA of attention
+// (split_kv_short.cuh), then for one of the router.
+//
+// CTAs wait only for the first H CTAs of their launch, which compute their heads first. CTAs start in order. So all
+// launches end if at most two share a GPU; of three, each could occupy the SMs that another's first H CTAs need.
 #include "attention/sm90/output_tile.cuh"
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/router_mailbox.cuh"
@@ -23,18 +27,18 @@ namespace {
 
 constexpr int KS = 8, GROUPS = WARPS / KS;  // warps that share a tile; tiles at once
 constexpr int ASKERS = 2, ASKED = WARPS / ASKERS, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + ASKERS * 32;
-constexpr int LATENTS = mla::LATENT / WARPS;      // of a head, a warp's
-constexpr int VALUES_OPEN = 4;                    // parts of W_UV on their way, of those an asker asks for
-constexpr int AT_ONCE = 5, SIDES = 8;             // ranges a lane reads together; lanes that share a range's latents
+constexpr int LATENTS = mla::LATENT / WARPS;      // latents of a head that a warp combines
+constexpr int VALUES_OPEN = 4;                    // max copies of W_UV that an asker has in flight
+constexpr int AT_ONCE = 5, SIDES = 8;             // ranges that a lane reads together; ranges that a warp reads at once
 constexpr int MOST_RANGES = 160;
-constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of a warp's while a head is made
-constexpr int PIECES = 2;                         // of 8 values, that a lane takes from the mailbox
-constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of the consumers; of those of a part of k, and on
+constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of scratch per warp while a head is computed
+constexpr int PIECES = 2;                         // max pieces of 8 values that a lane reads from the mailbox
+constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of all consumers; first of those of a part of k
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
-// Bytes of a row in a stage; stages of a ring; how many of them may be on their way before the values are there. A
-// stage holds no more than a warp's part of a row, which is 256 bytes of 8 heads in bf16, 512 of 32 heads in e4m3.
+// ROW: bytes of a row in a stage, at most a warp's part of a row (256 bytes of 8 heads in bf16, 512 of 32 heads in
+// e4m3). STAGES of a warp's ring. OPEN: max stages in flight until the values have arrived.
 template <typename W>
 struct Ring {
   static constexpr int ROW = 256, STAGES = 4, OPEN = 2;
@@ -45,22 +49,21 @@ struct Ring<E4m3> {
 };
 
 struct Args {
-  const bf16* partials;  // of the ranges, as attention leaves them
+  const bf16* partials;  // the ranges' outputs, as attention writes them
   const float* weights;
   const int *query_start, *context;
   const uint8_t* w_uv;    // [H, LATENT, VALUE]
   const float* uv_scale;  // [H, VALUE], of e4m3
   const uint8_t* w;       // [D, H VALUE]
   const float* scale;     // [D], of e4m3
-  uint32_t* mailbox;        // [2][H VALUE / 2] pairs of values, in turns; then how many CTAs there have been, 64 bits
+  uint32_t* mailbox;        // [2][H VALUE / 2] pairs of values; then the number of CTAs launched so far, 64 bits
   bf16* y;                // [D]; null if there is a residual
   bf16* residual;         // [D], to which y is added; or null
-  uint32_t* fresh;        // with it: [2][D / 2] pairs of the sums, in the turns of the mailbox
+  uint32_t* fresh;        // the residual's mailbox, [2][D / 2] pairs of the sums; or null
   int ctas, B, H, D, least;
-  Peers peers;            // if there are any
+  Peers peers;            // ranks 0: none
 };
 
-// Whether the phase of this parity is over, without waiting.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   uint32_t yes;
   asm volatile(
@@ -71,7 +74,7 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
   return yes;
 }
 
-// 8 weights that lie together, as floats.
+// 8 adjacent weights as floats.
 template <typename W>
 __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
   const auto take = [&v](const float2(&pairs)[4]) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
   }
 }
 
-// SHORT: a row of w is so short (8 heads) that a ring holds more than two tiles.
+// SHORT: a row of w is so short (8 heads) that a ring holds four tiles.
 template <typename W, bool SHORT, bool EXCHANGES>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   using R = Ring<W>;
@@ -97,11 +100,11 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   using X = Sums<4>;
   using Value = typename W::Value;
   constexpr bool RAISED = W::BYTES == 1;
-  constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // of a warp
-  constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of W_UV that its latents meet
-  constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages beside its part of W_UV
+  constexpr int STAGES = R::STAGES, OWN = STAGES * S::BYTES;  // bytes of a warp's ring
+  constexpr int VALUES = LATENTS * mla::VALUE * W::BYTES;     // bytes of a warp's part of W_UV, at the ring's end
+  constexpr int EARLY = (OWN - VALUES) / S::BYTES;            // stages that do not overlap it
   static_assert(OWN >= VALUES && OWN % 64 == 0 && VALUES % 64 == 0);
-  static_assert(WARPS * OWN > 114 * 1024);  // of 228 on an SM: two CTAs on one would leave another idle
+  static_assert(WARPS * OWN > 114 * 1024);  // half an SM's memory: two CTAs on one SM would leave another SM idle
   extern __shared__ __align__(128) uint8_t memory[];
   Value* xs = reinterpret_cast<Value*>(memory + WARPS * OWN);
   __shared__ float sums[2][WARPS][4 * TILE];
@@ -117,7 +120,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   const bool owner = head < a.H;
   const int tiles = a.D / TILE, step = gridDim.x * GROUPS;
 
-  // What is to be loaded next into a warp's ring: piece `ahead` of a tile.
+  // The next load into a warp's ring: piece `ahead` of a tile.
   struct Next {
     const uint8_t* from;
     int tile, ahead, stage;
@@ -129,7 +132,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     uint64_t* barrier = &barriers[warp][next.stage];
     barrier_expect(barrier, TILE * R::ROW);
 #pragma unroll
-    for (int row = 0; row < TILE; row++) {  // a condition on each copy would make it wait for the one before
+    for (int row = 0; row < TILE; row++) {  // with a condition on each copy, it would wait for the previous copy
       bulk_load_once(to + S::place(row), next.from + row * row_bytes, R::ROW, barrier);
     }
   };
@@ -162,7 +165,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     }
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) {
-      // Who multiplies refills: a stage's barrier says no more whether it has been full for the first time.
+      // Also go on once consumers multiply: they refill stages, so the barrier's parity no longer shows the first fill.
       const auto go = [&] {
         return s < R::OPEN || barrier_passed(&barriers[end - 1][s - R::OPEN], 0) ||
                *static_cast<volatile uint32_t*>(&multiplying);
@@ -170,7 +173,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       while (!__any_sync(~0u, go())) {
       }
       if (owner && s == EARLY) barrier_wait_to_refill(&values_read, 0);
-      const int later = SHORT ? s / loads : s >= loads;  // a ring holds two tiles at most, or four short ones
+      const int later = SHORT ? s / loads : s >= loads;  // a ring holds at most two tiles, or four short ones
 #pragma unroll 1
       for (int w = first; w < end; w++) {
         const int tile = blockIdx.x + w / KS * gridDim.x + later * step, ahead = s - later * loads;
@@ -180,17 +183,17 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     return;
   }
 
-  int tile = blockIdx.x + group * gridDim.x;  // evenly over processors
+  int tile = blockIdx.x + group * gridDim.x;  // evenly over SMs
   Next next{begin(tile, warp), tile, 0, 0};
 #pragma unroll 1
-  for (int s = 0; s < STAGES; s++) advance(next);  // others ask for these
-  // The warps of a tile add its sums up by turns: scales, which come from memory, are there before.
+  for (int s = 0; s < STAGES; s++) advance(next);  // the askers load these
+  // The warps of a tile take turns to add its sums. Scales are loaded early, because they come from memory.
   float scale = 1;
   const auto load_scale = [&](int of) {
     if (RAISED && of < tiles) scale = __ldg(a.scale + of * TILE + lane % TILE);
   };
   load_scale(tile + part * step);
-  // Asked for at once, used later: the CTAs of a launch stand in line for the first word.
+  // Issued early, used later: the atomic additions of all CTAs to one word are serialised.
   unsigned long long launched = 0;
   uint32_t epoch = 0;
   uint32_t* const count = EXCHANGES ? a.peers.control + AFTER_COUNTS + blockIdx.x : nullptr;
@@ -207,7 +210,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     }
   };
   if (owner) {
-    // While there are no values yet, their memory holds the latents, the ranges' shares, and where the ranges are.
+    // Until the values arrive, xs is scratch: this warp's latents, the ranges' softmax weights and places.
     float* latents = reinterpret_cast<float*>(xs) + warp * ASIDE;
     float* shares = latents + LATENTS;
     mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
@@ -277,7 +280,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     }
     __syncwarp();
     barrier_wait(&values_full[warp], 0);
-    float y[8] = {};  // 8 values of two rows of W_UV at a time
+    float y[8] = {};  // 8 values; half a warp per row of W_UV
     const uint8_t* mine = memory + (warp + 1) * OWN - VALUES + lane * 8 * W::BYTES;
 #pragma unroll
     for (int j = 0; j < LATENTS / 2; j++) {
@@ -308,7 +311,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       if (RAISED) low *= value_scales[threadIdx.x * 2], high *= value_scales[threadIdx.x * 2 + 1];
       uint32_t* to = a.mailbox + head * (mla::VALUE / 2) + threadIdx.x;
       mailbox::put(to + turn_shared * (i / 2), mailbox::written(narrow(low, high)));
-      mailbox::put(to + (1 - turn_shared) * (i / 2), 0);  // of the launch before, which has ended
+      mailbox::put(to + (1 - turn_shared) * (i / 2), 0);  // clears the previous launch's word
     }
   } else {
     wait_for_predecessor();
@@ -318,7 +321,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     named_sync(OF_HEAD, CONSUMERS);
   }
 
-  {  // the values of part `part` to shared memory, for the warps that multiply by them: each brings as many
+  {  // The GROUPS warps of `part` copy its values from the mailbox to shared memory, an equal number each.
     const int of_part = chunks * W::CHUNK, count = of_part / GROUPS, at = part * of_part + group * count;
     const uint32_t* words = a.mailbox + turn_shared * (i / 2) + at / 2 + lane * 4;
     const auto real = [&](int n) { return lane * 8 + n * 256 < count; };
@@ -392,7 +395,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       barrier_wait(&barriers[warp][stage], phase);
       multiply<W, S::CHUNKS>(acc, mine + stage * S::BYTES, x, k0 + n * S::CHUNKS * W::CHUNK);
       if (++stage == STAGES) stage = 0, phase ^= 1;
-      __syncwarp();  // everyone has read what is refilled now
+      __syncwarp();  // all lanes have read the stage that is refilled now
       if (next.tile < tiles) {
         shared_writes_visible();
         ask(next, warp);
@@ -426,7 +429,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
         uint32_t* to = a.fresh + row / 2;
         if (lane % 2 == 0) mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
         a.residual[row] = sum;
-        if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+        if (lane % 2 == 0) mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);
       }
     }
     load_scale(tile + KS * step);
@@ -438,7 +441,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       uint32_t* to = a.fresh + at;
       mailbox::put(to + turn_shared * (a.D / 2), mailbox::written(pair));
       reinterpret_cast<uint32_t*>(a.residual)[at] = pair;
-      mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);  // of the launch before
+      mailbox::put(to + (1 - turn_shared) * (a.D / 2), 0);
     }
   }
 }
@@ -448,7 +451,7 @@ int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
   using R = Ring<W>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
-  // Else a processor may be set up with less shared memory than this and a neighbour's CTA take.
+  // Else an SM may be configured with too little shared memory for this CTA beside one of the kernels before or after.
   auto kernel = exchanges ? output_kernel<W, SHORT, true> : output_kernel<W, SHORT, false>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
@@ -456,12 +459,10 @@ int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
 
 }  // namespace
 
-// partials, weights: as `mla_decode` leaves them for one token of H heads (8, 16, 32 or 64; 32 or 64 with e4m3
-// weights), with as many CTAs (at most 160) and `least`. scale, uv_scale: null for bf16 weights, else those of e4m3
-// ones, of rows of w and of values.
-// mailbox: H VALUE + 2 words, zero at first, of this stream and of launches of this H alone. sms: processors, at least
-// H; D at least 32 for each. peers: in the host's memory, with a residual: y is this rank's part of a sum over ranks; or
-// null.
+// partials, weights: as `mla_decode` writes them for one token of H heads (8, 16, 32 or 64; 32 or 64 with e4m3 weights)
+// with `ctas` CTAs (at most 160) and `least`. scale, uv_scale: of the rows of e4m3 weights w and w_uv^T; null for bf16.
+// mailbox: H VALUE + 2 words, zero at first; for launches with this H on this stream only. sms: SMs, at least H; D is
+// at least 32 per SM. peers: in host memory, or null; with peers there is a residual, and y is this rank's partial sum.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
                    void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
@@ -484,7 +485,7 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(D),
                static_cast<int>(least),
                peers == nullptr ? Peers{} : *peers};
-  if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp has one tile at most
+  if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp exchanges at most one tile
   if (scale != nullptr) return H < 32 ? -1 : start<E4m3, false>(a, peers, sms, stream);
   return H <= 8 ? start<Bf16, true>(a, peers, sms, stream) : start<Bf16, false>(a, peers, sms, stream);
 }

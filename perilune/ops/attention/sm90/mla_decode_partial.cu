@@ -1,7 +1,5 @@
-// Combines the outputs of a context's ranges (mla_decode.cu) to the output over one rank's part of the KV cache, with
-// its log-sum-exp, by which it is combined with the other ranks' parts. Contract in mla_decode_partial.py.
-//
-// Hazard: no pointer to activations may be __restrict__, because the compiler may then move a load above the wait.
+// Combines the outputs of a context's ranges (mla_decode.cu) to the output over one rank's part of the KV cache, and
+// computes its log-sum-exp, with which mla_decode_merge weighs the ranks' parts. Contract in mla_decode_partial.py.
 #include "attention/sm90/split_kv_schedule.cuh"
 
 using namespace mla;
@@ -9,7 +7,7 @@ using namespace mla;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, AT_ONCE = 4;  // AT_ONCE: ranges that a warp reads together
-constexpr int FEW_TOKENS = 8;  // up to so many tokens a row has many ranges, and all warps share them
+constexpr int FEW_TOKENS = 8;  // Up to 8 tokens, a head has many ranges, so all warps of a CTA share them.
 
 struct Args {
   const bf16* partials;  // [ctas][LATENT / 64][ROWS][64], swizzled
@@ -18,10 +16,10 @@ struct Args {
   bf16* o;     // [groups][T][H / groups][LATENT], groups o_step values apart
   float* lse;  // [groups][T][H / groups], groups lse_step values apart
   int64_t o_step, lse_step;
-  int ctas, T, H, groups, least;  // T requests of a token each
+  int ctas, T, H, groups, least;  // T requests, one token each
 };
 
-// SHARED warps share the ranges of a head by turns, so a CTA has WARPS / SHARED heads of a token.
+// SHARED warps take the ranges of a head in turn, so a CTA combines WARPS / SHARED heads of a token.
 template <int SHARED>
 __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   __shared__ Found found;
@@ -31,12 +29,12 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   if (warp == 0) share_work<true>(a.query_start, a.context, a.T, a.H, a.ctas, a.least, &found, token, 1);
   __syncthreads();
   wait_for_predecessor();
-  let_successor_start();  // only after the wait: the next kernel may then assume that the cache rows are written
+  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
   if (head >= a.H) return;
   const int index = found.index * a.H + head, row = index % ROWS, slot = found.first + index / ROWS * found.ranges;
   const int ranges = found.ranges;
   const float* weight = a.weights + row * a.ctas + slot;
-  // Values 8 lane .. + 7 and 256 more of the latent.
+  // This lane combines latent values 8 lane .. + 7 and 256 + 8 lane .. + 7.
   const bf16* partial = a.partials + static_cast<int64_t>(slot) * PARTIAL + lane / 8 * (ROWS * 64) + row * 64 +
                         ((lane % 8) ^ (row & 7)) * 8;
   float top = -INFINITY, total = 0;
@@ -107,8 +105,7 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
 
 }  // namespace
 
-// partials, weights: from mla_decode without W_UV, for T tokens of H heads in `groups` groups; o_step is a multiple of
-// 8.
+// partials, weights: from mla_decode without W_UV, for T tokens of H heads in `groups` groups. 8 divides o_step.
 API int mla_decode_partial(const void* partials, const void* weights, const void* query_start, const void* context,
                            void* o, int64_t o_step, void* lse, int64_t lse_step, int64_t ctas, int64_t T, int64_t H,
                            int64_t groups, int64_t least, void* stream) {

@@ -1,8 +1,8 @@
-// What the kernels share that make the input of absorbed attention, for one token (mla_pre_attention_t1.cu) and for two
-// to four (mla_pre_attention_mma.cu): what a CTA streams.
+// Shared by mla_pre_attention_t1.cu (one token) and mla_pre_attention_mma.cu (two to four).
 //
-// CTAs exchange results through a mailbox in global memory, which counts the launches. CTA 0 advances the count after
-// it has read all of q_a: a tile of every CTA, so that every CTA has read the count.
+// CTAs exchange results through a mailbox in global memory. All CTAs must be co-resident, one per SM, because each
+// waits for all others. The mailbox counts launches. CTA 0 advances the count after it has read all of q_a: q_a
+// contains a tile of every CTA, so every CTA has read the count.
 //
 // While weights are in flight, every other access to memory waits behind them: publishing took 4 us with the whole ring
 // in flight, 1.2 us with none. So the copying warp requests a few slots at a time. For the same reason a CTA polls the
@@ -19,24 +19,25 @@ using stream::Bf16;
 using stream::E4m3;
 using stream::TILE, stream::WARPS;
 
-constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;  // and a warp that only copies
+constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;  // and a copying warp
 constexpr int HIDDEN = 7168, INNER = 1536, OUTER = INNER + LATENT + ROPE;  // Kimi K2's widths; rows of qkv_a
-constexpr int TILES_A = 2, ROWS_A = TILES_A * TILE;                        // of qkv_a, of a CTA
+constexpr int TILES_A = 2, ROWS_A = TILES_A * TILE;                        // tiles and rows of qkv_a per CTA
 constexpr int CTAS = OUTER / ROWS_A;
-constexpr int SHARE = 128, KS_Q = 4;  // values of a row of q_b that a warp takes of a slot; warps that share a tile
+constexpr int SHARE = 128, KS_Q = 4;  // values of a row of q_b that a warp multiplies per slot; warps that share a tile
 constexpr int GROUPS_Q = WARPS / KS_Q, ROWS_Q = GROUPS_Q * TILE;
-constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b, of a CTA
+constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b, per CTA
 constexpr int TILES = ROWS / TILE, ROUNDS = ROWS / ROWS_Q;
-constexpr int COLUMNS = LATENT / 2;  // of W_UK, of a CTA
+constexpr int COLUMNS = LATENT / 2;  // of W_UK, per CTA
+// A CTA adds one piece of the residual: PIECE quads of 4 values.
 constexpr int QUADS = HIDDEN / 4, PIECE = (QUADS + CTAS - 1) / CTAS, PIECES = (QUADS + PIECE - 1) / PIECE;
-constexpr int USUAL_PARTS = 9;    // of x: experts chosen for a token, and the shared one
-constexpr int ROOM = 227 * 1024;  // of a CTA's shared memory
+constexpr int USUAL_PARTS = 9;    // parts of x: 8 experts of a token, and the shared one
+constexpr int ROOM = 227 * 1024;  // max bytes of shared memory per CTA
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
 
-// What each of SPLIT CTAs has of a head. Two; of a rank's slice four or eight, so that hardly any CTA is without a head:
-// what a CTA has beside qkv_a must fit the ring to be there before the queries' input is.
-constexpr int MOST_SPLIT_HEADS = 32;  // that more than two CTAs share
+// The part of a head that each of its SPLIT CTAs computes. SPLIT is 2; with a rank's share of the heads 4 or 8, so that
+// hardly any CTA is without a head. A CTA's part of q_b and W_UK must fit the ring, to arrive before q_a does.
+constexpr int MOST_SPLIT_HEADS = 32;  // max heads with SPLIT > 2
 template <int SPLIT_>
 struct Part {
   static constexpr int SPLIT = SPLIT_;
@@ -46,10 +47,10 @@ struct Part {
   static_assert(NOPE_ROWS % ROWS_Q == 0 || ROUNDS == 1);
 };
 
-// Slots of the ring, in order: of qkv_a 1,024 values of each row of this CTA's tiles; of q_b 512 values of each row of
-// as many tiles as are multiplied at once; of W_UK rows of this CTA's columns, PITCH_UK apart. Pitches are 64
-// bytes off the multiples of 128, so that two rows share no bank. WINDOW: slots on their way at a time; EARLY: while
-// the ring fills for the first time.
+// Slots of the ring, in order: A_SLOTS of qkv_a, 1,024 values of each row of this CTA's tiles; Q_SLOTS of q_b, 512
+// values of each row of the GROUPS_Q tiles that are multiplied at once; UK_SLOTS of W_UK, rows of this CTA's columns,
+// PITCH_UK bytes apart. Pitches are 64 bytes off a multiple of 128, so that two rows share no bank. WINDOW: max slots
+// in flight; EARLY: the same while the ring fills for the first time.
 template <typename W, int SPLIT = 2>
 struct Slots : Part<SPLIT> {
   using Weights = W;
@@ -83,10 +84,10 @@ struct Arguments {
   Mailbox* mailbox;
   int H;
   float eps;
-  Peers peers;  // if there are any
+  Peers peers;  // ranks 0: none
 };
 
-// Where values k and k + 1 of x lie as stream::stage would have them, k a multiple of 4; k + 2 and k + 3 lie 8 further.
+// Index of value k of x (k a multiple of 4) in the layout of stream::stage. k + 1 is next; k + 2 and k + 3 are at + 8.
 template <typename W>
 __device__ __forceinline__ int place_of(int k) {
   constexpr int LANE = 16 / W::BYTES;
@@ -102,14 +103,14 @@ __device__ __forceinline__ float squares_of(uint32_t low, uint32_t high) {
   const float2 a = widen(low), b = widen(high);
   return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
 }
-// Of a warp: bits of the largest value, without its sign.
+// Float bits of the largest magnitude in the warp.
 __device__ __forceinline__ uint32_t most_of(uint32_t low, uint32_t high) {
   const float2 a = widen(low), b = widen(high);
   const float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
   return __reduce_max_sync(~0u, __float_as_uint(most));
 }
 
-// Four values of x [token], its parts added up.
+// Values 4 quad .. + 3 of a token's x: the sum of its parts.
 template <typename Mailbox>
 __device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int token, int quad) {
   float4 sum = make_float4(0, 0, 0, 0);
@@ -134,8 +135,8 @@ __device__ __forceinline__ float4 sum_of_parts(const Arguments<Mailbox>& a, int 
   return sum;
 }
 
-// A token's exchange in this CTA: the number of the one before, and 0 if it may wait. Read after the predecessor's end,
-// and not used before other reads are on their way.
+// State of a token's exchange with peers in this CTA: the previous epoch; failed: not 0 after any wait has failed.
+// Loaded after the predecessor's end, used only when other loads are in flight.
 struct Turn {
   uint32_t before, failed;
 };
@@ -147,10 +148,10 @@ __device__ __forceinline__ Turn turn_of(const Peers& peers, int token) {
           *static_cast<const volatile uint32_t*>(peers.control)};
 }
 
-// All threads but the copying warp's.
+// A barrier of all threads but the copying warp's.
 __device__ __forceinline__ void meet() { named_sync(1, CONSUMERS); }
 
-// 4 bytes to the same place in CTA `rank` of the cluster, where `barrier` counts them.
+// Stores 4 bytes at the same address in CTA `rank` of the cluster; the mbarrier there counts them.
 __device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier, int rank, uint32_t v) {
   const uint32_t there = address_in(static_cast<const float*>(to), rank);
   const uint32_t remote = address_in(reinterpret_cast<const float*>(barrier), rank);
@@ -159,7 +160,8 @@ __device__ __forceinline__ void hand_on(const void* to, const uint64_t* barrier,
                : "memory");
 }
 
-// By all threads: barriers; `publishing` arrivals complete `published`. The copying warp makes them and goes on.
+// Called by all threads. The copying warp (`copies`) initialises the mbarriers; with SPLIT > 2 it does not wait for the
+// others. publishing: arrivals that complete `published`.
 template <typename P, typename Shared>
 __device__ __forceinline__ void make_barriers(Shared& shared, bool copies, int publishing) {
   if (copies) {
@@ -173,13 +175,13 @@ __device__ __forceinline__ void make_barriers(Shared& shared, bool copies, int p
   }
   if (P::SPLIT == 2) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    cluster_wait();  // the barriers are there, and the other's memory
+    cluster_wait();  // both CTAs run and have initialised their barriers
   } else {
     barriers_known<THREADS>(copies);
   }
 }
 
-// What the copying warp does.
+// The copying warp fills the ring's slots.
 template <typename P, typename Mailbox, typename Shared>
 __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared, uint8_t* memory) {
   using W = typename P::Weights;
@@ -191,7 +193,7 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
 #pragma unroll 1
   for (int n = 0; n < slots; n++) {
     const uint8_t* from;
-    int rows, apart, span, pitch, jump = 0, before = TILE;  // after so many rows
+    int rows, apart, span, pitch, jump = 0, before = TILE;  // jump: extra bytes after `before` rows
     if (n < P::A_SLOTS) {
       rows = ROWS_A, apart = HIDDEN * W::BYTES, span = P::SPAN_A, pitch = P::PITCH_A;
       from = a.w_a + static_cast<int64_t>(cta) * TILE * apart + n * span;
@@ -206,7 +208,7 @@ __device__ __forceinline__ void copy(const Arguments<Mailbox>& a, Shared& shared
       if (P::ROUNDS == 1) {
         before = P::NOPE_ROWS, jump = (NOPE + rank * P::ROPE_ROWS - (rank + 1) * P::NOPE_ROWS) * apart;
       }
-    } else {  // first what meets this CTA's half of the nope rows
+    } else {  // with SPLIT 2, first the rows that are multiplied by this CTA's half of q_nope
       const int m = n - P::A_SLOTS - P::Q_SLOTS;
       const int k = P::SPLIT == 2 ? (rank * P::NOPE_ROWS + m * P::ROWS_UK) % NOPE : m * P::ROWS_UK;
       rows = P::ROWS_UK, apart = LATENT * 2, span = P::SPAN_UK, pitch = P::PITCH_UK;

@@ -1,14 +1,11 @@
 // The operations before absorbed attention for two to four tokens, in one launch. Contract in mla_pre_attention.py.
 //
-// As mla_pre_attention_t1.cu, but more tokens publish more and leave less shared memory for the ring: each lane copies
-// the part of the residual that it will multiply from the mailbox into registers, and W_UK is multiplied by the tensor
-// cores.
+// As mla_pre_attention_t1.cu, but more tokens publish more and leave less shared memory for the ring. So each lane
+// copies the values of x that it multiplies from the mailbox into registers, and the tensor cores multiply by W_UK. A
+// token's sums do not depend on the number of tokens.
 //
-// CTAs publish results as words that are zero until they are written. There are two sets of words; launches alternate
-// between them, and each launch zeroes the set of the next launch.
-//
-// All CTAs must be on the GPU together, one to a processor: every one waits for all. A token's sums are the same
-// whatever their number.
+// CTAs publish results as words that are zero until they are written. Launch n uses set n % 2 of the words and zeroes
+// the other set for launch n + 1: the readers of launch n - 1 have ended.
 #include "cuda/router_mailbox.cuh"
 #include "attention/sm90/mla_pre_attention.cuh"
 
@@ -21,42 +18,42 @@ namespace {
 using mailbox::glance16, mailbox::misses, mailbox::put;
 
 constexpr int MOST_TOKENS = 4;
-constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // of a token's q_a; warps that prepare it
+constexpr int OCTETS = INNER / 8, INNER_WARPS = OCTETS / 32;  // per token: groups of 8 values of q_a; their warps
 static_assert(OCTETS % 32 == 0);
 
-// Behind the ring lie the tokens' q_a. Rows of W_UK are such that eight share no bank.
+// The tokens' q_a follow the ring in shared memory. The pitch of W_UK's rows lets eight rows share no bank.
 template <typename W, int T, int SPLIT>
 struct Plan : Slots<W, SPLIT> {
   using S = Slots<W, SPLIT>;
   static constexpr int PITCH_UK = S::SPAN_UK + 16, EARLY = S::WINDOW - 1;
   static constexpr int Q_PITCH = stream::pitch_of(INNER), SHARED = S::RING + T * Q_PITCH * 2;
   static_assert(S::SPAN_A == WARPS * stream::BLOCK * W::BYTES && S::ROWS_UK * PITCH_UK <= S::SLOT);
-  // Warps that share 16 columns of W_UK, each with other k; where all but the first of them leave their sums.
+  // KS_UK: warps that share 16 columns of W_UK, each with its own k. LEFT: bytes for the sums of all but the first.
   static constexpr int KS_UK = WARPS * 16 / S::COLUMNS, LEFT = (WARPS - WARPS / KS_UK) * 32 * 16;
   static_assert(S::ROWS_UK % (16 * KS_UK) == 0 && LEFT <= T * Q_PITCH * 2);
 };
 
-// Words are pairs of values, or a float, inverted: no result is all ones.
+// A word is an inverted pair of values, or an inverted float. It is not 0, because no result is all ones.
 struct Mailbox {
   uint32_t launches, unused[31];
   uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order
   uint32_t pieces[2][MOST_TOKENS][PIECES];  // sums of squares of x before the weights
   uint32_t qkv[2][MOST_TOKENS][OUTER / 2];
-  uint32_t nope[2][MOST_TOKENS][MOST_SPLIT_HEADS * NOPE / 2];  // queries, of heads that more than two CTAs share
+  uint32_t nope[2][MOST_TOKENS][MOST_SPLIT_HEADS * NOPE / 2];  // q_nope, with SPLIT > 2
 };
 
 static_assert(sizeof(Mailbox) <= 224 << 10);
 
 using Args = Arguments<Mailbox>;
 
-// Word `at` of a token, which is emptied in the next launch's set.
+// Writes word `at` of a token in this launch's set and zeroes it in the next launch's set.
 template <int WORDS>
 __device__ __forceinline__ void publish(uint32_t (&set)[2][MOST_TOKENS][WORDS], int turn, int token, int at, uint32_t v) {
   put(&set[turn][token][at], ~v);
   set[turn ^ 1][token][at] = 0;
 }
 __device__ __forceinline__ uint4 inverted(const uint4& v) { return make_uint4(~v.x, ~v.y, ~v.z, ~v.w); }
-// Waits until four words are written. A warp that has waited reconverges by __syncwarp().
+// Waits until four words are written and returns them. The caller reconverges the warp by __syncwarp().
 __device__ __forceinline__ uint4 seen(const uint32_t* p) {
   uint4 v;
   do v = glance16(p);
@@ -66,14 +63,14 @@ __device__ __forceinline__ uint4 seen(const uint32_t* p) {
 
 template <typename P, int T>
 struct Shared {
-  union {  // of qkv_a; of q_b once qkv_a's results are published
+  union {  // q_sums only after qkv_a's results are published
     float a_sums[WARPS][TILES_A][T * TILE];
     float q_sums[KS_Q][P::TILES][T * TILE];
   };
   float q_scales[P::ROWS], squares[T * INNER_WARPS];
   uint32_t most[T * INNER_WARPS];
   float x_scale[T], q_scale[T];
-  // By each CTA of the cluster; of more CTAs, all. The tokens' rows share no bank.
+  // q_nope: with SPLIT 2 a set from each CTA of the cluster, else one. The tokens' rows share no bank.
   static constexpr int SETS = P::SPLIT == 2 ? 2 : 1;
   alignas(SETS == 2 ? 4 : 16) uint32_t nope[SETS][T][NOPE / SETS / 2 + 4];
   uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
@@ -86,7 +83,7 @@ __device__ __forceinline__ uint32_t raised(uint32_t pair, float by) {
   return *reinterpret_cast<const uint32_t*>(&h);
 }
 
-// The sums of row g of a tile: to[token * TILE + g].
+// to[token * TILE + g] = the sums of row g of a tile.
 template <int T>
 __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, float lowered = 1) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -99,7 +96,7 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to, flo
   }
 }
 
-// The sum over ranks, in their order, of `own` rounded, by a lane. NaN if a peer's does not come.
+// Per lane: the sum, in the order of ranks, of all ranks' rounded `own`. NaN if a peer's part does not arrive.
 __device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4& own, int token, int quad,
                                                const Turn& turn) {
   const uint32_t epoch = turn.before + 1;
@@ -142,8 +139,8 @@ __device__ __forceinline__ float4 sum_of_ranks(const Peers& peers, const float4&
   return sum;
 }
 
-// By a warp: adds a token's x to this CTA's piece of the residual and publishes it, times the norm's weights, of which
-// each lane that `publishes` has four.
+// A warp adds a token's x to this CTA's piece of the residual and publishes the sum times the norm's weights, of which
+// each lane that `publishes` holds four (`weight`).
 template <typename W, bool EXCHANGES>
 __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published, int turn, int token, uint2 weight,
                                            bool publishes) {
@@ -173,8 +170,8 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
   }
 }
 
-// What this lane multiplies of x: 8 values of a block in each slot. Of e4m3's, `lowered` is what the sums of its token
-// in this warp are multiplied by.
+// Copies the values of x that this lane multiplies from the mailbox: 8 values of a block for each slot of qkv_a.
+// lowered, for e4m3 weights: factor of the sums of this lane's token in this warp.
 template <typename W, int T, typename Shared, int A_SLOTS>
 __device__ __forceinline__ void take_x(const Args& a, Shared& shared, int turn, uint4 (&x)[A_SLOTS], float& lowered) {
   constexpr int APART = WARPS * stream::BLOCK / 2;  // words
@@ -220,7 +217,7 @@ __device__ __forceinline__ void take_x(const Args& a, Shared& shared, int turn, 
   }
 }
 
-// += a block of a tile, of which `w` is where this lane's row begins, times this lane's part of x.
+// acc += a block of a tile times this lane's part of x. w: this lane's first bytes of its row of the block.
 __device__ __forceinline__ void multiply(stream::Sums<4>& acc, const uint8_t* w, const uint4& x, Bf16) {
 #pragma unroll
   for (int n = 0; n < 2; n++) {
@@ -239,7 +236,7 @@ __device__ __forceinline__ void multiply(stream::Sums<4>& acc, const uint8_t* w,
   }
 }
 
-// A token's cache row, by a warp.
+// A warp writes a token's cache row.
 __device__ __forceinline__ void write_new_row(const Args& a, int turn, int token, const uint4 (&kv_norm)[2]) {
   const int lane = threadIdx.x % 32;
   const uint32_t* from = a.mailbox->qkv[turn][token] + INNER / 2;
@@ -274,9 +271,9 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     wait_for_predecessor();
     return;
   }
-  // What is asked for after the weights arrives after them, some microseconds later: what is small is asked for now.
+  // Small loads before the weights, as for one token.
   const bool publishes = warp < T && lane < PIECE && cta * PIECE + lane < QUADS;
-  constexpr int Q_ALL = T * OCTETS, Q_EACH = (Q_ALL + CONSUMERS - 1) / CONSUMERS;  // octets of q_a, of a thread
+  constexpr int Q_ALL = T * OCTETS, Q_EACH = (Q_ALL + CONSUMERS - 1) / CONSUMERS;  // octets of q_a: all, per thread
   uint2 weight = make_uint2(0, 0);
   uint4 q_weight[Q_EACH];
   if (publishes) weight = __ldg(reinterpret_cast<const uint2*>(a.norm) + cta * PIECE + lane);
@@ -304,7 +301,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
   const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(&a.mailbox->launches);
   const int turn = launch % 2;
   float cosine = 0, sine = 0;
-  const int rotating = warp - T;  // a token
+  const int rotating = warp - T;  // the token of which this warp rotates q_pe
   const bool rotates = rotating >= 0 && rotating < T && lane < ROPE_ROWS / 2;
   if (rotates && has_head) {
     const int angle = rotating * (ROPE / 2) + rank * ROPE_ROWS / 2 + lane;
@@ -437,7 +434,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     }
   }
   meet();
-  // Of a token, rows n and n + 1 of this CTA's, rounded as the projection's output.
+  // Rows n and n + 1 of this CTA's part of a token's q, rounded to bf16 like the projection's output.
   const auto pair = [&](int token, int n) {
     float v[2] = {0, 0};
 #pragma unroll
@@ -486,7 +483,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
       }
       if (++stage == P::STAGES) stage = 0, phase ^= 1;
     }
-    float4* left = reinterpret_cast<float4*>(qs) + (warp - COLUMNS / 16) * 32 + lane;  // of q_b all is multiplied
+    float4* left = reinterpret_cast<float4*>(qs) + (warp - COLUMNS / 16) * 32 + lane;  // qs is free: q_b is multiplied
     if (first > 0) *left = make_float4(d[0][0] + d[1][0], d[0][1] + d[1][1], d[0][2] + d[1][2], d[0][3] + d[1][3]);
     meet();
     if (first > 0) return;
@@ -503,7 +500,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     return;
   }
 
-  // A warp's 16 columns of W_UK; first what meets this CTA's half of the nope rows.
+  // Each warp multiplies 16 columns of W_UK, first by this CTA's half of q_nope.
   barrier_wait(&shared.handed, 0);
 #pragma unroll
   for (int n = 0; n < P::UK_SLOTS; n++) {
@@ -529,8 +526,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
 
 }  // namespace
 
-// scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. T is 2 to 4, H at most 65; the GPU
-// has at least 132 processors. mailbox: 224 KB, zero at first, of this stream, T and H. peers: as of one token.
+// As mla_pre_attention_t1, for T of 2 to 4. mailbox: 224 KB, zero at first, one per stream, T and H.
 API int mla_pre_attention_mma(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                       const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                       const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,

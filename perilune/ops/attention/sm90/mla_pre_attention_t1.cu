@@ -4,10 +4,7 @@
 // As three launches, the memory idles twice, while sums of one product become the input of the next. Here one ring of
 // slots streams each CTA its part of all three matrices, in order, so that the next weights are in flight while CTAs
 // publish results: first each CTA its piece of the residual, then its rows of qkv_a. A published word holds a pair of
-// values and a tag, the number of the launch: a matching tag says that the pair is of this launch, so no separate flag
-// has to be read first.
-//
-// All CTAs must be on the GPU together, one to a processor: every one waits for all.
+// values and a tag, the launch number: readers poll until the tag matches, without a separate flag.
 #include "attention/sm90/mla_pre_attention.cuh"
 
 using namespace before_attention;
@@ -19,7 +16,7 @@ constexpr int QUADS_EACH = (QUADS + CONSUMERS - 1) / CONSUMERS;
 constexpr int INNER_QUADS = INNER / 4, INNER_WARPS = INNER_QUADS / 32;
 static_assert(PIECES % 32 == 0 && INNER_QUADS % 32 == 0 && INNER_QUADS <= CONSUMERS);
 
-// Behind the ring lie x and q_a, and at the end parts of the last sums.
+// Shared memory after the ring: x, then q_a. At the end, partial sums of W_UK's product reuse their place.
 template <typename W, int SPLIT>
 struct Plan : Slots<W, SPLIT> {
   using S = Slots<W, SPLIT>;
@@ -34,9 +31,9 @@ struct Plan : Slots<W, SPLIT> {
 struct Mailbox {
   uint32_t launches, unused[31];
   uint64_t x[HIDDEN / 2];       // times the norm's weights
-  uint64_t pieces[PIECES * 2];  // of x: sum of squares before the weights, largest value after
+  uint64_t pieces[PIECES * 2];  // of a piece of x: sum of squares before the weights, largest magnitude after
   uint64_t qkv[OUTER / 2];
-  uint64_t nope[MOST_SPLIT_HEADS][NOPE / 2];  // queries, of heads that more than two CTAs share
+  uint64_t nope[MOST_SPLIT_HEADS][NOPE / 2];  // q_nope, with SPLIT > 2
 };
 static_assert(sizeof(Mailbox) <= 64 << 10);
 
@@ -60,8 +57,8 @@ struct Shared {
   float sums[WARPS][TILE], q_sums[KS_Q][P::TILES][TILE], q_scales[P::ROWS], squares[INNER_WARPS];
   uint32_t most[INNER_WARPS];
   float x_scale, x_raise;
-  uint2 parts[MAX_RANKS][PIECE];  // of x, of each rank
-  __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];  // the other CTA's; of more, all
+  uint2 parts[MAX_RANKS][PIECE];  // each rank's part of this CTA's piece of x
+  __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];  // q_nope: the other CTA's half; or all
   uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
 };
 
@@ -79,7 +76,7 @@ __device__ __forceinline__ void put(typename W::Value* to, uint32_t low, uint32_
   words[0] = low, words[4] = high;
 }
 
-// The sums of the one token: row g of a tile.
+// to[g] = the token's sum of row g of a tile.
 __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float even = acc.d[0][0][0] + acc.d[1][0][0], odd = acc.d[0][0][2] + acc.d[1][0][2];
@@ -87,9 +84,9 @@ __device__ __forceinline__ void store(const stream::Sums<4>& acc, float* to) {
   if (t == 0) to[g] = v;
 }
 
-// By warps 0 to ranks - 1, one for each rank: sends this rank's part of the CTA's piece there and waits for that rank's.
-// All parts are rounded and meet in shared memory, NaN instead of one that does not come. One warp for all ranks took some
-// 300 instructions for their addresses and tests. Warp 0 has the sum, in the order of ranks, and `epoch`.
+// Called by warps 0 to ranks - 1. Warp r sends this rank's part of the CTA's piece, rounded, to rank r, waits for rank
+// r's part and writes it to shared memory (NaN if it does not arrive). Warp 0 then returns the sum, in the order of
+// ranks. With one warp for all ranks, their addresses and tests took some 300 instructions.
 __device__ __forceinline__ float4 sum_of_ranks(const Args& a, uint2 (&parts)[MAX_RANKS][PIECE], int quad, bool publishes,
                                                uint32_t& epoch) {
   const Peers& peers = a.peers;
@@ -130,8 +127,8 @@ __device__ __forceinline__ float4 sum_of_ranks(const Args& a, uint2 (&parts)[MAX
   return sum;
 }
 
-// By warp 0, of several ranks by one for each: adds x to this CTA's piece of the residual and publishes it, times the
-// norm's weights, of which each lane that `publishes` has four.
+// Called by warp 0, with EXCHANGES by warps 0 to ranks - 1. Adds x to this CTA's piece of the residual and publishes
+// the sum times the norm's weights, of which each lane that `publishes` holds four (`weight`).
 template <bool RAISED, bool EXCHANGES, typename Shared>
 __device__ __forceinline__ void publish_piece(const Args& a, Shared& shared, uint32_t tag, uint2 weight,
                                               bool publishes) {
@@ -168,7 +165,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, Shared& shared, uin
   }
 }
 
-// All of x, to be multiplied: by all threads but the copying warp's.
+// All threads but the copying warp's copy all of x from the mailbox to shared memory.
 template <typename W, typename Shared>
 __device__ __forceinline__ void take_x(const Args& a, Shared& shared, typename W::Value* xs, uint32_t tag) {
   constexpr bool RAISED = W::BYTES == 1;
@@ -227,10 +224,10 @@ __device__ __forceinline__ void take_x(const Args& a, Shared& shared, typename W
   }
 }
 
-// The step's cache row, by a warp.
+// A warp writes the token's cache row.
 __device__ __forceinline__ void write_new_row(const Args& a, uint32_t tag, const uint4 (&kv_norm)[2]) {
   const int lane = threadIdx.x % 32;
-  const auto see = [&](int at) {  // the pairs of two words
+  const auto see = [&](int at) {  // waits for two words; returns their pairs
     ulonglong2 v;
     do v = look(a.mailbox->qkv + at);
     while (!arrived(v, tag));
@@ -272,7 +269,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     wait_for_predecessor();
     return;
   }
-  // What is asked for after the weights arrives after them, some microseconds later: what is small is asked for now.
+  // Small loads first: memory answers in order, so a load issued after the weights returns some microseconds later.
   const int group = warp / KS_A, in_group = tid % (KS_A * 32), first = (cta + group * CTAS) * TILE;
   const bool publishes = lane < PIECE && cta * PIECE + lane < QUADS;
   uint2 weight = make_uint2(0, 0), q_weight = weight;
@@ -365,7 +362,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
   meet();
   if (cta == 0 && tid == 0) a.mailbox->launches = tag;
   if (tid == 0) barrier_expect(&shared.handed, NOPE_ROWS * 2);
-  float q_scale = 0;  // before the products, while the last weights may still be on their way
+  float q_scale = 0;  // computed before the products, while the last weights may still be in flight
   if (SPLIT == 2 || warp < 2) {
     float squares = 0;
     uint32_t most = 0;
@@ -391,7 +388,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     }
   }
   meet();
-  // Rows n and n + 1 of this CTA's, rounded as the projection's output.
+  // Rows n and n + 1 of this CTA's part of q, rounded to bf16 like the projection's output.
   const auto pair = [&](int n) {
     float v[2] = {0, 0};
 #pragma unroll
@@ -414,10 +411,10 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     *to = rotate(pair(NOPE_ROWS + lane * 2), cosine, sine);
   }
 
-  // A warp's k of W_UK, all columns.
+  // Each warp multiplies its k of W_UK, all of this CTA's columns.
   float sum[8] = {};
   if constexpr (SPLIT > 2) {
-    constexpr int LANES = COLUMNS / 8, EACH = P::ROWS_UK / WARPS;  // of a row; rows of a warp in a slot
+    constexpr int LANES = COLUMNS / 8, EACH = P::ROWS_UK / WARPS;  // lanes per row; rows of a slot per warp
     if (warp == 2) {
       ulonglong2 v;
       do v = look(a.mailbox->nope[head] + lane * 2);
@@ -495,9 +492,9 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
 
 }  // namespace
 
-// scale_a, scale_q: null for bf16 weights, else those of the rows of e4m3 weights. H is at most 65; the GPU has at
-// least 132 processors. mailbox: 64 KB, zero at first, of this stream. peers: in the host's memory: x is this rank's part
-// of a sum over ranks, and H at most 32; or null.
+// scale_a, scale_q: of the rows of e4m3 weights; null for bf16. H is at most 65, with peers 32. The GPU has at least
+// 132 SMs. mailbox: 64 KB, zero at first, one per stream. peers: in host memory, or null; with peers, x is a partial
+// sum.
 API int mla_pre_attention_t1(void* residual, const void* x, int64_t parts, int64_t wide, const void* norm, float eps,
                   const void* w_a, const void* scale_a, const void* q_norm, const void* w_q, const void* scale_q,
                   const void* kv_norm, const void* cos, const void* sin, void* cache, int64_t slots, int64_t packed,

@@ -1,12 +1,12 @@
 // Causal attention with keys of 128 + 64 values, the 64 shared by all heads, and values of 128. Contract in
 // mla_prefill.py.
 //
-// Several requests of a step share the launches. Their keys and values lie one behind the other, each request's from a
-// multiple of 128 on, with zeros behind the last: so that no tile holds keys of two requests.
+// Several requests of a step share the launches. Their keys and values are concatenated. Each request starts at a
+// multiple of 128 rows and is padded with zeros, so that no tile holds keys of two requests.
 //
-// A CTA has 128 queries of a head of a request, two warpgroups of 64, and goes over the keys 128 at a time; a producing
-// thread keeps two tiles of keys and two of values in shared memory. The product of the next tile's scores runs before and the
-// product of this tile's probabilities with its values during the next tile's softmax.
+// A CTA computes 128 queries of a head of a request, two warpgroups of 64 each, over 128 keys at a time. A producer
+// thread keeps two tiles of keys and two of values in shared memory. Per tile j: issue the products scores(j) and
+// probabilities(j - 1) x values(j - 1); compute softmax(j) while the second product runs.
 #include "attention/sm90/mla_prefill.cuh"
 
 namespace {
@@ -17,7 +17,7 @@ constexpr int Q_SLICE = 64 * 128, K_SLICE = KEYS * 128;  // bytes of 64 values
 constexpr int Q_BYTES = 2 * SLICES * Q_SLICE, K_BYTES = SLICES * K_SLICE, V_BYTES = 2 * K_SLICE;
 constexpr int SHARED = 1024 + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (1 + 4 * STAGES);
 
-// rows[r.key + i] = the cache's row of position i of request r, or zeros from its context on. A warp has a row.
+// rows[r.key + i] = the cache row of position i of request r, or zeros past its context. A warp copies a row.
 __global__ void __launch_bounds__(256)
     gather_kernel(const uint8_t* pages, const int* tables, int64_t table_stride, int block, int row_bytes,
                   const __grid_constant__ Requests requests, int count, int total, uint8_t* rows) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       for (int i = 0; i < 32; i++) p[i] = narrow(s[2 * i], s[2 * i + 1]);
     };
     auto to_softmax = [&](int j) {
-      // Row r sees keys up to before + r. The warp's first row decides whether the tile holds hidden ones.
+      // Row r sees keys up to before + r. The warp's first row decides whether the tile needs the mask.
       const int visible = before + row + 1 - j * KEYS - 2 * t;
       softmax(s, rows, shrink, scale, (j + 1) * KEYS > before + row - g + 1, visible);
     };
@@ -188,7 +188,7 @@ API int mla_prefill_gather(const void* pages, const void* tables, int64_t table_
 
 // q [T, heads, 192] and out [T, heads, 128] with rows q_row and out_row values apart, heads adjacent; k [total, heads,
 // 128], v [heads, total, 128]; rope [total, 64], rows rope_row apart. Bases and rows are multiples of 16 bytes. At most
-// 64 requests, of at most `longest` rows of q. -1: no driver entry point for tensor maps, or they are refused.
+// 64 requests, each with at most `longest` rows of q. -1: no driver entry point for tensor maps, or the driver refuses.
 API int mla_prefill(const void* q, const void* k, const void* rope, const void* v, void* out, const void* requests,
                     int64_t count, int64_t longest, int64_t T, int64_t total, int64_t heads, int64_t q_row,
                     int64_t rope_row, int64_t out_row, float scale, void* stream) {

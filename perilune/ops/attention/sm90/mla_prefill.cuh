@@ -1,4 +1,4 @@
-// What both kernels of causal attention with keys of 128 + 64 values share: requests, softmax of a tile of 128 keys.
+// Shared by mla_prefill.cu and mla_prefill_w8a8.cu: the table of requests, the softmax of a tile of 128 keys.
 #pragma once
 #include "cuda/tensor_map.cuh"
 
@@ -7,7 +7,7 @@ namespace {
 using namespace hopper;
 
 constexpr int NOPE = 128, ROPE = 64, VALUE = 128;
-constexpr int QUERIES = 128, KEYS = 128;  // of a tile
+constexpr int QUERIES = 128, KEYS = 128;  // per tile
 constexpr int MAX_REQUESTS = 64;
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 
@@ -26,27 +26,27 @@ __device__ __forceinline__ float row_sum(float v) {
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
+// table: row of the block tables. first, count: rows of q. context: number of keys. key: row of the first key.
 struct Request {
-  int table, first, count, context, key;  // row of tables; first row of q, rows; keys, the first one's row
+  int table, first, count, context, key;
 };
 struct Requests {
   Request of[MAX_REQUESTS];
 };
 
-// requests [count] as above, in host memory: tables' row, q's first row and rows, keys and their first row.
+// requests: [count] `Request`s in host memory.
 Requests copied(const void* requests, int64_t count) {
   Requests r = {};
   for (int i = 0; i < count; i++) r.of[i] = static_cast<const Request*>(requests)[i];
   return r;
 }
 
-// What a thread keeps of its two rows.
+// Online softmax state of a thread's two rows.
 struct Rows {
   float top[2], sum[2];  // the largest score so far, unscaled; the sum of this thread's probabilities
 };
 
-// Scores become probabilities times 2^LIFT; returns through `shrink` what earlier sums and outputs are to be multiplied
-// with.
+// Replaces scores by probabilities times 2^LIFT. shrink: factor for earlier sums and outputs of either row.
 template <int LIFT = 0>
 __device__ __forceinline__ void softmax(float (&s)[64], Rows& rows, float (&shrink)[2], float scale, bool masked,
                                         int visible) {

@@ -1,28 +1,28 @@
 // Causal attention as mla_prefill.cu, with products of 8 bits. Contract in mla_prefill_w8a8.py.
 //
-// round: keys without rope of a tile (128 of a head) become whole numbers with one scale, values e4m3 with another;
-// values are transposed, because the tensor cores take 8-bit operands only with k innermost, and in the order of keys in
-// which a thread holds probabilities: position 16 h + 4 t + i of 32 is key 16 h + 8 (i / 2) + 2 t + i mod 2.
+// round_kernel: per tile (128 keys of a head), the no-rope part of keys is rounded to int8 with one scale, values to
+// e4m3 with another. Values are transposed, because the tensor cores take 8-bit operands only with k innermost. Keys
+// are in a thread's order of probabilities: position 16 h + 4 t + i of 32 is key 16 h + 8 (i / 2) + 2 t + i mod 2.
 //
-// attend: a CTA has 128 queries of a head of a request, two warpgroups of 64, which round them, a scale for each. Scores
-// are s8 products of 128 values, scaled, plus bf16 products of the 64 rope values on top of them in the same registers.
-// The sums of s8 products begin at the bits of 1.5 2^23 as a float, so they are floats without a conversion.
+// attend_kernel: as in mla_prefill.cu; the warpgroups round their queries to int8, with a scale per query. Scores are
+// int8 products of 128 values, scaled; the bf16 products of the 64 rope values are added in the same registers. The
+// int32 sums begin at the bits of 1.5 2^23 as a float, so they are floats without a conversion.
 #include "attention/sm90/mla_prefill.cuh"
 #include "cuda/token_scale.cuh"
 
 namespace {
 
 constexpr int STAGES = 3;
-constexpr int GROUP_BYTES = 64 * 128;  // 64 rows of a warpgroup: of 128 values of 8 bits, or of 64 of 16
+constexpr int GROUP_BYTES = 64 * 128;  // a warpgroup's 64 rows of 128 int8 or of 64 bf16 values
 constexpr int TILE_BYTES = KEYS * 128;
-constexpr int K_BYTES = 2 * TILE_BYTES, V_BYTES = TILE_BYTES;  // keys without rope, rope; values
-constexpr int Q_BYTES = 2 * (1 + 1 + 2) * GROUP_BYTES;         // rounded, rope, not rounded
+constexpr int K_BYTES = 2 * TILE_BYTES, V_BYTES = TILE_BYTES;  // keys: int8, rope; values
+constexpr int Q_BYTES = 2 * (1 + 1 + 2) * GROUP_BYTES;         // int8, rope, bf16 before rounding
 constexpr int SHARED = 1024 + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * (1 + 4 * STAGES);
-constexpr float WHOLE = 12582912.0f;  // 1.5 2^23: added to a number below 2^22, it leaves that rounded in the lowest bits
-constexpr float MOST = 127.0f;        // of whole numbers of 8 bits
-constexpr int LIFT = 8;               // probabilities are e4m3 times 2^8
+constexpr float WHOLE = 12582912.0f;  // 1.5 2^23: x + WHOLE has x, |x| < 2^22, rounded to an integer in its lowest bits
+constexpr float MOST = 127.0f;        // largest int8
+constexpr int LIFT = 8;               // probabilities are multiplied by 2^8 before they are rounded to e4m3
 
-__device__ __forceinline__ uint32_t whole(uint32_t pair, float factor) {  // two of 8 bits
+__device__ __forceinline__ uint32_t whole(uint32_t pair, float factor) {  // two int8
   const float2 v = widen(pair);
   const uint32_t low = __float_as_uint(fmaf(v.x, factor, WHOLE)), high = __float_as_uint(fmaf(v.y, factor, WHOLE));
   return (low & 0xff) | (high & 0xff) << 8;
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t whole(uint32_t pair, float factor) {  // two
 __device__ __forceinline__ uint2 whole(const uint4& v, float factor) {
   return make_uint2(whole(v.x, factor) | whole(v.y, factor) << 16, whole(v.z, factor) | whole(v.w, factor) << 16);
 }
-// What whole numbers are made with, where this is the largest magnitude; 0 where it is 0 or nan.
+// Factor that maps the largest magnitude `top` to 127; 0 if `top` is 0 or NaN.
 __device__ __forceinline__ float whole_factor(float top) { return top > 0.0f ? MOST / top : 0.0f; }
 
 __device__ __forceinline__ __nv_bfloat16 largest_of(const uint4& v) {
@@ -39,14 +39,14 @@ __device__ __forceinline__ __nv_bfloat16 largest_of(const uint4& v) {
   return __hmax_nan(most.x, most.y);
 }
 
-// k [total, heads, 128], v [heads, total, 128]; whole k [heads, total, 128] s8, v [heads, tiles, 128, 128] e4m3, its rows
-// values, in the order above; scales [heads, tiles]: of k, of v. A CTA has a tile of a head.
+// k [total, heads, 128], v [heads, total, 128] -> k8 [heads, total, 128] int8, v8 [heads, tiles, 128 values, 128 keys]
+// e4m3 with keys in the order above; scales [heads, tiles]: of k, of v. A CTA rounds a tile of a head.
 __global__ void __launch_bounds__(256) round_kernel(const bf16* k, const bf16* v, uint8_t* k8, uint8_t* v8,
                                                     float2* scales, int total, int heads) {
   __shared__ uint32_t bytes[KEYS * VALUE / 4];
   __shared__ __nv_bfloat16 tops[2][8];
   const int tile = blockIdx.x, head = blockIdx.y, tid = threadIdx.x, chunk = tid % 16;
-  const int64_t of_head = static_cast<int64_t>(head) * total + tile * KEYS;  // the tile's first row of a head's
+  const int64_t of_head = static_cast<int64_t>(head) * total + tile * KEYS;  // the tile's first row
   wait_for_predecessor();
   let_successor_start();
   uint4 key[8], value[8];
@@ -80,14 +80,14 @@ __global__ void __launch_bounds__(256) round_kernel(const bf16* k, const bf16* v
   for (int i = 0; i < 8; i++) {
     const int row = 16 * i + tid / 16;
     *reinterpret_cast<uint2*>(k8 + (of_head + row) * NOPE + 8 * chunk) = whole(key[i], factor);
-    // Words are moved by row / 16, so that lanes that read one chunk each of 16 rows share no bank.
+    // Words are swizzled by row / 16, so that lanes that each read a chunk of 16 rows share no bank.
     const uint2 rounded = token_scale::rounded(value[i], of_values);
     bytes[row * 32 + ((2 * chunk) ^ i)] = rounded.x;
     bytes[row * 32 + ((2 * chunk + 1) ^ i)] = rounded.y;
   }
   __syncthreads();
   for (int unit = tid; unit < KEYS * VALUE / 16; unit += 256) {
-    const int part = unit % 8, n = unit / 8;  // 16 keys, value n
+    const int part = unit % 8, n = unit / 8;  // keys 16 part .. + 15 of value n
     const auto* from = reinterpret_cast<const uint8_t*>(bytes) + 16 * part * 128 + ((n / 4) ^ part) * 4 + n % 4;
     uint32_t to[4];
 #pragma unroll
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(256) round_kernel(const bf16* k, const bf16* v
   }
 }
 
-// The 4 x 4 words of four lanes, transposed: word i of lane t becomes word t of lane i.
+// Transposes the 4 x 4 words of four lanes: word i of lane t becomes word t of lane i.
 __device__ __forceinline__ uint4 transposed(const uint32_t (&v)[4], int t) {
   const bool odd = t & 1, high = t & 2;
   const uint32_t a = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1), b = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const uint64_t a16 = slab_descriptor(turned + group * GROUP_BYTES);
     const uint64_t b8 = slab_descriptor(keys), b16 = slab_descriptor(keys + TILE_BYTES), v0 = slab_descriptor(values);
 
-    // Four lanes have a row, a quarter of its chunks of 8 values each.
+    // Four lanes round a row, each a quarter of its chunks of 8 values.
     barrier_wait(q_full, 0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     auto pack = [&] {
 #pragma unroll
-      for (int i = 0; i < 16; i++) {  // register i % 4 of 32 keys
+      for (int i = 0; i < 16; i++) {  // A's register i % 4 for 32 keys
         const float* from = s + 4 * (i / 4 * 4 + i % 4 / 2 * 2) + 2 * (i % 2);
         p[i] = e4m3(from[0], from[1]) | e4m3(from[4], from[5]) << 16;
       }
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0) barrier_arrive(k_empty);
     to_softmax(0);
     pack();
-    int stage = 0, phase = 0;  // of the tile before
+    int stage = 0, phase = 0;  // of tile j - 1
     for (int j = 1; j < tiles; j++) {
       const int last = stage, last_phase = phase;
       const float of_last = now.y;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       to_softmax(j);
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(v_empty + last);
-      const float other = __fdividef(of_last, now.y);  // sums are in units of the tile's scale
+      const float other = __fdividef(of_last, now.y);  // o is in units of the current tile's value scale
       shrink[0] *= other, shrink[1] *= other;
 #pragma unroll
       for (int i = 0; i < 64; i++) o[i] *= shrink[i / 2 % 2];
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     weigh(stage, phase);
     wgmma_wait<0>();
 
-    // Rounded to bf16, then as token_scale.cuh rounds 128 values, which are those of a head.
-    uint32_t pairs[16][2];  // of 8 values, this thread's two of two rows
+    // Round to bf16, then as token_scale.cuh to e4m3 with a scale per 128 values: a head's.
+    uint32_t pairs[16][2];  // for each 8 values, this thread's pair of either row
     float top[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -335,8 +335,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 }  // namespace
 
-// k [total, heads, 128] and v [heads, total, 128] bf16; k8 [heads, total, 128], v8 [heads, total / 128, 128, 128], scales
-// [heads, total / 128, 2]; total is a multiple of 128.
+// k [total, heads, 128] and v [heads, total, 128] bf16; k8 [heads, total, 128], v8 [heads, total / 128, 128, 128],
+// scales [heads, total / 128, 2]; total is a multiple of 128.
 API int mla_prefill_w8a8_round(const void* k, const void* v, void* k8, void* v8, void* scales, int64_t total,
                                int64_t heads, void* stream) {
   return launch(round_kernel, dim3(total / KEYS, heads), dim3(256), 0, stream, 1, static_cast<const bf16*>(k),
@@ -344,10 +344,9 @@ API int mla_prefill_w8a8_round(const void* k, const void* v, void* k8, void* v8,
                 static_cast<float2*>(scales), static_cast<int>(total), static_cast<int>(heads));
 }
 
-// q [T, heads, 192] with rows q_row values apart, heads adjacent; k8, v8 and scales as above; rope [total, 64] bf16, rows
-// rope_row apart; values [T, heads, 128] e4m3, rows out_row bytes apart; out_scales [heads, scale_rows], of which rows of
-// requests are written. Bases and rows are multiples of 16 bytes. At most 64 requests, of at most `longest` rows of q.
-// -1: no driver entry point for tensor maps, or they are refused.
+// q [T, heads, 192] with rows q_row values apart, heads adjacent; k8, v8 and scales as above; rope [total, 64] bf16,
+// rows rope_row apart; values [T, heads, 128] e4m3, rows out_row bytes apart; out_scales [heads, scale_rows], written
+// for rows of requests only. The rest as for mla_prefill.
 API int mla_prefill_w8a8(const void* q, const void* k8, const void* rope, const void* v8, const void* scales,
                          void* values, void* out_scales, const void* requests, int64_t count, int64_t longest,
                          int64_t T, int64_t total, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row,

@@ -26,7 +26,7 @@ constexpr int STRIDE = NOPE + 8;  // elements from row to row of q_nope: reads o
 template <int C>
 struct Share {
   static constexpr int KS = C == 2 ? 4 : 8, GROUPS = WARPS / KS;       // warps that share a tile; tiles at once
-  static constexpr int NOPE_ROWS = NOPE / C, ROPE_ROWS = ROPE / C;     // rows of a CTA
+  static constexpr int NOPE_ROWS = NOPE / C, ROPE_ROWS = ROPE / C;     // rows of q_b per CTA
   static constexpr int ROWS = NOPE_ROWS + ROPE_ROWS, TILES = ROWS / TILE;
   static constexpr int COLUMNS = LATENT / C, PITCH = COLUMNS * 2 + 16;  // columns of W_UK; bytes from row to row
   // Clusters of two fill the GPU with one CTA per SM. Larger clusters do not, so two CTAs share an SM.
@@ -50,7 +50,7 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   using Stage = StageOf<W, C>;
   using S = Share<C>;
   constexpr int KS = S::KS, GROUPS = S::GROUPS, NOPE_ROWS = S::NOPE_ROWS, ROPE_ROWS = S::ROPE_ROWS, ROWS = S::ROWS;
-  constexpr int TILES = S::TILES, EACH = (TILES + GROUPS - 1) / GROUPS;  // of a group, at most
+  constexpr int TILES = S::TILES, EACH = (TILES + GROUPS - 1) / GROUPS;  // EACH: max tiles of a group
   constexpr int COLUMNS = S::COLUMNS, PITCH = S::PITCH;
   let_successor_start();
   if (blockIdx.x >= C * a.H) return add_row(a.rows, (blockIdx.x - C * a.H) * WARPS + threadIdx.x / 32);
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
   if (threadIdx.x == 0) barrier_init(&w_uk_full, ASKING);
   barriers_visible();
-  // Memory answers in order: a load issued after the weights returns some microseconds later. So load the norm first.
+  // Load the norm first: memory answers in order.
   const int preparing = threadIdx.x - ASKING * 32;  // index among the threads that prepare x
   if (preparing >= 0) {
     for (int k = preparing * 8; k < a.in.i; k += (WARPS - ASKING) * 256) copy16(norm + k, a.in.norm + k);
@@ -202,8 +202,8 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
 
 }  // namespace
 
-// scale: null for bf16 weights, else the scales of the rows of e4m3 weights. T is at most 8, i a multiple of 512 and at
-// most 1,536; with fewer than 48 heads i is 1,536.
+// scale: of the rows of e4m3 weights; null for bf16. T is at most 8, i a multiple of 512 and at most 1,536; with fewer
+// than 48 heads i is 1,536.
 API int mla_project_query(const void* x, int64_t x_stride, int64_t i, const void* norm, const void* w, const void* scale,
                     const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos, const void* sin,
                     void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, float eps,

@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(THREADS) rotate_kernel(const Args a) {
 
 }  // namespace
 
-// cache: rows of 576 bf16, or packed ones of 640 bytes.
 API int mla_rotate_query(void* q, const void* ckv, int64_t ckv_stride, const void* kv_norm, const void* cos, const void* sin,
                    void* cache, int64_t slots, int64_t packed, const void* slot, int64_t T, int64_t H, float eps,
                    void* stream) {

@@ -22,9 +22,9 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], const void* row)
   }
 }
 
-// K rows of a weight [K, out], COLUMNS of its columns, in shared memory: y[column] = sum over k of w[k][column] x[k].
-// The order of k inside 32 is such that lane t of a quad holds x[8 t .. 8 t + 7] as one 16-byte load: fragment(2 i)
-// goes with words 0 and 1 of it, fragment(2 i + 1) with words 2 and 3. 16-byte pieces of a row are swapped by `spread`,
+// A part of a weight in shared memory, K rows and COLUMNS columns: y[column] = sum over k of w[k][column] x[k].
+// Inside 32 values of k, rows are ordered so that lane t of a quad loads x[8 t .. 8 t + 7] as 16 bytes: fragment(2 i)
+// is multiplied by words 0 and 1, fragment(2 i + 1) by words 2 and 3. 16-byte pieces of a row are swizzled by `spread`,
 // which differs among the eight rows that one ldmatrix reads together.
 template <int K, int COLUMNS>
 struct HeadWeights {
@@ -43,7 +43,7 @@ struct HeadWeights {
     }
   }
 
-  // A [16 columns from `column`, 16 k of step `step`].
+  // The operand A of columns `column` .. + 15 and the 16 k of `step`.
   __device__ void fragment(uint32_t (&a)[4], int step, int column) const {
     int lane = threadIdx.x % 32, j = lane % 8;
     int k = step / 2 * 32 + j / 2 * 8 + step % 2 * 4 + lane / 16 * 2 + j % 2;

@@ -1,12 +1,11 @@
-// What the kernels of attention's output (mla_decode_output_t1.cu, mla_decode_output_mma.cu) share: where values lie for
-// the products of a tile, and a tile's exchange with other ranks.
+// Shared by mla_decode_output_t1.cu and mla_decode_output_mma.cu: the layout of values, a tile's exchange with peers.
 #pragma once
 #include "cuda/peers.cuh"
 #include "cuda/weight_stream.cuh"
 
 namespace stream {
 
-// Values k .. k + 7 to where `multiply` looks for them (weight_stream.cuh).
+// Stores values k .. k + 7 in the layout that `multiply` reads (weight_stream.cuh).
 template <typename W>
 __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32_t (&pairs)[4]) {
   constexpr int LANE = 16 / W::BYTES;
@@ -16,11 +15,11 @@ __device__ __forceinline__ void place(typename W::Value* xs, int k, const uint32
   to[2] = make_uint2(pairs[1], pairs[3]);
 }
 
-// A tile's exchange, by a warp. Lanes 2 r and 2 r + 1 send and receive rank r's halves.
+// A warp's exchange of a tile (8 rows of y). Lanes 2 r and 2 r + 1 exchange the two halves of the tile with rank r.
 struct Sent {
-  int tile;      // below 0: none
+  int tile;      // below 0: the warp has sent no tile
   uint32_t old;  // lanes 0-3: the residual's pairs
-  uint2 own;     // this rank's pairs, of the lane's half
+  uint2 own;     // this rank's two pairs of the lane's half
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ bool of_peer(const Peers& peers) const {
@@ -28,7 +27,7 @@ struct Sent {
   }
   __device__ __forceinline__ int place() const { return AFTER_WORDS + tile * 2 + lane() % 2; }
 
-  // v: row lane % 8.
+  // v: this rank's partial sum of row lane % 8.
   __device__ __forceinline__ void send(const Peers& peers, uint32_t epoch, float v) {
     const uint32_t mine = __bfloat16_as_ushort(__float2bfloat16(v)), pair = mine | __shfl_down_sync(~0u, mine, 1) << 16;
     own.x = __shfl_sync(~0u, pair, lane() % 2 * 4), own.y = __shfl_sync(~0u, pair, lane() % 2 * 4 + 2);
@@ -36,7 +35,7 @@ struct Sent {
     hopper::send(peers.word(lane() / 2, peers.rank, epoch, place()), make_uint4(own.x, epoch, own.y, epoch));
   }
 
-  // The sum over ranks in their order, and the residual: lanes 0-3, their pair. NaN if a peer's part does not come.
+  // The new residual, in lanes 0-3 a pair each: the ranks' parts, added in order, plus `old`. NaN if a part is missing.
   __device__ __forceinline__ uint32_t added(const Peers& peers, uint32_t epoch) const {
     uint4 got = make_uint4(own.x, epoch, own.y, epoch);
     bool missing = of_peer(peers);

@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(THREADS) rows_kernel(const int64_t* slots, con
 
 }  // namespace
 
-// slots, positions and own [T] int64, context [T] int32.
 API int shard_rows(const void* slots, const void* positions, void* own, void* context, int64_t T, int64_t rank,
                    int64_t ranks, int64_t tokens, void* stream) {
   if (T == 0) return 0;

@@ -11,10 +11,10 @@ namespace mla {
 
 constexpr int TOKENS = 32, COMBINE_THREADS = 256;
 
-// CLUSTER CTAs (x) per head, each with LATENT / CLUSTER of the latent; 32 tokens (y), up to MINE of them for each warp.
-// Up to 4 tokens in all, the warps share a token's ranges. AT_ONCE: ranges of each that are read together. RANKS: the
-// ranges are the parts of `ctas` ranks, outputs [T, H, LATENT] and log-sum-exps [T, H] of each, `least` outputs and `B`
-// log-sum-exps from one rank's to the next's; query_start and context are null.
+// Grid: x = CLUSTER CTAs per head, each with LATENT / CLUSTER latents; y = 32 tokens, at most MINE per warp. With up to
+// 4 tokens in all, several warps share a token's ranges. AT_ONCE: ranges of a token that a warp reads together. RANKS:
+// the ranges are the parts of `ctas` ranks, each with outputs [T, H, LATENT] and log-sum-exps [T, H]; the ranks'
+// outputs are `least` elements apart, their log-sum-exps `B` elements apart; query_start and context are null.
 template <int CLUSTER, int MINE, int AT_ONCE, bool RANKS>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const bf16* partials, const float* weights, const int* query_start, const int* context, const bf16* w_uv,
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
                  ((column / 8) % 8 ^ (row & 7)) * 8;
   }
   wait_for_predecessor();
-  let_successor_start();  // only after the wait: the next kernel may then assume that the cache rows are written
+  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
 
   int step = SIDE * sharing, s0 = MINE == 1 ? warp % sharing * SIDE + side : side;
   uint4 x[MINE][AT_ONCE];

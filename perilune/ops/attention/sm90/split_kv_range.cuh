@@ -3,7 +3,7 @@
 // A tile is 64 query rows (token, head) of one request. A producer warp loads 64 latents at a time (TMA, two stages,
 // 128-byte swizzle). Warpgroup 0 computes the scores and the softmax and writes the probabilities to shared memory;
 // then both warpgroups accumulate 256 columns of the output each. Packed latents (latent_cache.py) are loaded as e4m3
-// bytes; the producer and the three warps beside it convert them to bf16 while the warpgroups work on the tile before.
+// bytes; the producer's warpgroup converts them to bf16 while the other warpgroups compute the previous tile.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "attention/sm90/split_kv_short.cuh"
@@ -24,8 +24,8 @@ struct Control {
 constexpr int ATTEND_BYTES = TILE_BYTES * (1 + STAGES) + CHUNK_BYTES + 1024;
 static_assert(sizeof(Control) <= 1024 && ATTEND_BYTES <= 227 * 1024);
 
-// Tensor maps of the cache's rows, with boxes of GROUP and of KEYS rows: all chunks of a bf16 cache; of a packed one
-// the rope, its latents being copied as bytes.
+// Tensor maps of the cache's rows, with boxes of GROUP rows (few) and of KEYS rows (many). few, many: all of a bf16
+// cache, or the rope keys of a packed cache. few_bytes, many_bytes: the latents of a packed cache.
 struct Maps {
   CUtensorMap few, many, few_bytes, many_bytes;
 };
@@ -59,8 +59,8 @@ __device__ __forceinline__ void arrive() {
   asm volatile("bar.arrive %0, 256;" ::"n"(id) : "memory");
 }
 
-// Converts latents from e4m3 to bf16 in place: the bytes are in the second half of the tile's memory, so the bf16 of a
-// chunk overwrites bytes of earlier chunks, or of the last two. Run by the producer's warpgroup.
+// Converts latents from e4m3 to bf16 in place. The bytes are in the second half of the tile's memory, so the bf16 of a
+// chunk overwrite only bytes of earlier chunks, or of the chunks just read. Called by the producer's warpgroup.
 __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
   constexpr int OF_CHUNK = KEYS * 4, AT_ONCE = 2 * OF_CHUNK, EACH = AT_ONCE / WIDENERS;  // pieces of 16 bytes
   const int thread = threadIdx.x % WIDENERS;
@@ -88,8 +88,8 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
   barrier_arrive(ready);
 }
 
-// The producer warp. Latents of earlier steps and block tables are not written by the kernels that may still run, so
-// their first tile is loaded before the wait. The second is loaded after the query, which else would arrive after it.
+// The producer warp. No kernel that may still run writes latents of earlier steps or block tables, so the first tile is
+// loaded before the wait. The second tile is loaded after the query, because memory answers in order.
 template <bool PACKED>
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const Maps* maps, const int* table,
                                       int block, int H, char* shared, Control* control) {
@@ -191,8 +191,7 @@ __device__ __forceinline__ void rescale(float (&o)[128], float low, float high) 
   }
 }
 
-// Writes columns 256 half .. + 255 of the range's output, by one warpgroup; `shared` is the query's memory, free by
-// now.
+// A warpgroup writes columns 256 half .. + 255 of the range's output. shared: the query's memory, which is free by now.
 __device__ void write_out(float (&o)[128], int half, const Control* control, char* shared, bf16* partial, int rows) {
   int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16;
   rescale(o, control->inverse[row + lane / 4], control->inverse[row + lane / 4 + 8]);
@@ -340,7 +339,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           sum_low += s[i] + s[i + 1];
           sum_high += s[i + 2] + s[i + 3];
         }
-        if (tile) meet<2>();  // the other warpgroup has read the probabilities of the tile before
+        if (tile) meet<2>();  // the other warpgroup has read the previous tile's probabilities
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
           store_matrices(probabilities, warp * 16, j * 8, narrow(s[j * 4], s[j * 4 + 1]),

@@ -1,22 +1,21 @@
-// The sum over ranks of their partial outputs, residual += it, y = rmsnorm(residual), through memory that every rank's
-// GPU can write to. Contract in exchange_add_rmsnorm.py; the memory is made by the functions at the end.
+// residual += the sum of all ranks' partial outputs, then y = rmsnorm(residual), through mailboxes that every rank's
+// GPU can write to. Contract in exchange_add_rmsnorm.py. The last functions allocate mailboxes.
 //
 // Lines. 56 bf16 values travel as one line of 128 bytes: 112 bytes of data, 16 bytes of flag (LL128, as in NCCL). Eight
 // threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and the
 // second-level cache move such a line whole, so a reader that sees the flag has the data, and no fence is needed: a
-// flag of its own behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
+// separate flag behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
 // place, so nothing is ever cleared.
 //
-// Places. A cluster of CTAs works on a token, each CTA on up to 16 of its lines, then on the cluster's next token. Every
-// CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph continues to count. Epoch e uses
-// half e % 2 of the mailbox. That is enough: a rank that writes epoch e of a line has read epoch e - 1 of its peer,
-// which the peer wrote after it had read epoch e - 2, the half's last use. All ranks must run the same launches with the
-// same T in the same order.
-//
-// Every rank sends its line to every other one (one shot), and each adds all of them in the order of ranks, so the ranks'
-// results are the same bits. Of many tokens cuda/two_shots.cuh sends fewer lines. A line that does not come within
-// `limit_ns` becomes NaN, is reported in `control` and to the host, and no later launch waits again. The host ends all
-// waits by writing to `failed`.
+// Places. A cluster of CTAs processes one token at a time, each CTA up to 16 lines of it. A line's place in the mailbox
+// belongs to one CTA. Every CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph
+// continues to count. All ranks must run the same launches with the same T in the same order.
+//   1. In epoch e, each rank writes its line into half e % 2 of every peer's mailbox (one shot), then waits for theirs.
+//   2. It adds all lines in the order of ranks, so all ranks get the same bits.
+//   Reuse: epoch e overwrites the line of epoch e - 2. The writer has read the peer's line of epoch e - 1, which the
+//   peer wrote after it had read that of epoch e - 2.
+// For many tokens, cuda/two_shots.cuh sends fewer lines. A line that does not arrive within `limit_ns` becomes NaN, is
+// reported in `control` and to the host, and no later launch waits again. Writing to `failed`, the host ends all waits.
 #include "cuda/peers.cuh"
 #include "cuda/two_shots.cuh"
 #include "cuda/wgmma.cuh"
@@ -25,13 +24,13 @@ using namespace hopper;
 
 namespace {
 
-constexpr int PIECES = 7;                     // of 8 values, in a line; the eighth thread's is the flag
-constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // of a CTA
+constexpr int PIECES = 7;                     // pieces of 8 values in a line; the eighth thread holds the flag
+constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // per CTA
 static_assert(THREADS == LINE_THREADS);
-// Kernels that keep more values take twice the registers, and half as many clusters of them are on a GPU at once.
+// Whether a kernel needs twice the registers, so that only half as many clusters are resident on a GPU.
 constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
 
-// v to the shared memory of another CTA of the cluster, counted by that CTA's barrier.
+// Stores v in the shared memory of CTA `cta` of the cluster; the mbarrier there counts its bytes.
 __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int cta, float v) {
   asm volatile(
       "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;"
@@ -40,7 +39,7 @@ __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int c
       : "memory");
 }
 
-// By value: a choice between two variables would put both into local memory.
+// By value, as in two_shots.cuh.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
@@ -55,7 +54,7 @@ __device__ __forceinline__ uint4 rounded(const float (&v)[8]) {
   return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
 }
 
-// This rank's 8 values, rounded: the sum of `parts` partial sums `stride` float4 apart, or those of x.
+// This rank's 8 values as bf16: the rounded sum of `parts` partial sums that are `stride` float4 apart (WIDE), or x's.
 template <bool WIDE>
 __device__ __forceinline__ uint4 partial(const bf16* x, const float4* part, int parts, int stride) {
   if (!WIDE) return *reinterpret_cast<const uint4*>(x);
@@ -69,7 +68,7 @@ __device__ __forceinline__ uint4 partial(const bf16* x, const float4* part, int 
   return rounded(sum);
 }
 
-// Waits, as a warp, until the lines of this epoch have come from the senders of `from`. True if all came.
+// A warp waits for this epoch's lines from the ranks with a set bit in `from`. True if all lines arrived.
 template <int RANKS>
 __device__ __forceinline__ bool receive(uint4 (&got)[RANKS], const uint4* place, uint32_t from, uint32_t epoch,
                                         const Peers& peers, bool patient) {
@@ -119,7 +118,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   cluster_arrive();
   const uint4 weight = data ? load16(w + piece * 8) : uint4{};
   let_successor_start();
-  cluster_wait();  // the barriers of all CTAs are there
+  cluster_wait();  // all CTAs have initialised their barriers
 
   uint32_t* const count = peers.control + 1 + cluster * CLUSTER + cta;
   const int step = clusters * D;
@@ -129,18 +128,18 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   const float4* at_part = static_cast<const float4*>(x) + (static_cast<int64_t>(cluster) * parts * D + piece * 8) / 4;
   const int64_t place = static_cast<int64_t>(cluster * CLUSTER + cta) * THREADS + threadIdx.x;
   const uint4* const inbox = peers.mailbox[rank] + place;
-  uint4* outbox[RANKS];  // the s-th rank after this one's
+  uint4* outbox[RANKS];  // outbox[s]: this word's place at rank (rank + s) % RANKS
 #pragma unroll
   for (int s = 1; s < RANKS; s++) {
     outbox[s] = peers.mailbox[(rank + s) % RANKS] + rank * HALF + place;
   }
   wait_for_predecessor();
 
-  // Before anything else: the loads that all else waits for.
+  // First the loads that the rest depends on.
   uint4 old = data ? *reinterpret_cast<const uint4*>(at_h) : uint4{};
   uint4 own = data ? partial<WIDE>(at_x, at_part, parts, D / 4) : uint4{};
   uint32_t epoch = *count;
-  bool patient = *peers.control == 0;  // after a failure, lines are looked at once
+  bool patient = *peers.control == 0;  // after a failure, each line is polled only once
   int turn = 0;
   for (int t = cluster; t < T; t += clusters, turn++) {
     epoch++;
@@ -159,7 +158,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
     const uint32_t others = ((1 << RANKS) - 1) & ~(1 << rank);
     const bool whole = RANKS == 1 || receive<RANKS>(got, inbox + half, used ? others : 0, epoch, peers, patient);
     float sum[8] = {};
-    if (RANKS == 2) {  // two are the same in either order
+    if (RANKS == 2) {  // a sum of two terms has the same bits in either order
       widened(sum, either(rank == 0, got[RANKS - 1], got[0]));
 #pragma unroll
       for (int j = 0; j < 8; j++) sum[j] += mine[j];
@@ -207,7 +206,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
       own = partial<WIDE>(at_x, at_part, parts, D / 4);
     }
   }
-  if (threadIdx.x == 0) *count = epoch;  // every warp has read it: its squares have come
+  if (threadIdx.x == 0) *count = epoch;  // every warp has read *count: its squares have arrived
 }
 
 template <bool WIDE>
@@ -220,7 +219,7 @@ auto kernel_for(int64_t ranks) {
 
 }  // namespace
 
-// peers is in the host's memory. wide: x holds floats [T, parts, D], else bf16 [T, D].
+// peers: in host memory. wide: x holds floats [T, parts, D], else bf16 [T, D].
 API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide,
                              const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
   auto kernel = wide ? kernel_for<true>(peers->ranks) : kernel_for<false>(peers->ranks);
@@ -231,7 +230,7 @@ API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, 
                 static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
 }
 
-// The same arguments, for many rows.
+// The same by two_shots.cuh.
 API int exchange_two_shots(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide, const void* w,
                            void* y, int64_t T, int64_t D, float eps, void* stream) {
   using two_shots::FEW, two_shots::MANY, two_shots::NARROW, two_shots::PARTS, two_shots::start;
@@ -244,22 +243,22 @@ API int exchange_two_shots(const Peers* peers, void* residual, const void* x, in
   return wide ? start<PARTS, false, false, MANY>(*peers, a, stream) : start<NARROW, false, false, MANY>(*peers, a, stream);
 }
 
-// ---- rows that go from every rank to every other one, for exchange_rows.py ----
+// ---- all-to-all and all-gather of one row per rank: contract in exchange_rows.py ----
 
 namespace {
 
-// A CTA sends LINES lines of each row to its rank and waits for those that come to the same place, then the next ones.
-// Lines are sent whole, with or without values: so every line of a place is used in each of its epochs.
+// Per turn (one epoch), a CTA sends LINES lines of each row to the row's rank and waits for the peers' lines at the
+// same place. It sends all LINES lines, even past the row's end: each epoch uses every line of the place.
 template <int RANKS>
 __global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const __grid_constant__ Peers peers,
                                                                           const uint4* x, int x_step, uint4* y,
                                                                           int words) {
-  constexpr int EACH = LINES * PIECES;  // words of a turn
+  constexpr int EACH = LINES * PIECES;  // words per turn
   const int slot = threadIdx.x % 8, first = threadIdx.x / 8 * PIECES + slot, rank = static_cast<int>(peers.rank);
   const int64_t place = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const uint4* const inbox = peers.mailbox[rank] + place;
   wait_for_predecessor();
-  let_successor_start();  // not before: a kernel that starts after this one may assume that the cache's rows are written
+  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
   uint32_t* const count = peers.control + 1 + blockIdx.x;
   uint32_t epoch = *count;
   bool patient = *peers.control == 0;
@@ -287,14 +286,14 @@ __global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const 
       if (data) y[static_cast<int64_t>(s) * words + word] = v;
     }
   }
-  __syncthreads();  // all have read it
+  __syncthreads();  // every thread has read *count
   if (threadIdx.x == 0) *count = epoch;
 }
 
 }  // namespace
 
-// x: a row of `words` 16-byte words for each rank, `x_step` apart (0: all get the same one); y [ranks, words]: those that
-// the ranks have for this one. peers is in the host's memory.
+// x: a row of `words` 16-byte words for each rank, `x_step` words apart (0: all ranks get the same row). y [ranks,
+// words]: the rows that the ranks send to this one. peers: in host memory.
 API int exchange_rows(const Peers* peers, const void* x, int64_t x_step, void* y, int64_t words, void* stream) {
   auto kernel = peers->ranks == 1   ? rows_kernel<1>
                 : peers->ranks == 2 ? rows_kernel<2>
@@ -306,7 +305,7 @@ API int exchange_rows(const Peers* peers, const void* x, int64_t x_step, void* y
                 static_cast<int>(x_step), static_cast<uint4*>(y), static_cast<int>(words));
 }
 
-// ---- the memory ----
+// ---- memory ----
 
 // Bytes of a mailbox, of control, and of Peers.
 API int exchange_sizes(int64_t ranks, int64_t* sizes) {
@@ -316,8 +315,8 @@ API int exchange_sizes(int64_t ranks, int64_t* sizes) {
   return 0;
 }
 
-// A mailbox on the current device, zeroed. handle: 64 bytes that another process can open; device: 16 bytes that name
-// the GPU, the same in every process.
+// Allocates a mailbox on the current device, zeroed. handle: 64 bytes, a CUDA IPC handle for `exchange_open` in another
+// process; device: the GPU's UUID, 16 bytes.
 API int exchange_create(int64_t bytes, void** mailbox, void* handle, void* device) {
   static_assert(sizeof(cudaIpcMemHandle_t) == 64, "the size of a handle");
   int index = 0;
@@ -338,7 +337,7 @@ API int exchange_open(const void* handle, void** mailbox) {
 }
 API int exchange_close(void* mailbox) { return static_cast<int>(cudaIpcCloseMemHandle(mailbox)); }
 API int exchange_free(void* mailbox) { return static_cast<int>(cudaFree(mailbox)); }
-// Queues a copy to another GPU's memory: by a copy engine, without an SM.
+// Queues a copy to another GPU's memory by a copy engine, which needs no SM.
 API int exchange_copy(void* to, const void* from, int64_t bytes, void* stream) {
   return static_cast<int>(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)));
 }

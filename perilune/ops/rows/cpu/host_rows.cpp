@@ -1,5 +1,4 @@
-// Rows of pinned host memory: checksums of many rows, copies of many blocks, and files read into rows, each in one call
-// that needs no Python. Contract in host_rows.py.
+// Many rows of host memory, or a file, in one call that needs no Python. Contract in host_rows.py.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -27,7 +26,7 @@ struct Copy2D {
 };
 static_assert(sizeof(Copy2D) == 128, "the driver's layout");
 
-constexpr unsigned UNIFIED = 4;  // CU_MEMORYTYPE_UNIFIED: the address says where it is
+constexpr unsigned UNIFIED = 4;  // CU_MEMORYTYPE_UNIFIED
 constexpr int64_t LANE = 512;    // words of 8 bytes that are added up before they are multiplied
 constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15u;
 
@@ -50,8 +49,8 @@ void sleep_until(int64_t ns) {
 
 enum Found : int64_t { SHORTER = -1, NOT_REGULAR = -2 };  // instead of a file's size
 
-// Whether the file's first page is in the page cache. To find out by a read that does not wait would make the kernel read
-// ahead what is then read again past the cache.
+// Whether the file's first page is in the page cache. A non-blocking read would start readahead, and O_DIRECT would
+// then read the same data again.
 bool begins_in_cache(int file) {
   void* page = mmap(nullptr, 1, PROT_READ, MAP_SHARED, file, 0);
   if (page == MAP_FAILED) return false;
@@ -61,8 +60,8 @@ bool begins_in_cache(int file) {
   return known && (resident & 1);
 }
 
-// Reads `total` bytes of the file into both ranges; 0, an error number, or SHORTER. Past the page cache, if the file system
-// and the addresses allow that, unless all of the file is in it.
+// Reads `total` bytes of the file into both ranges. Returns 0, an error number, or SHORTER. Bypasses the page cache, if
+// the file system and the addresses allow it, unless the cache has the whole file.
 int64_t fill(int file, const iovec (&ranges)[2], int64_t total) {
   if (begins_in_cache(file) && preadv2(file, ranges, 2, 0, RWF_NOWAIT) == total) return 0;
   const int flags = fcntl(file, F_GETFL);
@@ -96,8 +95,8 @@ int64_t fill(int file, const iovec (&ranges)[2], int64_t total) {
 
 }  // namespace
 
-// Fills header and payload with a regular file that is as long as both, and makes now the time of its last change. An error
-// number, or 0: then *size is the file's size, or what else was found.
+// Reads a regular file that is as long as header and payload together into both, and sets its modification time to now.
+// Returns an error number, or 0: then *size is the file's size or a `Found`.
 extern "C" int read_file(const char* path, void* header, int64_t header_bytes, void* payload, int64_t payload_bytes,
                          int64_t* size) {
   struct stat status;
@@ -116,14 +115,14 @@ extern "C" int read_file(const char* path, void* header, int64_t header_bytes, v
       const int64_t found = fill(file, ranges, total);
       if (found == SHORTER) *size = SHORTER;
       error = found > 0 ? static_cast<int>(found) : 0;
-      if (!found) futimens(file, nullptr);  // only the age of the block depends on it
+      if (!found) futimens(file, nullptr);  // an error only leaves the block's age wrong
     }
   }
   close(file);
   return error;
 }
 
-// sums[n] of rows[n], addresses of `lanes` * 4,096 bytes each; named[n] is what a row's digest adds.
+// sums[n] = named[n] ^ the checksum of the `lanes` * 4,096 bytes at address rows[n]. named[n]: from the block's digest.
 extern "C" int checksum_rows(int64_t n, int64_t lanes, const int64_t* rows, const uint64_t* named, uint64_t* sums) {
   for (int64_t r = 0; r < n; r++) {
     const uint64_t* at = reinterpret_cast<const uint64_t*>(rows[r]);
@@ -138,8 +137,8 @@ extern "C" int checksum_rows(int64_t n, int64_t lanes, const int64_t* rows, cons
   return 0;
 }
 
-// Queues copies between block blocks[n] of all caches and the row at rows[n], one each `block_ns` on average; the
-// driver's error, or 0.
+// Queues copies between block blocks[n] of all caches and the row at rows[n], one block per `block_ns` on average.
+// Returns the driver's error, or 0.
 extern "C" int copy_rows(int (*copy_2d)(const Copy2D*, void*), void* stream, int64_t n, const int64_t* blocks,
                          const int64_t* rows, int64_t caches, const Pages* pages, int64_t largest_pitch, int64_t out,
                          int64_t block_ns) {
@@ -148,7 +147,7 @@ extern "C" int copy_rows(int (*copy_2d)(const Copy2D*, void*), void* stream, int
     int64_t host = rows[k];
     for (int64_t c = 0; c < caches; c++) {
       const Pages& p = pages[c];
-      // Beyond the largest pitch a copy is as high as one layer.
+      // Above the largest pitch, a copy has one layer.
       const bool whole = p.pitch_bytes <= largest_pitch;
       const int64_t height = whole ? p.layers : 1, pitch = whole ? p.pitch_bytes : largest_pitch;
       for (int64_t layer = 0; layer < p.layers; layer += height) {

@@ -1,8 +1,7 @@
 // sample on CPU, row by row. Contract in sample.py.
 //
-// Top-k and top-p need no sorted row: ids are counted into buckets by the leading bits of how far their logits lie
-// below the largest (the bits of positive floats order like their values), and only the bucket in which the bound falls is
-// sorted.
+// Top-k and top-p need no sorted row: ids are counted in buckets by the leading bits of their logits' distance below
+// the largest (the bits of positive floats order like their values). Only the bucket that contains the bound is sorted.
 #include <algorithm>
 
 #include "cpp/vec.h"
@@ -35,8 +34,7 @@ INLINE f8 weigh(f8 z) {
 
 INLINE int64_t bucket(uint32_t distance) { return distance < NEAR ? 0 : (distance - NEAR) >> SHIFT; }
 
-// Kept are the ids nearer than `bound`, and of those that equal it the first `ties`; `mass` is the sum of their
-// weights.
+// Keeps the ids with a distance below `bound`, and the first `ties` with distance `bound`. mass: sum of their weights.
 struct Cut {
   uint32_t bound;
   int64_t ties, mass;

@@ -50,7 +50,7 @@ struct Histogram {
   uint32_t high[COPIES][BUCKETS], low[COPIES][BUCKETS], count[COPIES][BUCKETS];
 };
 
-// The bucket that contains a round's threshold, the count or weight before it, and how many numbers are in it.
+// The bucket that contains a round's threshold, the mass and count before it, how many numbers it has; none: not found.
 struct Found {
   uint64_t mass;
   uint32_t count, bucket, inside, none;
@@ -58,7 +58,7 @@ struct Found {
 
 struct Shared {
   Histogram histogram;
-  uint64_t mass[BUCKETS];  // of this CTA's share of the buckets: sums over all CTAs
+  uint64_t mass[BUCKETS];  // this CTA's share of the buckets, summed over all CTAs
   uint32_t count[BUCKETS];
   Word slots[2][MOST_CTAS];
   uint64_t warps[WARPS];
@@ -134,7 +134,8 @@ struct Row {
   int each, copies, warp, lane, rank, ctas;
   int turn;
 
-  // Sends this CTA's word, which warp 0 holds, to all CTAs; returns in lane n of every warp the word of CTA n.
+  // Sends warp 0's `mine` to all CTAs; returns CTA n's word in lane n of every warp. Two sets of slots: a CTA that is
+  // one exchange ahead overwrites no word that another CTA still reads.
   __device__ Word exchange(Word mine) {
     turn ^= 1;
     if (warp == 0 && lane < ctas) *cluster.map_shared_rank(&s.slots[turn][rank], lane) = mine;
@@ -176,9 +177,9 @@ struct Row {
     }
   }
 
-  // Adds up this CTA's share of the buckets over all CTAs. Lane n of warp 0 returns the sums of the n-th 32nd of the
-  // share, and leaves its buckets where `find` reads them. Eight lanes read 128 bytes of one CTA, and every CTA begins
-  // with another one: reading single words, or all from the same CTA, is 3 to 10 us slower.
+  // Sums this CTA's share of the buckets over all CTAs, into s.mass and s.count. Lane n of warp 0 returns the sums of
+  // the n-th 32nd of the share. Eight lanes read 128 bytes of one CTA, and every CTA begins at another CTA: reading
+  // single words, or all CTAs in the same order, is 3 to 10 us slower.
   template <bool MASS>
   __device__ Word merge() {
     const int share = BUCKETS / ctas, groups = min(ctas, 4), parts = ctas / groups;
@@ -228,8 +229,8 @@ struct Row {
     return sums;
   }
 
-  // The first bucket for which enough(mass, count) holds; found by warp 0 of the CTA that has it in its share, and sent
-  // to all CTAs. `shares` are the CTAs' sums, one per lane; `own` is the result of `merge`.
+  // Finds the first bucket for which enough(mass, count) holds. Called by warp 0; the CTA with that bucket in its share
+  // sends it to all CTAs. shares: the CTAs' sums, one per lane; own: the result of `merge`.
   template <class Enough>
   __device__ void find(Word shares, Word own, uint64_t mass, uint32_t count, Enough enough) {
     const uint64_t masses = scan(shares.a, lane), counts = scan(shares.b, lane);
@@ -301,7 +302,7 @@ struct Row {
     }
   }
 
-  // Removes the numbers that equal the bound but are not among the first `ties`.
+  // Removes numbers that equal the bound, except the first `ties`.
   __device__ void keep_ties(const Cut& cut) {
     uint32_t here = 0;
     for (int i = 0; i < each; i++) here += __popc(__ballot_sync(~0u, distances[i * 32 + lane] == cut.bound));
