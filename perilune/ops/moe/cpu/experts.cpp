@@ -39,7 +39,7 @@ struct Fp8 {
   const uint8_t* data;
   const float* scale;  // [.., ceil(K / 128)]
   int64_t K;
-  int64_t half;  // rows of gate, after which up's begin a block of their own
+  int64_t half;  // rows of gate; up's rows begin a new block
   inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
     const int64_t block = row < half ? row >> 7 : ((half + 127) >> 7) + ((row - half) >> 7);
     uint32_t words[2];
@@ -76,7 +76,7 @@ struct NvFp4 {
     for (int j = 0; j < 2; j++) {
       const uint32_t word = words[j];
       const u8 codes = u8{word, word, word, word, word, word, word, word} >> shift;
-      const u8 sign = (codes & 8) << 28;  // the shuffle looks at the other three bits
+      const u8 sign = (codes & 8) << 28;  // the shuffle uses the other three bits as index
       out[j] = bits<f8>(bits<u8>(__builtin_shuffle(magnitude, bits<i8>(codes))) ^ sign);
     }
   }
@@ -114,7 +114,7 @@ struct Sorted {
   Sorted(const Sorted&) = delete;
 };
 
-// One expert that every token goes to, with weight 1: rows as in gemm.h, [2 S, D] and [D, S]; S may be 0.
+// The shared expert, for every token with weight 1: rows as in gemm.h, [2 S, D] and [D, S]; S may be 0.
 struct Shared {
   const float *gate_up, *down;
   int64_t S;
