@@ -1,14 +1,14 @@
-"""The launcher of skinny_gemm.cu: products of up to 64 rows with weights that are read once.
+"""The launcher of skinny_gemm.cu: products of up to 128 rows with weights that are read once.
 
 y = x w^T for x [T, i] bfloat16, rows of which may be strided, and w [o, i] bfloat16 or, with `scale` [o] float32,
-float8_e4m3fn; `gated`: w's halves are a gate and what it weighs, and y = silu(gate) * up of their products. Sums are
-fp32, rounded once, the scale is applied to them. A row's result does not depend on the other rows; with e4m3 its last
-bits do on whether there are more than 32, or 64. `linear`, `linear_fp8`, `router` and `moe_int4` use it; they have the
-contracts and the checks.
+float8_e4m3fn; `gated`: w has gate's rows, then up's, and y = silu(gate) * up of the products with them. Sums are fp32,
+rounded once, the scale is applied to them. A row's result does not depend on the other rows, but with e4m3 its last
+bits depend on whether x has more than 32, or more than 64 rows. `linear`, `linear_fp8`, `router` and `moe_int4` use it;
+they have the contracts and the checks.
 
-In the decode graph of K2.5's layers on an H200, with the small kernel that follows, us for 64 (32) tokens: o 36.3
-(34.3), the library 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.4), 20.9 (19.6). The shared expert's gate
-and up lose: 21.0 against 17.9 at 64.
+Times in us for 64 (32) tokens, with the small kernel that follows, in the decode graph of K2.5's layers on an H200:
+o 36.3 (34.3), cuBLAS 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.4), 20.9 (19.6). The shared expert's
+gate and up are slower: 21.0 against 17.9 at 64.
 """
 
 import functools

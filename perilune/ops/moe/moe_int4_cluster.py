@@ -1,10 +1,8 @@
 """The CUDA implementation of moe_int4.py for 128 to 5,000 tokens: grouped products on the tensor cores by
 clusters of two CTAs that share activations (moe_int4_cluster.cuh).
 
-Arguments as in moe_int4.py; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device, without
-waiting for the host. Compact scales times the row's scale, dequantised weights, h and each expert's result are rounded
-to bfloat16; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order
-of its choices. A token's result from the routed experts does not depend on the batch.
+Arguments as in moe_int4.py; y [T, 1, D] float32. Sorting of pairs (token, expert), roundings, range of scales and order
+of sums are those of moe_int4_grouped.py.
 
 A tile is 512 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is dequantised again for
 each further tile. Memory beside the arguments: (2 D + 2 I) bytes for each of T k + 7 E rows.

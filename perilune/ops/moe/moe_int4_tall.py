@@ -1,10 +1,8 @@
 """The CUDA implementation of moe_int4.py for 128 to 512 tokens: grouped products on the tensor cores with tall tiles
 (moe_int4_tall.cu).
 
-Arguments as in moe_int4.py; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device, without
-waiting for the host. Dequantised weights, h and each expert's result are rounded to bfloat16; scales are 0 or between
-2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order of its choices. A token's result from
-the routed experts does not depend on the batch.
+Arguments as in moe_int4.py; y [T, 1, D] float32. Sorting of pairs (token, expert), roundings, range of scales and order
+of sums are those of moe_int4_grouped.py.
 
 A tile is 256 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is read again for each
 further tile. Memory beside the arguments: 2 D bytes for each of T tokens, (2 D + 2 I) for each of T k + 7 E rows.

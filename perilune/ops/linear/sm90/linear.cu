@@ -61,7 +61,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   bf16* norm = kept(a.in) ? reinterpret_cast<bf16*>(xs + a.in.T * pitch) : nullptr;
   __shared__ float sums[2][WARPS][TOKENS * TILE], lowered[TOKENS];
   __shared__ uint64_t barriers[WARPS][MOST_STAGES<ROW>];
-  __shared__ float handed[SPLIT ? 2 : 1][GROUPS][SPLIT ? TOKENS * TILE : 1];  // by the CTA before
+  __shared__ float handed[SPLIT ? 2 : 1][GROUPS][SPLIT ? TOKENS * TILE : 1];  // sums of the first CTA
   __shared__ uint64_t handed_full[2][GROUPS], handed_free[2][GROUPS], x_full[2];
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   const int chunks = a.in.i / W::CHUNK / KS, loads = chunks / S::CHUNKS, tiles = a.o / TILE, step = clusters * GROUPS;
   const int64_t row_bytes = static_cast<int64_t>(a.in.i) * W::BYTES;
   const int k0 = part * chunks * W::CHUNK;  // in this CTA's part
-  int tile = blockIdx.x / CTAS + group * clusters;  // evenly over processors
+  int tile = blockIdx.x / CTAS + group * clusters;  // evenly over SMs
 
   // The next load into a warp's ring: piece `ahead` of a tile.
   struct Next {

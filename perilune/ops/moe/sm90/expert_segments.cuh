@@ -27,8 +27,7 @@ __host__ __device__ __forceinline__ int most_segments(int pairs, int experts) {
   return min(pairs, experts + pairs / COLUMNS);
 }
 
-// Groups the pairs of ids [T, k] by expert; ids that are no expert are passed over. By one warp; returns how many
-// segments there are.
+// By one warp: groups the pairs of ids [T, k] by expert, skips ids that are no expert, returns the number of segments.
 __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Plan& p) {
   const int lane = threadIdx.x % 32, pairs = T * k;
   const auto id_of = [&](int n) {

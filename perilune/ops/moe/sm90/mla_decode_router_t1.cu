@@ -37,8 +37,7 @@ __device__ __forceinline__ uint32_t written(float v) {
 }
 
 // Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best
-// ones. An expert's rank is the number of better experts in all lists. Ties go to the lower expert. K: top_k; 0: read
-// it.
+// ones. An expert's rank is the number of better experts in all lists. Ties go to the lower id. K: top_k, or 0.
 template <int EACH>
 struct Choosing {
   float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];

@@ -2,11 +2,10 @@
 // rows with at most 96 pairs of one expert, and activations are read from L2 once for both.
 // Contract in moe_int4_cluster.py; one source for scales in bf16, one for compact ones.
 //
-// plan: pairs (token, choice) get rows sorted by expert, each expert's rows starting at a multiple of 8, cut into tiles
-// of at most 96 columns. gather: copies each token's activations to its pairs' rows, as slabs (wgmma.cuh) in the order
-// of k of moe_int4_grouped.cuh. gate_up and down: one launch each, one CTA per SM. Four warpgroups multiply, 64 rows
-// each. In a fifth, a thread issues copies of weights and scales (boxes of 128 rows and 256 k of tensor maps), another
-// one of activations: each CTA multicasts half of them to both. combine: the weighted sum of a token's rows.
+// plan, gather and combine: as in moe_int4_grouped.cuh, with tiles of at most 96 columns. gate_up and down: one launch
+// each, one CTA per SM. Four warpgroups multiply (moe_int4_tall.cuh). In a fifth, a thread issues copies of weights and
+// scales (boxes of 128 rows and 256 k of tensor maps), another one of activations: each CTA multicasts half of them to
+// both.
 //
 // The width N of a product is part of the wgmma instruction. The kernel holds the code of all twelve widths, so that
 // every tile uses the narrowest that fits and a product is one launch. Of n clusters, each takes every n-th piece of

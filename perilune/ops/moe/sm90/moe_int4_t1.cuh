@@ -153,7 +153,7 @@ struct OneToken {
     if (lane == 0) barrier_arrive(&barriers().planned);
   }
 
-  // ---- a multiplying warp ----
+  // ---- a consumer warp ----
 
   static __device__ __forceinline__ void meet_all() { named_sync(1, CONSUMERS); }
 

@@ -1,10 +1,9 @@
 // The MoE block for 128 to 512 tokens: grouped products on wgmma with tiles of 256 weight rows, so that an expert's few
 // tokens are read from L2 16 to 28 times instead of 32 to 56. Contract in moe_int4_tall.py.
 //
-// prepare: pairs (token, choice) get rows sorted by expert, each expert's rows starting at a multiple of 8, and every
-// expert's rows are cut into tiles of at most 96 columns; x is copied once in the order of k of moe_int4_grouped.cuh.
-// gate_up and down: one launch per width N of tiles, one CTA per SM. Four warpgroups multiply, 64 rows each. In a
-// fifth, one thread issues copies of weights and scales (boxes of 128 rows and 256 k of tensor maps), another warp
+// prepare: makes the plan of moe_int4_grouped.cuh, with tiles of at most 96 columns, and copies x once in its order of
+// k. gate_up and down: one launch per width N of tiles, one CTA per SM. Four warpgroups multiply (moe_int4_tall.cuh).
+// In a fifth, one thread issues copies of weights and scales (boxes of 128 rows and 256 k of tensor maps), another warp
 // copies of activations: for gate_up by index from x, for down from h, stored as slabs (wgmma.cuh). combine: the
 // weighted sum of a token's rows.
 //

@@ -100,8 +100,7 @@ struct Consumer {
   }
 };
 
-// d += 256 weight rows times the N columns of a tile. Factors: the row scales / 255 of the thread's two rows, if
-// compact.
+// d += 256 weight rows times the N columns of a tile. Factors: row scales / 255 of the thread's two rows, if COMPACT.
 template <bool COMPACT, int N, bool GATE_UP, int STAGES, int INPUTS, int SLAB, int CLUSTER>
 __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
                                               const Rings<GATE_UP, STAGES, INPUTS, SLAB, CLUSTER>& rings,

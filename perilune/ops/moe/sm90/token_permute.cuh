@@ -93,8 +93,7 @@ struct Planner {
 };
 
 // A thread's part of the permutation of a token's activations to the order of moe_int4_grouped.cuh: reads values
-// 8 (unit % 4) .. + 7 of the four groups of 32 in block unit / 4 of 128, writes four chunks of 16 bytes to `to` [D /
-// 8].
+// 8 (unit % 4) .. + 7 of the four groups of 32 in block unit / 4 of 128, writes four chunks of `to` [D / 8].
 __device__ __forceinline__ void permute(const bf16* row, int unit, uint4* to) {
   const int block = unit / 4, word = unit % 4;
   union {
