@@ -95,7 +95,7 @@ def compile_aside(done: Callable[[], None]) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # at once: threads that end together must not write into each other's lines
+    sys.stderr.write(f"{line}\n")  # one write: threads that end together must not write into each other's lines
     sys.stderr.flush()
 
 
@@ -185,14 +185,14 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
 
 
 def stream(device: torch.device | None = None) -> int:
-    """The handle of the current stream of `device`, a GPU (None: of the current GPU), for a launch. What
-    torch.cuda.current_stream makes beside it takes 10 us of the host, and a layer of a prompt has 19 launches."""
+    """The handle of the current stream of `device`, a GPU (None: of the current GPU), for a launch.
+    torch.cuda.current_stream takes 10 us of host time, and a layer of a prompt has 19 launches."""
     index = torch._C._cuda_getDevice() if device is None or device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)
 
 
 def uuid(gpu: int) -> bytes:
-    """As NVML takes it."""
+    """The UUID of a GPU as NVML takes it."""
     return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}".encode()
 
 

@@ -148,7 +148,7 @@ class Op(Generic[P, R]):
             return run(*args)
 
     def choice(self, *args: Any) -> Callable[P, R]:
-        """The implementation that a call with these arguments runs, chosen and logged as there."""
+        """The implementation that a call with these arguments runs, chosen and logged as by a call."""
         name = (_overrides.get() or {}).get(self.name)
         key = self._key(args) if name is None else (name, self._key(args))
         return self._decisions.get(key) or self._decide(key, args, name)
