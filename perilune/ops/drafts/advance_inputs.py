@@ -42,8 +42,8 @@ class Columns:
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
     """Of every request: context [B] int32, tokens in the cache after the step; front [B] int32, its first own column;
-    chained [B] int32, not 0 if its last step is unread; tables [B, M] int32, its blocks; rows [B] int64, its slot;
-    seeds and draws [B] int64: of its random numbers, and how many tokens it has sampled."""
+    chained [B] int32, not 0 if the host has not read its last step; tables [B, M] int32, its blocks; rows [B] int64,
+    its slot; seeds and draws [B] int64: seed of its random numbers, and the number of tokens that it has sampled."""
 
     context: Tensor
     front: Tensor

@@ -30,7 +30,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids, probability = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
     for i, row in enumerate(logits):
-        largest = row.max()  # nan if any is
+        largest = row.max()  # nan if any logit is
         if bool(largest.isfinite()):
             ids[i] = (row == largest).nonzero()[0]
             probability[i] = 1 / (row - largest).double().exp().sum()

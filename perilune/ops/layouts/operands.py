@@ -1,4 +1,4 @@
-"""Records of operands of the fused ops, instead of 14 to 21 loose tensors per op.
+"""Records of operands of the fused ops.
 
 The op that takes a record checks it. `kind` is a hashable value, made once with the record, by which the op chooses
 an implementation: a call compares one tuple instead of tensors' shapes and types (harness/registry.py).

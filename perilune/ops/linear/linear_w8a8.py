@@ -150,6 +150,6 @@ def linear(x: Tensor, w: Matrix, norm: Tensor | None = None, eps: float = 0.0) -
 
 
 def mlp(x: Tensor, w: Mlp) -> Tensor:
-    """x [T, D] -> [T, D]."""
+    """The MLP w with quantised activations: x [T, D] -> [T, D]."""
     both = linear(x, w.gate_up)
     return linear_w8a8(*quantize_tokens(both, gated=True), w.down, x.dtype == FLOAT32)

@@ -27,7 +27,7 @@ LARGE = 1 << 22
 WORTH = 5760  # rows of w, times the CTAs that split k, that fill the GPU
 ONE_PASS = 15360  # rows of w, times the CTAs that split k, in one wave of CTAs
 LONGEST = 4096  # columns (k) of a CTA at most, if they can be split
-# With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only from FULL rows of w, times the splits, on.
+# With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only if w has FULL rows, times the splits, or more.
 SOME_ROWS, FULL = 32, 8400
 
 
@@ -52,8 +52,8 @@ def wins(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
 
 
 def layout(o: int, i: int, stages: int, gated: bool = False) -> tuple[int, int]:
-    """(CTAs of a cluster, how many of them split k). k is split if w has few rows, or long ones; evenly, so the number
-    divides the number of stages along k. The other CTAs of the cluster share x."""
+    """(CTAs of a cluster, how many of them split k). k is split if w has few rows, or long ones; the number of splits
+    divides the number of stages along k. CTAs with the same k share x."""
     splits = 1
     while splits < 8 and stages % (2 * splits) == 0:
         if o * splits >= WORTH and (i // splits <= LONGEST or o * splits * 2 > ONE_PASS):

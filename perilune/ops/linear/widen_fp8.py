@@ -87,7 +87,7 @@ def one_pass(w: Tensor, y: Tensor) -> None:
 
 
 def widen_fp8(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """[o, i] of type `dtype`."""
+    """w as a new tensor of type `dtype`."""
     assert w.dtype == torch.float8_e4m3fn and w.is_contiguous(), f"{w.shape=} {w.dtype=} {w.stride()=}"
     y = torch.empty(w.shape, dtype=dtype, device=w.device)
     op(w, y)

@@ -76,7 +76,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def summed(pairs: Pairs) -> Tensor:
-    """[T, D] float32."""
+    """The sums of `pairs`, [T, D] float32."""
     part = pairs.part.float()
     if pairs.mixed:
         part = part.unflatten(-1, (-1, 4, 2)).mT.flatten(-3)

@@ -64,7 +64,7 @@ TOL = {
 
 
 def quantized_cases(*small: Case) -> list[Case]:
-    """16 whole experts of K2, the bundled model's, and small ones."""
+    """Cases: 16 whole experts of K2, the bundled model's, and small ones."""
     return [
         *(Case(t, K2.top_k, 16, K2.hidden, K2.width, big=True) for t in (1, 4, 16, 64, 512)),
         *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width) for t in (1, 4, 16, 64, 512)),

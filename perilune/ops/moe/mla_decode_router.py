@@ -12,9 +12,9 @@ are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are
    send, to the residual and writes the sums to a mailbox;
 3. mla_decode_router_t1.cu reads the sums from the mailbox while launch 2 still runs. The gate is in shared memory by
    then, and no kernel's end is waited for.
-The expert kernel may read the residual from the same mailbox: `Chosen.publication` names it (chosen.py). "cuda_mma" is
-for 8 or 16 heads in FP8, "cuda" for others. "composed" calls the ops one by one, also for heads that "cuda_mma" takes
-if the width or the number of SMs does not fit.
+The expert kernel may read the same mailbox: `Chosen.publication` names it (chosen.py). "cuda_mma" is for 8 or 16 heads
+in FP8, "cuda" for others. "composed" calls the ops one by one, also if "cuda_mma" would take the heads but not the
+width or the number of SMs.
 """
 
 import functools

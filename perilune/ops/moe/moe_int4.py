@@ -59,7 +59,7 @@ from perilune.ops.pointwise.swiglu import swiglu
 T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
-MAX_PAIRS = 2048  # (token, expert)
+MAX_PAIRS = 2048  # pairs (token, expert)
 MAX_CHOICES = 32  # experts per token
 MAX_SHARED = 16  # up to so many tokens, the routed experts' launches compute the shared expert too
 PIECE = 128  # INT4 values of a weight row that the kernels load at once

@@ -6,7 +6,7 @@ ceil(T / ranks) rows. Only these rows of residual [T, D] are updated. The rows o
 only the owner's copy of a row. y [n, D]: the norms of the n owned rows. Of N ranks, each sends (N - 1) / N of the rows,
 half as many as in an all-reduce, and the work after the norm is done once per row instead of on every rank.
 
-No rank waits until the owners have read its rows, so all ranks must call exchange_rows.py before the next exchange.
+No rank waits until owners have read its rows, so ranks must synchronise in exchange_rows.py before the next exchange.
 """
 
 import functools

@@ -1,9 +1,9 @@
 // y = (x sx) (w sw)^T of e4m3 on the tensor cores, for prompts. Contract in linear_w8a8.py.
 //
 // A CTA has WAVES x 128 tokens by 128 outputs. Two warpgroups have half of the tokens each and go over k 128 values at
-// a time, in waves of 64 tokens: the sums of one block of k, without scales, are added to those of the blocks before
-// times the tokens' scales of that block, in fp32. Tensor cores keep only some 14 bits of sums of e4m3 products, so no
-// sum there has more than 128 products. While one warpgroup adds, the other one multiplies.
+// a time, in waves of 64 tokens: the sums of a block of k, times the tokens' scales for that block, are added to fp32
+// sums. Tensor cores keep only some 14 bits of sums of e4m3 products, so no sum there has more than 128 products. While
+// one warpgroup adds, the other one multiplies.
 //
 // Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both, so that
 // a CTA reads 32 KB instead of 48 from L2 for a stage of 256 tokens.

@@ -28,7 +28,7 @@ struct Int4Compact {
   }
 };
 
-// e4m3 bits as fp32. Exponent and mantissa go to their places in an fp32, which is then too small by 2^120: exact, for
+// e4m3 bits as fp32. Exponent and mantissa, moved to their places in an fp32, give the value times 2^-120: exact, for
 // subnormal numbers too. Not for nan, which loading refuses.
 INLINE f8 e4m3(u8 byte) {
   return bits<f8>((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
@@ -84,7 +84,7 @@ struct NvFp4 {
 
 struct Sorted {
   int64_t* start;  // [E + 1] first position of each expert
-  int64_t* used;   // [hit] the experts that have any, in ascending order
+  int64_t* used;   // [hit] the experts with pairs, in ascending order
   int64_t hit = 0;
   int64_t* token;  // [T * k]
   float* share;    // [T * k]

@@ -237,8 +237,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static __device__ void finish(const Args& a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = GROUP * a.parts;
     Control& c = control();
-    // down reads ids before its wait: they are older than its predecessor, gate_up, which lets down start only after
-    // gate_up's own wait.
+    // down reads ids before its wait: they are older than gate_up, which lets down start only after gate_up's own wait.
     if (GATE_UP) wait_for_predecessor();
     let_successor_start();
     const int segments = group_pairs(a.ids, a.T, a.k, a.E, plan_of(a));

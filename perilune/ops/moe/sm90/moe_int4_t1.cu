@@ -3,12 +3,11 @@
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
 // of the tensor core's A; all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
 // make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
-// two. A producer warp only issues these copies (one copy per row would be slower than the memory). KS consumer warps
+// two. A producer warp only issues these copies (issuing one per row took longer than the transfers). KS consumer warps
 // split the k of a tile, a chunk of the slot each, and their sums are added through shared memory.
 //
 // INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group have one scale
-// per row, applied to their fp32 result: exact. The shared expert's weights, bf16 or e4m3, take activations in the same
-// order.
+// per row, applied to their fp32 result: exact. The shared expert (bf16 or e4m3) takes activations in the same order.
 //
 // Work: before x is ready, every CTA of gate_up loads an equal part of the shared expert's weights. It multiplies them
 // while the router still runs, and polls for the ids between two slots (router_mailbox.cuh). CTAs start and run

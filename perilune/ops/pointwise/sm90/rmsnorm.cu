@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, paired(ADDED) ? 2 : 0) rmsnorm_kernel
     if constexpr (QUANTIZED) {
       const float top = token_scale::top(token_scale::largest(y));
       if (p < pieces) *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.y) + at) = token_scale::rounded(y, top);
-      if (p % 16 == 0 && p < a.D / 8) {  // rows past T fill the last tile of scales
+      if (p % 16 == 0 && p < a.D / 8) {  // rows past T: scale 0
         a.scales[static_cast<int64_t>(p / 16) * a.scale_rows + row] = row < a.T ? token_scale::scale(top) : 0.0f;
       }
     } else {
