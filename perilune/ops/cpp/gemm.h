@@ -1,7 +1,7 @@
 // y = x W^T for rows of W in fp32, bf16 or the checkpoint's INT4, on few or many rows of x, in fp32.
 //
-// A tile of output rows is the unit of parallel work. Where more than `SMALL` vectors meet the same rows, those that
-// are not fp32 are widened (dequantised) once into fp32 scratch; with fewer, on the way through the registers.
+// A tile of output rows is the unit of parallel work. For more than `SMALL` vectors, rows that are not fp32 are widened
+// (dequantised) once into fp32 scratch; for fewer, in registers.
 #pragma once
 #include <type_traits>
 
@@ -24,14 +24,14 @@ struct Plain {
   inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
     out[0] = load(data + row * K + c * 8);
   }
-  // Rows are too short for the processor to find its stride in time: a row is fetched while one before it is used.
-  // Without a condition: a branch here can part a product from its sum, and what is not fused is rounded twice.
+  // Rows are too short for the hardware prefetcher, so a row is prefetched while an earlier one is used. Unconditional:
+  // a branch here can keep the compiler from fusing products with sums, and then bits differ.
   inline __attribute__((always_inline)) void fetch(int64_t row, int64_t c) const {
     __builtin_prefetch(data + row * K + c * 8);
   }
 };
 
-// Rows of fp32 that are in the cache already.
+// Rows of fp32 that are in the cache already: nothing to prefetch.
 struct Near {
   static constexpr int chunk = 1;
   const float* data;
@@ -130,7 +130,7 @@ __attribute__((noinline)) void widen_rows(const W& w, int64_t row, int64_t rows,
 template <class W, class X, class Emit>
 INLINE void dots(const W& w, int64_t row, int64_t rows, int64_t count, float* scratch, X x, Emit emit) {
   constexpr bool plain = std::is_same<W, Plain<float>>::value;
-  const bool again = count > SMALL;  // the rows are met more than once
+  const bool again = count > SMALL;  // the rows are read more than once
   Near near{scratch, w.K};
   if constexpr (plain)
     near.data = w.data + row * w.K;

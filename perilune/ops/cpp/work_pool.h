@@ -1,8 +1,8 @@
-// Work shared between the thread that computes and helpers that join it when they can.
+// A pool of helper threads, which share the work of the thread that calls a kernel.
 //
-// Pieces are claimed one by one, and the caller claims them too: it waits for pieces that a helper has begun, never for
-// a helper to come. On a machine that other processes use as well, a helper that is not running costs nothing, where
-// a barrier among equals costs a time slice. Which thread computes a piece must not matter to the result.
+// Caller and helpers claim pieces one by one. The caller waits for pieces that a helper has begun, never for a helper
+// to start: if other processes use the machine, a helper that is not scheduled costs nothing, but a barrier would cost
+// a time slice. The result must not depend on which thread computes a piece.
 #pragma once
 #include <sched.h>
 

@@ -2,13 +2,13 @@
 
 drawn, ids [B m] int64: the token sampled at each column (negative: its logits were not finite), and the token that the
 column holds; front, stop [B] int32; stores [B] int64: the slot of each request. Request b's own columns are front[b] ..
-m - 1, and the draft after column j is ids[j + 1] if j < stop[b] <= m - 1. With a the first own column that has no draft
-or another sampled token than its draft, in place:
+m - 1, and the draft after column j is ids[j + 1] if j < stop[b] <= m - 1. Let a be the first own column without a draft
+or with a draft other than the sampled token. Written in place:
   last[b] = b m + a; following[b m + j] = max(drawn[b m + j], 0); last_tokens[stores[b]] = max(drawn[b m + a], 0);
   shifts[stores[b]] = a - front[b], the number of accepted drafts;
   out[b, :m + 2] = drawn[b m .. b m + m - 1], the number of valid tokens (a - front[b], and one more unless drawn[a] is
   negative), and 1.0 if drawn[a] is negative, else 0.0.
-No two stores are equal but those of the padding row.
+Stores are distinct, except the padding slot.
 """
 
 import functools
@@ -27,7 +27,7 @@ from perilune.ops.harness.registry import Op
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What a step gives: out [B, W] float64 for the host, W >= m + 2; following [B m] and last [B] int64 for a draft
+    """Results of a step: out [B, W] float64 for the host, W >= m + 2; following [B m] and last [B] int64 for a draft
     model. float64 holds ids exactly."""
 
     out: Tensor
@@ -54,7 +54,7 @@ TOL = {name: exact() for name in ("state.last_tokens", "state.shifts", "report.o
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     B, m = c.B, c.m
-    ids = g.integers(0, 3, B, m)  # few tokens, so that many are right
+    ids = g.integers(0, 3, B, m)  # of 3 tokens, so that many drafts are accepted
     drawn = g.integers(-1, 3, B, m)
     drawn[:, :-1] = torch.where(g.rand(B, m - 1) < 0.5, ids[:, 1:], drawn[:, :-1])
     front = (g.rand(B) * m).int()

@@ -1,15 +1,15 @@
 """Completes the inputs of a chained step, planned before the host has read the step before: B requests, m columns each.
 
-ids [B, m] int64 and the numbers of `columns` and `requests` are changed in place. Request b's own columns are front[b]
-.. m - 1. Where chained[b] is not 0 they were filled in as if the step before had brought one token. With r = rows[b]
-it brought s = shifts[r] more, the last of all was last_tokens[r], and the drafts after that are drafts[r], K >= m - 1.
+ids [B, m] int64 and tensors of `columns` and `requests` are changed in place. Request b's own columns are front[b] ..
+m - 1. If chained[b] is not 0, the host filled them in as if the step before had produced one token. With r = rows[b],
+that step produced s = shifts[r] more; the last one is last_tokens[r], followed by the drafts drafts[r], K >= m - 1.
 Then
 
   context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else drafts[r, j - front[b] - 1];
   slots[b, j] = tables[b, p // block_size] block_size + p % block_size with p = positions[b, j], where it was not -1;
   u[b, j] = random number `draws[b] + s + j - front[b]` of seeds[b], of own columns: engine/sampler's `uniform`.
 
-Other requests stay as they are. Rows outside the buffers leave a request as it is; positions beyond its table get -1.
+Other requests, and those with a row outside the buffers, do not change. Positions beyond the table get slot -1.
 "cuda" is one launch.
 """
 
@@ -42,8 +42,8 @@ class Columns:
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
     """Of every request: context [B] int32, tokens in the cache after the step; front [B] int32, its first own column;
-    chained [B] int32, not 0 if its last step is unread; tables [B, M] int32, its blocks; rows [B] int64, its slot;
-    seeds and draws [B] int64: of its random numbers, and how many tokens it has sampled."""
+    chained [B] int32, not 0 if the host has not read its last step; tables [B, M] int32, its blocks; rows [B] int64,
+    its slot; seeds and draws [B] int64: seed of its random numbers, and the number of tokens that it has sampled."""
 
     context: Tensor
     front: Tensor
@@ -181,7 +181,7 @@ def by_grid(ids: Tensor, columns: Columns, requests: Requests, state: Continuati
     known = (q.chained != 0) & (q.rows >= 0) & (q.rows < N)
     r = q.rows.clamp(0, N - 1)
     s = torch.where(known, state.shifts[r], 0)
-    own = torch.arange(m, device=ids.device) - q.front[:, None]  # from 0 on
+    own = torch.arange(m, device=ids.device) - q.front[:, None]  # index of an own column; below 0: not own
     q.context.add_(s.int())
     positions.add_(s[:, None])
     blocks = positions // block_size

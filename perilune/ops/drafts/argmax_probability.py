@@ -1,9 +1,9 @@
 """The largest logit's id per row, ties to the lower id, and its probability: a step of a draft model's chain.
 
 logits [S, V] float32 -> ids [S] int64, in 0 .. V - 1; probability [S] float32: 1 / sum(exp(logit - largest)). A row
-with nan or +inf, or of -inf alone, gives id 0 and probability 0. "cuda" is one launch in place of five. The next
-kernel cannot start before it has ended: a kernel between two steps of a chain has to ensure that, because `mla_decode`
-does not wait for the latents that are written before its queries.
+with nan or +inf, or of -inf alone, gives id 0 and probability 0. "cuda" is one launch in place of five. It lets the
+next kernel start only after its end. A kernel between two steps of a chain must do so, because `mla_decode` reads
+latents that were written before its queries without waiting.
 """
 
 import functools
@@ -30,7 +30,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids, probability = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
     for i, row in enumerate(logits):
-        largest = row.max()  # nan if any is
+        largest = row.max()  # nan if any logit is
         if bool(largest.isfinite()):
             ids[i] = (row == largest).nonzero()[0]
             probability[i] = 1 / (row - largest).double().exp().sum()

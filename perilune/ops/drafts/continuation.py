@@ -1,4 +1,4 @@
-"""The state after a step that the next step starts from, on the device, by slot: the host need not read it first."""
+"""State on the device, by slot, from which the next step starts before the host has read the step before."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Continuation:
     """N slots; the last one is the padding row.
 
     last_tokens  [N] int64: the last token of each request
-    shifts       [N] int64: how many tokens beyond one the last step brought: the drafts that were accepted
+    shifts       [N] int64: drafts that the last step accepted, its number of tokens minus one
     drafts       [N, K] int64: the chain that a draft model drafted after the last token
     """
 

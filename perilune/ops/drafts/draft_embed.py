@@ -3,8 +3,8 @@ tables.
 
 ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; angles: [P, r] float32
 of positions 0 .. P - 1 -> x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is
-rounded once. Ids lie in the table and positions in the rope tables. "cuda" is one launch in place of three, and reads
-the nearest row of the table for an id outside it; "composed" is the ops that it replaces.
+rounded once. Ids are rows of the table, positions rows of the rope tables. "cuda" is one launch in place of three, and
+reads the nearest row of the table for an id outside it; "composed" is the ops that it replaces.
 """
 
 import functools

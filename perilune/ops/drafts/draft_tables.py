@@ -1,15 +1,15 @@
 """Inputs for drafting chains of S requests: block tables, positions and slots of their next k tokens.
 
 tables [S, M] int32: the requests' blocks; last [S] int64: the last position of each, in its table; pages [blocks,
-block_size, ...], of which the blocks from `scratch` on belong to the chains, `ahead` in a row to each request. Of
-request b, with p = last[b] + 1 and f = p // block_size:
+block_size, ...]: blocks from `scratch` on are for the chains, `ahead` adjacent ones for each request. For request b,
+with p = last[b] + 1 and f = p // block_size:
 
   tables' [b, c] = tables[b, c] for c < f, else scratch + ahead b + min(c - f, ahead - 1)     [S, M + ahead] int32
   positions[i, b] = p + i; contexts[i, b] = p + i + 1                                         [k, S] int64, int32
   slots[i, b] = (scratch + ahead b) block_size + p % block_size + i                           [k, S] int64
 
-and in place: pages[scratch + ahead b] = pages[tables[b, f]], if f < M. Blocks lie in the pages. "cuda" is one launch in
-place of about twenty-five. The next kernel cannot start before it has ended (see argmax_probability.py).
+and in place: pages[scratch + ahead b] = pages[tables[b, f]], if f < M. All blocks exist in `pages`. "cuda" is one
+launch in place of about 25. It lets the next kernel start only after its end (see argmax_probability.py).
 """
 
 import functools

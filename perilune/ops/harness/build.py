@@ -38,7 +38,7 @@ CUDA_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xc
 HOPPER = (9, 0)
 BUILD_PREFIX = ".build-"  # names of folders in the cache into which a compiler writes
 TURN_PREFIX = ".turn-"  # names of lock files in the cache, one per source: the process that has locked it compiles
-TURN_SECONDS = 600.0  # Longest wait for another process that compiles. Longer: if its compiler hangs, so does this one.
+TURN_SECONDS = 600.0  # Longest wait for another process that compiles. Larger: a hanging compiler blocks others longer.
 RETRY_SECONDS = 0.05
 KEPT_PER_SOURCE = 4  # built libraries of one source kept in the cache (checkouts, compilers); the oldest go first
 
@@ -95,7 +95,7 @@ def compile_aside(done: Callable[[], None]) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # at once: threads that end together must not write into each other's lines
+    sys.stderr.write(f"{line}\n")  # one write: threads that end together must not write into each other's lines
     sys.stderr.flush()
 
 
@@ -185,14 +185,14 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
 
 
 def stream(device: torch.device | None = None) -> int:
-    """The handle of the current stream of `device`, a GPU (None: of the current GPU), for a launch. What
-    torch.cuda.current_stream makes beside it takes 10 us of the host, and a layer of a prompt has 19 launches."""
+    """The handle of the current stream of `device`, a GPU (None: of the current GPU), for a launch.
+    torch.cuda.current_stream takes 10 us of host time, and a layer of a prompt has 19 launches."""
     index = torch._C._cuda_getDevice() if device is None or device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)
 
 
 def uuid(gpu: int) -> bytes:
-    """As NVML takes it."""
+    """The UUID of a GPU as NVML takes it."""
     return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}".encode()
 
 
@@ -305,7 +305,7 @@ def _scratch(directory: Path) -> Iterator[str]:
             continue
         with contextlib.suppress(OSError):  # a file system without locks: `sweep` then deletes no folder
             fcntl.flock(held, fcntl.LOCK_EX)
-        # Another thread or process may have swept the folder before it was locked: the lock is then of a removed one.
+        # Another thread or process may have swept the folder before it was locked. Then try with a new one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(held), os.stat(scratch)):
                 break

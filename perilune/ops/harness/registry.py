@@ -49,8 +49,8 @@ class Impl:
     `args` has all of the call's arguments as attributes. The result of `when` is cached under the kinds of the op's
     deciding arguments, so it may depend only on these and on this machine. `alone`: only one engine per GPU may use the
     kernel, see `alone` below. `waits`: CUDA sources of its kernels in which CTAs wait for other CTAs, of the same
-    launch or of the one before. `unmeasured`: it has not been timed on the hardware that it is for, and runs only where
-    `ops` names it.
+    launch or of the one before. `unmeasured`: it has not been timed on the hardware that it is for, and runs only if
+    the setting `ops` names it.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Op(Generic[P, R]):
             return run(*args)
 
     def choice(self, *args: Any) -> Callable[P, R]:
-        """The implementation that a call with these arguments runs, chosen and logged as there."""
+        """The implementation that a call with these arguments runs, chosen and logged as by a call."""
         name = (_overrides.get() or {}).get(self.name)
         key = self._key(args) if name is None else (name, self._key(args))
         return self._decisions.get(key) or self._decide(key, args, name)

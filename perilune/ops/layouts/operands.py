@@ -1,7 +1,7 @@
-"""Records of operands of the fused ops, instead of 14 to 21 loose tensors per op.
+"""Records of operands of the fused ops.
 
-A record checks nothing: the op that takes it does. `kind` is a hashable value, made once with the record, by which an
-implementation is chosen: so a call compares one tuple and need not look at tensors (harness/registry.py).
+The op that takes a record checks it. `kind` is a hashable value, made once with the record, by which the op chooses
+an implementation: a call compares one tuple instead of tensors' shapes and types (harness/registry.py).
 """
 
 from collections.abc import Hashable
@@ -28,7 +28,7 @@ class Matrix:
     scale       None; [o] float32 for FP8; [o, i / 32] for INT4
     row_scale   None; [o] bfloat16 for INT4 with compact scales (docs/formats.md section 3.6); [] float32, of the whole
                 matrix, for NVFP4
-    fp8_activations  FP8: prompts' activations may be rounded to e4m3 too (linear/linear_w8a8.py)
+    fp8_activations  FP8: prompts' activations may be quantised to e4m3 too (linear/linear_w8a8.py)
 
     Block FP8 and NVFP4 occur in experts only: moe/experts_fp8.py and moe/experts_nvfp4.py have the layouts.
     """
@@ -142,8 +142,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """A router's weight [E, D] float32, or bfloat16 if that is what the checkpoint holds; its bias [E] float32, added
-    for the choice of experts only; its numbers."""
+    """A router: weight [E, D] float32, or bfloat16 if the checkpoint stores that; bias [E] float32, added for the
+    choice of experts only; the rest of its configuration."""
 
     weight: Tensor
     bias: Tensor
@@ -156,8 +156,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """An RMS norm of a residual stream: weight [D] and epsilon. peers: the ranks that each have a partial sum of what
-    is added to the stream before the norm; None: what is added is whole."""
+    """An RMS norm of a residual stream: weight [D] and epsilon. peers: the ranks that each have a partial sum of the
+    term added to the stream before the norm; None: this rank has the whole term."""
 
     weight: Tensor
     eps: float
@@ -170,8 +170,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """What T tokens get from their experts, before it is summed: of token t, the sum over j of
-    weights[t, j] part[position[t, j]], then shared[t].
+    """Expert results of T tokens, not yet summed: y[t] = the sum over j of weights[t, j] part[position[t, j]], plus
+    shared[t].
 
     part      [M, D] bfloat16, the results of pairs (token, expert); `mixed`: of every 8 columns in the order
               0, 4, 1, 5, 2, 6, 3, 7, as moe_int4_cluster.cuh leaves them

@@ -138,8 +138,8 @@ def _stream() -> Any:
 
 
 def k_split(chunks: int, tiles: int, processors: int) -> int:
-    """Warps of linear.cu that split k for a tile of 8 outputs: so many that each has at least 12 pieces of 64 bytes of
-    a row, in whole stages of four pieces; if there are few tiles, without the whole stages."""
+    """Warps of linear.cu that split k for a tile of 8 outputs: the most with which each has at least 12 pieces of 64
+    bytes of a row and, unless tiles are few, whole stages of four pieces."""
     few = tiles < 4 * processors
     return next((s for s in (8, 4, 2) if chunks % s == 0 and chunks // s >= 12 and (few or chunks // s % 4 == 0)), 1)
 

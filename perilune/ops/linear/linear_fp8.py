@@ -70,7 +70,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def quantize_rows(w: Tensor, agree: Callable[[Tensor], Tensor] = lambda largest: largest) -> tuple[Tensor, Tensor]:
     """(e4m3 [o, i], scale [o] float32): each row's largest magnitude becomes e4m3's, 448.
 
-    agree  where w is some columns of a matrix: makes each row's largest magnitude that of the whole row
+    agree  if w is a slice of a matrix's columns: maps the slice's largest magnitudes [o] to those of the whole rows
     """
     largest = agree(w.float().abs().amax(-1))
     scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
@@ -125,7 +125,7 @@ def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: f
 
 
 def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Rows:
-    """y of many rows as "torch" gives it, in x's type, some rows at a time: the weights are converted only once."""
+    """y as "torch" computes it, in x's type, as a function of a slice of rows. The weights are converted only once."""
     converted = widen_fp8(w, x.dtype)
     return lambda some: scale_columns(torch.nn.functional.linear(x[some], converted), scale)
 

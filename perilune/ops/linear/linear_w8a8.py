@@ -1,15 +1,15 @@
 """y = (x x_scale) (w w_scale)^T with both in e4m3 (W8A8): for prompts, if weights are FP8 and activations may be.
 
 x [T, i] float8_e4m3fn and x_scale [ceil(i / 128), rows] float32 as quantize_tokens.py makes them; w of format "fp8",
-[o, i] with a scale for each of its rows; y [T, o] bfloat16, or float32 if `wide`. The products of 128 columns are added
-on the tensor cores ("cuda", linear_w8a8.cu), their sums times the token's scale in fp32, and w's scale multiplies the
-result, which is rounded once. A row's result does not depend on the others.
+[o, i] with a scale for each of its rows; y [T, o] bfloat16, or float32 if `wide`. "cuda" (linear_w8a8.cu) adds the
+products of 128 columns on the tensor cores, and these sums, times the token's scale, in fp32. The result times w's
+scale is rounded once. A row's result does not depend on the others.
 
-`linear` and `mlp` round activations first, in the kernel that norms or gates them if there is one. Normal activations
-of any size then give results that differ by 2.6 % (rms) from linear_fp8's, which rounds no activations.
+`linear` and `mlp` quantise activations first, in the kernel that normalises or gates them if there is one. For normally
+distributed activations, results then differ by 2.6 % (rms) from linear_fp8's, which quantises no activations.
 
-On an H200, 10,000 tokens of K2.5's matrices take, us, with the library in bf16 beside: qkv_a 292 (395), q_b 354 (499),
-o 935 (1,445), gate and up 558 (823), down 303 (439), and rounding what they multiply 266 in all.
+Times in us on an H200 for 10,000 tokens of K2.5, bf16 cuBLAS in brackets: qkv_a 292 (395), q_b 354 (499),
+o 935 (1,445), gate and up 558 (823), down 303 (439). Quantising all their inputs takes 266.
 """
 
 import functools
@@ -150,6 +150,6 @@ def linear(x: Tensor, w: Matrix, norm: Tensor | None = None, eps: float = 0.0) -
 
 
 def mlp(x: Tensor, w: Mlp) -> Tensor:
-    """x [T, D] -> [T, D]."""
+    """The MLP w with quantised activations: x [T, D] -> [T, D]."""
     both = linear(x, w.gate_up)
     return linear_w8a8(*quantize_tokens(both, gated=True), w.down, x.dtype == FLOAT32)

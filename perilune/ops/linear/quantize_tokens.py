@@ -1,10 +1,10 @@
 """Quantises activations to e4m3, with a scale for each row and group of 128 columns: the input of linear_w8a8.py.
 
-x [T, i], rows may be strided; it is normalised first if `norm` [i] as x is given (rmsnorm.py), and if `gated`, x is
-[T, 2 i] and silu(gate) * up of its halves is what is rounded (swiglu.py); the two do not go together.
-values [T, i] float8_e4m3fn; scale [ceil(i / 128), rows] float32, rows being T rounded up to whole tiles (`ROWS`), those
-past T 0. What comes of norm or gate is rounded to x's type; then the largest magnitude of a group becomes 448; a group
-of zeros has scale 1. The error of a value is at most 2^-4 of it, or 2^-10 / 448 of its group's largest.
+x [T, i], rows may be strided; it is normalised first if `norm` [i] as x is given (rmsnorm.py). If `gated`, x is
+[T, 2 i], and silu(gate) * up of its halves is quantised (swiglu.py); `gated` and `norm` exclude each other.
+values [T, i] float8_e4m3fn; scale [ceil(i / 128), rows] float32; rows: T rounded up to a multiple of `ROWS`; those past
+T are 0. Normalised or gated values are rounded to x's type first. A group's scale maps its largest magnitude to 448; a
+group of zeros has scale 1. The error of a value is at most 2^-4 of it, or 2^-10 / 448 of its group's largest.
 """
 
 import functools

@@ -81,7 +81,7 @@ def one_pass(y: Tensor, scale: Tensor) -> None:
 
 
 def scale_columns(y: Tensor, scale: Tensor) -> Tensor:
-    """y itself."""
+    """Scales y in place and returns it."""
     assert y.dim() == 2 and scale.shape == (y.shape[1],) and scale.dtype == FLOAT32, f"{y.shape=} {scale.shape=}"
     assert y.is_contiguous() and scale.is_contiguous(), f"{y.stride()=} {scale.stride()=}"
     op(y, scale)

@@ -1,14 +1,14 @@
-"""The launcher of skinny_gemm.cu: products of up to 64 rows with weights that are read once.
+"""The launcher of skinny_gemm.cu: products of up to 128 rows with weights that are read once.
 
 y = x w^T for x [T, i] bfloat16, rows of which may be strided, and w [o, i] bfloat16 or, with `scale` [o] float32,
-float8_e4m3fn; `gated`: w's halves are a gate and what it weighs, and y = silu(gate) * up of their products. Sums are
-fp32, rounded once, the scale is applied to them. A row's result does not depend on the other rows; with e4m3 its last
-bits do on whether there are more than 32, or 64. `linear`, `linear_fp8`, `router` and `moe_int4` use it; they have the
-contracts and the checks.
+float8_e4m3fn; `gated`: w has gate's rows, then up's, and y = silu(gate) * up of the products with them. Sums are fp32,
+rounded once, the scale is applied to them. A row's result does not depend on the other rows, but with e4m3 its last
+bits depend on whether x has more than 32, or more than 64 rows. `linear`, `linear_fp8`, `router` and `moe_int4` use it;
+they have the contracts and the checks.
 
-In the decode graph of K2.5's layers on an H200, with the small kernel that follows, us for 64 (32) tokens: o 36.3
-(34.3), the library 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.4), 20.9 (19.6). The shared expert's gate
-and up lose: 21.0 against 17.9 at 64.
+Times in us for 64 (32) tokens, with the small kernel that follows, in the decode graph of K2.5's layers on an H200:
+o 36.3 (34.3), cuBLAS 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.4), 20.9 (19.6). The shared expert's
+gate and up are slower: 21.0 against 17.9 at 64.
 """
 
 import functools
@@ -27,7 +27,7 @@ LARGE = 1 << 22
 WORTH = 5760  # rows of w, times the CTAs that split k, that fill the GPU
 ONE_PASS = 15360  # rows of w, times the CTAs that split k, in one wave of CTAs
 LONGEST = 4096  # columns (k) of a CTA at most, if they can be split
-# With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only from FULL rows of w, times the splits, on.
+# With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only if w has FULL rows, times the splits, or more.
 SOME_ROWS, FULL = 32, 8400
 
 
@@ -52,8 +52,8 @@ def wins(x: Tensor, w: Tensor) -> tuple[tuple[bool, str], ...]:
 
 
 def layout(o: int, i: int, stages: int, gated: bool = False) -> tuple[int, int]:
-    """(CTAs of a cluster, how many of them split k). k is split if w has few rows, or long ones; evenly, so the number
-    divides the number of stages along k. The other CTAs of the cluster share x."""
+    """(CTAs of a cluster, how many of them split k). k is split if w has few rows, or long ones; the number of splits
+    divides the number of stages along k. CTAs with the same k share x."""
     splits = 1
     while splits < 8 and stages % (2 * splits) == 0:
         if o * splits >= WORTH and (i // splits <= LONGEST or o * splits * 2 > ONE_PASS):

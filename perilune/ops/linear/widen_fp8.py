@@ -1,7 +1,7 @@
 """y = w, e4m3 in a wider type: exact.
 
-w [o, i] float8_e4m3fn, contiguous; y as w, bfloat16 or float32, is written. `linear_fp8` calls it where many rows make
-up for the time that it takes. "cuda" reads 8 bytes and writes 16 at a time; "torch" is one elementwise kernel of torch,
+w [o, i] float8_e4m3fn, contiguous; y as w, bfloat16 or float32, is written. `linear_fp8` calls it for products of many
+rows, which take far longer. "cuda" reads 8 bytes and writes 16 at a time; "torch" is one elementwise kernel of torch,
 which converts value by value.
 """
 
@@ -87,7 +87,7 @@ def one_pass(w: Tensor, y: Tensor) -> None:
 
 
 def widen_fp8(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """[o, i] of type `dtype`."""
+    """w as a new tensor of type `dtype`."""
     assert w.dtype == torch.float8_e4m3fn and w.is_contiguous(), f"{w.shape=} {w.dtype=} {w.stride()=}"
     y = torch.empty(w.shape, dtype=dtype, device=w.device)
     op(w, y)

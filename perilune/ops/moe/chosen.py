@@ -1,5 +1,5 @@
-"""The experts that a router chose, and the mailbox from which the expert kernel of one token reads them while the
-router runs."""
+"""The experts that a router chose, and the mailbox from which one token's expert kernel reads their ids while the
+router's kernel still runs."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor
 from perilune.ops.harness.case import FLOAT32
 from perilune.ops.harness.workspace import Workspace
 
-MAX_NUMBER = (1 << 22) - 1  # of a launch: what a mailbox word holds beside an id; then numbers begin again
+MAX_NUMBER = (1 << 22) - 1  # largest launch number, 22 bits of a mailbox word beside the id's 10; the next is 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What x is the norm of, for a kernel that makes x itself: `residual` [D / 2] words of a mailbox that
-    mla_decode_output's kernel may still be writing (cuda/residual_mailbox.cuh), the norm's weights [D], its epsilon."""
+    """Inputs of x = rmsnorm(residual), for a kernel that computes x itself. residual: a mailbox [D] int32 that
+    mla_decode_output's kernel may still be writing (cuda/residual_mailbox.cuh); norm [D] and eps: of the norm."""
 
     residual: Tensor
     norm: Tensor
@@ -25,7 +25,7 @@ class Source:
 
 
 class Publication(NamedTuple):
-    """One launch's use of a mailbox: it will write "x is ready" and the ids there, each word with `number`."""
+    """A router launch that writes "x is ready" and the ids to `mailbox`; each word carries the launch's `number`."""
 
     mailbox: "Mailbox"
     number: int
@@ -34,14 +34,14 @@ class Publication(NamedTuple):
 
 
 class Mailbox:
-    """From the router to the expert kernel of one token (cuda/router_mailbox.cuh), one per stream.
+    """From the router to the expert kernels of one token (words and timeline: cuda/router_mailbox.cuh), one per stream.
 
-    moe_int4's first kernel may start while the router still runs, if it finds "x is ready" and the ids here. It waits
-    for words with the number of that router launch, so words of other launches mean nothing; but it would wait for ever
-    for words that a later launch has overwritten or that a reader has cleared. `take` therefore gives the publication
-    of the latest launch only, and once: in every other case the expert kernel waits for the end of the kernel before
-    it, which is always right. In a CUDA graph the numbers are those of the capture, and the same in every replay: the
-    kernel that reads the ids last clears the words (moe_int4's second kernel).
+    1. Router launch `number` writes "x is ready" and the ids, each word with that number.
+    2. moe_int4's first kernel, which may run beside the router, waits for words with that number and ignores others.
+    3. moe_int4's second kernel, the last reader, clears the words: a CUDA graph uses the same numbers in every replay.
+
+    Step 2 would never end for words that a later launch has overwritten or a reader has cleared. So `take` returns only
+    the latest publication, and only once. Otherwise the expert kernel waits for its predecessor's end: always correct.
     """
 
     def __init__(self, memory: Workspace) -> None:
@@ -50,13 +50,13 @@ class Mailbox:
         self._latest = 0  # 0: nothing is published, or it was taken
 
     def publish(self, x: Tensor, source: Source | None = None) -> Publication:
-        """For the launch that comes next on the mailbox's stream."""
+        """The publication of the next router launch on the mailbox's stream."""
         self._launches += 1
         self._latest = (self._launches - 1) % MAX_NUMBER + 1
         return Publication(self, self._latest, x, source)
 
     def take(self, found: Publication | None, x: Tensor) -> Publication | None:
-        """`found` if the launch that comes next on this stream may read it; x is what that launch reads."""
+        """`found` if the next expert kernel on this stream, with input x, may read it; else None."""
         if found is None:
             return None
         assert found.mailbox is self, "the experts were chosen on another stream, or for another engine"

@@ -1,9 +1,9 @@
-"""residual += what tokens get from experts, then y = rmsnorm(residual): moe_int4.py's last sum and add_rmsnorm.py.
+"""residual += the sum of a token's expert results, y = rmsnorm(residual): moe_int4.py's last step and add_rmsnorm.py.
 
 residual [T, D] is updated in place and rounded to its type before the norm; pairs: see `Pairs`; w [D]; y [T, D] as
 residual. Sums over experts are fp32 in the order of choices, then the shared expert; squares are summed in fp32, y is
-rounded once. "cuda" (rmsnorm.cu) gives the bits of both ops, and does not write the sums to memory and read them again:
-8 D of 32 D bytes of a token with 8 experts and a shared one.
+rounded once. "cuda" (rmsnorm.cu) gives the bits of the two ops in sequence. It keeps the sums in registers: that saves
+8 D of 32 D bytes per token with 8 experts and a shared one.
 """
 
 import functools
@@ -23,7 +23,7 @@ from perilune.ops.pointwise.add_rmsnorm import FEW_ROWS
 from perilune.ops.pointwise.add_rmsnorm import reference as add_norm_reference
 
 SOURCE = "rmsnorm.cu"
-MAX_CHOICES = 32  # of a token
+MAX_CHOICES = 32  # experts per token
 MIN_TOKENS = FEW_ROWS + 1  # with fewer, add_rmsnorm adds squares in another order, so bits would not be the same
 
 
@@ -47,9 +47,9 @@ CASES = [
     Case(3, 520, 2),
     Case(0, 256, 2),
 ]
-# Kernels fuse products into sums and the reference does not, so about 40 of a million rounded sums fall to the other
-# side: the residual is an ulp off there, and y by that and its own rounding. A sum that were rounded to bfloat16 before
-# it is added would be 2.7e-3 off over the whole output; what falls to the other side is 5e-5.
+# Kernels use fused multiply-adds, the reference does not: about 40 of a million sums are rounded the other way. There
+# the residual is off by an ulp, and y by that and its own rounding: 5e-5 over the whole output. A kernel that rounded
+# the sum to bfloat16 before it is added would be off by 2.7e-3.
 _WHOLE = 5e-4
 TOL = {
     "y": {FLOAT32: rounded()[FLOAT32], BFLOAT16: Tol(1e-4, 2**-6, _WHOLE, "an ulp of the residual, and one of y")},
@@ -76,7 +76,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def summed(pairs: Pairs) -> Tensor:
-    """[T, D] float32."""
+    """The sums of `pairs`, [T, D] float32."""
     part = pairs.part.float()
     if pairs.mixed:
         part = part.unflatten(-1, (-1, 4, 2)).mT.flatten(-3)
@@ -96,7 +96,7 @@ op = Op("combine_add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("re
 
 
 def needs(residual: Tensor, pairs: Pairs) -> tuple[tuple[bool, str], ...]:
-    """What `build.on_hopper` asks for."""
+    """Conditions for `build.on_hopper`."""
     (T, D), k = residual.shape, pairs.weights.shape[1]
     return (
         (residual.dtype == pairs.part.dtype == BFLOAT16, "bfloat16"),

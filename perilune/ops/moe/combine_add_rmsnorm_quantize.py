@@ -1,7 +1,6 @@
-"""As combine_add_rmsnorm.py, with the norm as linear_w8a8.py reads it.
+"""As combine_add_rmsnorm.py, with the norm quantised to e4m3, the input of linear_w8a8.py.
 
-values [T, D] float8_e4m3fn and scale [ceil(D / 128), T rounded up to whole tiles] float32 as quantize_tokens.py gives
-them, of the norm rounded to the residual's type. "cuda" gives the bits of both ops.
+values and scale are those of linear/add_rmsnorm_quantize.py. "cuda" gives the bits of the two ops in sequence.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""All-reduce of what tokens get from the ranks' parts of their experts, fused with their sum, residual and norm.
+"""All-reduce of the ranks' partial MoE outputs, fused with the sum over a token's experts, the residual and its norm.
 
-As exchange_add_rmsnorm.py, where this rank's partial output is the sum over experts in `pairs`, as
-combine_add_rmsnorm.py has it, rounded to the residual's type once, before it is sent. residual [T, D] is updated in
-place; w [D]; y [T, D]. "cuda" (cuda/two_shots.cuh) neither writes the sums to memory nor reads them again, and reads
-experts' results while other rows are on their way to the other ranks.
+As exchange_add_rmsnorm.py, but this rank's partial output is the sum over experts of `pairs`, as in
+combine_add_rmsnorm.py, rounded once to the residual's type before it is sent. residual [T, D] is updated in place;
+w [D]; y [T, D]. "cuda" (cuda/two_shots.cuh) keeps the sums in registers, and reads experts' results while other rows
+are in transit between ranks.
 """
 
 import functools
@@ -54,7 +54,7 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Of rank 0. The partial outputs of the other ranks are given as tensors: a case runs on one rank."""
+    """Inputs of rank 0. A case runs on one rank: the partial outputs of the others are tensors."""
     made = of_one_rank.inputs(c, g)
     others = g.randn(c.ranks - 1, c.T, c.D)
 

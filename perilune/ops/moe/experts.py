@@ -64,7 +64,7 @@ TOL = {
 
 
 def quantized_cases(*small: Case) -> list[Case]:
-    """16 whole experts of K2, the bundled model's, and small ones."""
+    """Cases: 16 whole experts of K2, the bundled model's, and small ones."""
     return [
         *(Case(t, K2.top_k, 16, K2.hidden, K2.width, big=True) for t in (1, 4, 16, 64, 512)),
         *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width) for t in (1, 4, 16, 64, 512)),
@@ -87,10 +87,10 @@ class Format:
 
     name           of the op
     bits           bits per weight, with its share of the scales; None: those of x's type
-    matrices       gate_up and down of a case
-    gate_up, down  dequantise such a Matrix, of all experts, of some or of one, to [..., o, i] of a dtype
-    needs          what "cpp" needs, as `build.on_cpu` takes it, of a call's arguments
-    gathers        whether there is "gathered"
+    matrices       make gate_up and down of a case
+    gate_up, down  dequantise a Matrix, of all experts, of some or of one, to [..., o, i] of a dtype
+    needs          conditions of "cpp" on a call's arguments, for `build.on_cpu`
+    gathers        whether to define "gathered"
     """
 
     name: str
@@ -124,7 +124,7 @@ def _kernel(name: str, pointers: int) -> Any:
 
 
 def _few_on_gpu(x: Tensor, gate_up: Matrix, device: torch.device) -> bool | str:
-    """Whether the weights of each token's experts (8 at most, as a rule) are little enough to be copied for it."""
+    """Whether copies of 8 experts' weights for each token stay within GATHERED_BYTES."""
     if device.type != "cuda":
         return "for CUDA"
     expert = 1.5 * gate_up.weight.shape[1] * x.shape[1] * FLOAT32.itemsize

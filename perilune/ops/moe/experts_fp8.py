@@ -1,7 +1,7 @@
 """experts.py's sum with the experts in FP8, one scale for every block of 128 x 128 weights.
 
 gate_up: [E, 2 I, D] float8_e4m3fn without nan, the gate's rows first, with scale [E, 2, ceil(I / 128), ceil(D / 128)]
-float32, the gate's blocks first, since blocks at an edge are cut where their matrix ends; down: [E, D, I] with scale
+float32, the gate's blocks first: no block has rows of both gate and up; down: [E, D, I] with scale
 [E, ceil(D / 128), ceil(I / 128)]. W = e4m3 * scale in fp32. Activations stay as they are: no FP8 arithmetic.
 """
 
@@ -45,7 +45,7 @@ def dequantize(w: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def _gate_up(w: Matrix, dtype: torch.dtype) -> Tensor:
-    """Gate and up have blocks of their own."""
+    """Dequantises gate and up separately: no block spans both."""
     o, i = w.weight.shape[-2:]
     halves = w.weight.view(*w.weight.shape[:-2], 2, o // 2, i)
     return dequantize(Matrix(halves, w.scale), dtype).flatten(-3, -2)

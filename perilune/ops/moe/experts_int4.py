@@ -39,7 +39,7 @@ op = define(FORMAT, CASES, TOL)
 
 
 def check(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix) -> None:
-    """Also of compact scales: all but what is not INT4's own."""
+    """Asserts what INT4 with bfloat16 scales and with compact scales have in common."""
     (T, D), (E, both, words) = x.shape, gate_up.weight.shape
     assert D == 8 * words and D % GROUP == 0 and both % (2 * GROUP) == 0, f"{x.shape=} {gate_up.kind=}"
     assert gate_up.scale is not None and gate_up.scale.shape == (E, both, D // GROUP), f"{gate_up.kind=}"

@@ -15,7 +15,7 @@ from perilune.ops.moe import experts_int4
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.experts import Case, Format, define
 
-BITS = 4 + 8 / int4.GROUP  # of a weight; a row's factor weighs nothing beside it
+BITS = 4 + 8 / int4.GROUP  # per weight; the row scales add less than 0.01
 TOL = {"y": dequantized()}
 
 

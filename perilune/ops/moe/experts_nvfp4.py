@@ -31,14 +31,14 @@ def _matrices(c: Case, g: Make) -> tuple[Matrix, Matrix]:
 
 
 def _values(device: torch.device) -> Tensor:
-    """[16] float32 of the codes. On a GPU kept: making it is a copy from the host, which a CUDA graph must not hold."""
+    """[16] float32, the value of each code. Cached on a GPU: a CUDA graph must not contain the copy from the host."""
     if device.type == "cpu":
         return _VALUES
     return workspace.current(device).kept("experts_nvfp4.values", lambda: _VALUES.to(device))
 
 
 def dequantize(w: Matrix, dtype: torch.dtype) -> Tensor:
-    """[..., o, i] of packed [..., o, i / 2], scale [..., o, i / 16] and row_scale [...], one of each matrix."""
+    """[..., o, i] from packed [..., o, i / 2], scale [..., o, i / 16] and row_scale [...], one per matrix."""
     assert w.scale is not None and w.row_scale is not None
     codes = torch.stack((w.weight & 15, w.weight >> 4), dim=-1).flatten(-2)
     step = w.scale.float() * w.row_scale[..., None, None]
@@ -47,7 +47,7 @@ def dequantize(w: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def _gate_up(w: Matrix, dtype: torch.dtype) -> Tensor:
-    """Gate and up have a factor each."""
+    """Gate and up have a row_scale each."""
     assert w.scale is not None
     halves = [t.view(*t.shape[:-2], 2, t.shape[-2] // 2, t.shape[-1]) for t in (w.weight, w.scale)]
     return dequantize(Matrix(halves[0], halves[1], w.row_scale), dtype).flatten(-3, -2)

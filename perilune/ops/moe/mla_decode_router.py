@@ -2,16 +2,19 @@
 and its experts.
 
 y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place, or, if the norm has
-peers, += the sum of all ranks' y, as `exchange_add_rmsnorm` has it; x [T, D] = the norm of the residual; the experts
+peers, += the sum of all ranks' y, as in `exchange_add_rmsnorm`; x [T, D] = the norm of the residual; the experts
 are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are those of these ops and of
 `add_rmsnorm`; y is rounded before it is added.
 
-"cuda" and "cuda_mma" are for one token: the launch of attention; one that adds each row of y, and those that peers
-send, to the residual and writes the sums to a mailbox; and one that reads them from there while the second still runs
-(mla_decode_router_t1.cu): its weights are in shared memory by then, and it does not wait for a kernel's end. The expert
-kernel may read x from the same mailbox: `Chosen.publication` names it (chosen.py). The second launch is that of the
-same implementation of `mla_decode_output`: "cuda_mma" for 8 or 16 heads in FP8, "cuda" for others. "composed" runs the
-ops one after the other, also where "cuda_mma" would have the heads but not the width or the processors.
+"cuda" and "cuda_mma" are for one token, in three launches:
+1. attention;
+2. the output projection, as in `mla_decode_output`'s implementation of the same name. It adds y, and the y that peers
+   send, to the residual and writes the sums to a mailbox;
+3. mla_decode_router_t1.cu reads the sums from the mailbox while launch 2 still runs. The gate is in shared memory by
+   then, and no kernel's end is waited for.
+The expert kernel may read the same mailbox: `Chosen.publication` names it (chosen.py). "cuda_mma" is for 8 or 16 heads
+in FP8, "cuda" for others. "composed" calls the ops one by one, also if "cuda_mma" would take the heads but not the
+width or the number of SMs.
 """
 
 import functools
@@ -31,8 +34,8 @@ from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 
-SEGMENT = 256  # values of x of which one warp sums the squares
-MOST_WIDTH = 7168  # most columns of x: the experts' gate_up reads so many from the mailbox at once
+SEGMENT = 256  # columns of x that one warp reads at once
+MOST_WIDTH = 7168  # most columns of x: the experts' gate_up holds all of them in registers
 LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate per CTA
 
 
@@ -42,7 +45,7 @@ class Case(mla_decode_output.Case):
     k: int = K2.top_k
     wide_gate: bool = False  # float32
     normalise: bool = True
-    against: bool = False  # the bias reverses the order of the experts
+    against: bool = False  # rows of the gate have the other sign: the order of experts is reversed
     ties: bool = False  # all scores are equal
     ranks: int = 0  # y is this rank's part of a sum over so many ranks; 0: y is whole
 
@@ -165,7 +168,7 @@ def _fits_mma(a: Any, device: torch.device) -> bool | str:
 
 
 def _chooses(a: Any, device: torch.device) -> bool | str:
-    """Whether the launch that chooses experts takes these, with those that `mla_decode_output` takes."""
+    """Whether mla_decode_router_t1.cu takes these arguments, if `mla_decode_output`'s launches do."""
     (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
         "mla_decode_router_t1.cu",
@@ -201,7 +204,7 @@ def _run(
     memory = workspace.current(device)
     box = mailbox(memory)
     # Kernels count the CTAs of a launch in these mailboxes (mla_decode_output_t1.cu, mla_decode_router_t1.cu), so
-    # launches with another number of CTAs need others.
+    # each number of CTAs needs mailboxes of its own.
     values, sums, launches, scores = (
         memory.zeros((f"mla_decode_router.{'mma.' if mma else ''}{name}", H, D, E), n)
         for name, n in (
@@ -211,8 +214,8 @@ def _run(
             ("scores", router.MOST_EXPERTS),
         )
     )
-    # Allocated before the launches: the second launch may still run when these are written, so the allocator must not
-    # place them in memory that it reads.
+    # Allocated before the launches: the output projection may still run when these are written, so the allocator must
+    # not place them in memory that it reads.
     x = torch.empty_like(residual)
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)

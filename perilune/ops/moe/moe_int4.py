@@ -1,27 +1,27 @@
 """The MoE block on INT4 experts: y.sum(1) = experts_int4(x, chosen, gate_up, down) + shared expert(x).
 
-x [T, D]; chosen [T, k] as the router gives it; gate_up and down as in experts_int4.py, or with compact scales as in
-experts_int4_compact.py; shared: the shared expert, as x or in FP8 (linear_fp8.py), or None.
-y [T, P, D] float32: P rows of a token, to be added in order by the norm that follows. If `partial`, P is the
-implementation's choice, else 1.
+x [T, D]; chosen: a `Chosen` with k experts per token; gate_up and down as in experts_int4.py, or with compact scales as
+in experts_int4_compact.py; shared: the shared expert, of x's type or FP8 (linear_fp8.py), or None.
+y [T, P, D] float32: P partial sums per token, which the following norm adds in order. P = 1 unless `partial`; then the
+implementation chooses P.
 
-"cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the experts that were hit,
-in two launches: h = silu(gate) * up, rounded to bf16, for routed and shared experts; then a row of y for every pair,
-the routing weight applied to the fp32 result, and one for the shared expert: P = k + 1, or k without one. Dequantised
-weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token, moe_int4_mma_tma.cu for more: it reads an
-expert once for every 4 of its tokens. A token's rows do not depend on the batch from 2 tokens on; the shared expert's
-do not within 2 to 16, where it is part of the same launches, and not above, where it has launches of its own. An id
-that is no expert is skipped and its row left unwritten.
+"cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the chosen experts in two
+launches. gate_up writes h = silu(gate) * up, rounded to bf16, for routed and shared experts. down writes an fp32 row
+of y for every pair (token, expert), times its routing weight, and one for the shared expert: P = k + 1, or k without a
+shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token,
+moe_int4_mma_tma.cu for more: it reads an expert once for every 4 of its tokens. From 2 tokens on, the rows of routed
+experts do not depend on the batch. The shared expert's row depends only on whether the batch has up to 16 tokens (it is
+part of the two launches) or more (separate launches). An id that is no expert is skipped and its row left unwritten.
 
-Overlap with the router: from 2 tokens on x must be older than ids, because gate_up may read x while the kernel that
-writes ids still runs (router.py's does not let it start before x is ready). One token's gate_up starts before that
-kernel has ended if `chosen` carries a publication that is still valid (`chosen.Mailbox.take`), and waits for its end
-if not; where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up makes x itself,
-with the same bits. Launches of one stream share mailbox and counters; another stream has its own.
+Overlap with the router: gate_up may read x while the kernel that writes ids still runs, so from 2 tokens on an earlier
+kernel must have made x (router.py's lets gate_up start only when x is ready). One token's gate_up starts before the
+router has ended if `chosen` carries a publication that is still valid (`chosen.Mailbox.take`), else it waits for the
+router's end. Where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up computes x
+itself, with the same bits. Each stream has its own mailbox and counters.
 
-"cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 of narrow experts), "cuda_cluster" (moe_int4_cluster.py)
-for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more: grouped products on
-wgmma, P = 1, with the same bits for the routed experts.
+"cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 if experts have width 1,024 or less), "cuda_cluster"
+(moe_int4_cluster.py) for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more:
+grouped products on wgmma, P = 1, with the same bits for the routed experts.
 "cpp" (experts.cpp) is one call for few tokens of float32, routed experts first: P = 1.
 "composed" is experts_int4 or experts_int4_compact, linear or linear_fp8, and swiglu: P = 1.
 """
@@ -57,12 +57,12 @@ from perilune.ops.moe.experts import chosen
 from perilune.ops.pointwise.swiglu import swiglu
 
 T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
-MAX_TOKENS = 128  # of these two; above, dequantising an expert once for all its tokens wins
+MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
-MAX_PAIRS = 2048  # (token, expert)
-MAX_CHOICES = 32  # of one token
-MAX_SHARED = 16  # tokens: up to these, the shared expert is computed in the routed experts' launches
-PIECE = 128  # values of a row that the kernels take at once
+MAX_PAIRS = 2048  # pairs (token, expert)
+MAX_CHOICES = 32  # experts per token
+MAX_SHARED = 16  # up to so many tokens, the routed experts' launches compute the shared expert too
+PIECE = 128  # INT4 values of a weight row that the kernels load at once
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _shared(x: Tensor, w: Mlp) -> Tensor:
 
 
 def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
-    """The same to y [T, D] float32."""
+    """Writes the shared expert's result to y [T, D] float32."""
     gate_up, down = w.gate_up, w.down
     if not all(met for m in (gate_up, down) for met, _ in skinny_gemm.needs(x, m.weight)):
         y.copy_(_shared(x, w))
@@ -211,7 +211,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 
 
 def _streams(width: int, short: int, most: int) -> bool:
-    """Whether the kernels take rows of so many values: `short` ones may be any multiple of PIECE."""
+    """Whether the kernels take rows of `width` values: a multiple of PIECE up to `short`, of 4 PIECE up to `most`."""
     return width % PIECE == 0 and width <= most and (width % (4 * PIECE) == 0 or width <= short)
 
 
@@ -259,7 +259,7 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
 
     sizes = (k, E, D, I, S) if source == T1 else (T, k, E, D, I, S)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
-    # The pieces of work that the CTAs of gate_up and of down have taken: each launch makes the other's zero again.
+    # Counters of the units that the CTAs of gate_up and of down have taken: each kernel clears the other's counter.
     taken: tuple[int, ...] = (memory.zeros("moe_int4.taken", 2).data_ptr(),)
     begin: tuple[int | float | None, ...] = ()
     if source == T1:
@@ -368,8 +368,8 @@ def moe_int4(
 
 
 def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Rows | None:
-    """y.sum(1) of `moe_int4` in x's type, some rows at a time: a call sums the experts of its rows. None if the
-    implementation for these arguments sums those of all rows at once."""
+    """y.sum(1) of `moe_int4` in x's type, as a function that sums the experts of a slice of rows at each call. None if
+    the implementation for these arguments sums all rows at once."""
     _check(x, chosen, gate_up, down, shared)
     if op.choice(x, chosen, gate_up, down, shared, False) is not cuda_prefill or len(x) > moe_int4_grouped.CHUNK:
         return None
@@ -378,8 +378,8 @@ def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix,
 
 
 def moe_int4_pairs(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Pairs | None:
-    """What `moe_int4` adds up, for combine_add_rmsnorm.py. None if the implementation for these arguments gives sums
-    only."""
+    """The unsummed results of `moe_int4`, for combine_add_rmsnorm.py. None for fewer than its MIN_TOKENS, or if the
+    implementation for these arguments returns sums only."""
     _check(x, chosen, gate_up, down, shared)
     if len(x) < combine_add_rmsnorm.MIN_TOKENS:
         return None

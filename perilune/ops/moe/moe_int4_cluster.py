@@ -1,10 +1,8 @@
 """The CUDA implementation of moe_int4.py for 128 to 5,000 tokens: grouped products on the tensor cores by
 clusters of two CTAs that share activations (moe_int4_cluster.cuh).
 
-Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
-host. Dequantised weights, h and each expert's result are rounded to bfloat16, compact scales times their row's before
-all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order of its
-choices. A token's result from the routed experts does not depend on the batch.
+Arguments as in moe_int4.py; y [T, 1, D] float32. Sorting of pairs (token, expert), roundings, range of scales and order
+of sums are those of moe_int4_grouped.py.
 
 A tile is 512 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is dequantised again for
 each further tile. Memory beside the arguments: (2 D + 2 I) bytes for each of T k + 7 E rows.
@@ -25,7 +23,7 @@ from perilune.ops.moe.chosen import Chosen
 SOURCE, COMPACT = "moe_int4_cluster.cu", "moe_int4_cluster_compact.cu"
 MIN_TOKENS, MAX_TOKENS = 128, 5000  # with more, moe_int4_grouped.py is faster
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
-COMPACT_BLOCK = 512  # values of k with the 16 bytes of compact scales that it loads at a time
+COMPACT_BLOCK = 512  # values of k for one 16-byte load of compact scales
 WIDEST, CLASSES = 96, 12  # a tile has 8, 16, .. 96 pairs
 MAX_EXPERTS = 1024
 
@@ -40,7 +38,7 @@ def source_for(gate_up: Matrix) -> str:
 
 
 def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
-    """What `build.on_hopper` asks for."""
+    """Conditions for `build.on_hopper`."""
     T, (E, both, words), scale = x.shape[0], gate_up.weight.shape, gate_up.scale
     block = BLOCK if gate_up.row_scale is None else COMPACT_BLOCK
     return (
@@ -59,7 +57,7 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
 
 
 def unsummed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Pairs:
-    """As `run`, before the sums."""
+    """As `run`, with the results of pairs not yet summed."""
     return _launch(x, chosen, gate_up, down, shared, None)
 
 

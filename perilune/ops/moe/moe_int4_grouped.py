@@ -1,11 +1,10 @@
 """The CUDA implementation of moe_int4.py for many tokens: grouped products on the tensor cores (moe_int4_grouped.cuh).
 
-Arguments as there; y [T, 1, D] float32, or with `in_pieces` some rows at a time, in bfloat16. Pairs (token, expert) are
-sorted by expert on the device; nothing waits for the host. Dequantised weights, h and each expert's result are rounded
-to bfloat16, compact scales times their row's before all; scales are 0 or between 2^-78 and 2^42. The weighted sum of a
-token's experts is in fp32 and in the order of its choices. What the routed experts give a token does not depend on the
-batch; the shared expert, if any, goes through the library's products, which may choose another order of sums for
-another T.
+Arguments as in moe_int4.py; y [T, 1, D] float32, or with `in_pieces` some rows at a time, in bfloat16. Pairs (token,
+expert) are sorted by expert on the device, without waiting for the host. Compact scales times the row's scale,
+dequantised weights, h and each expert's result are rounded to bfloat16; scales are 0 or between 2^-78 and 2^42. The
+weighted sum of a token's experts is in fp32 and in the order of its choices. A token's result from the routed experts
+does not depend on the batch; the shared expert's may, because its products in torch choose the order of sums by T.
 
 Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) bytes for each of T k + 7 E rows.
 """
@@ -25,7 +24,7 @@ from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
-CHUNK = 16384  # tokens; what the workspace is sized for
+CHUNK = 16384  # most tokens at a time; more take a larger workspace
 BLOCK = 128  # values of k that a product takes at a time
 NARROWEST, WIDEST, STEP = 16, 256, 8  # pairs of a tile
 WIDTHS = 31
@@ -44,8 +43,8 @@ def _combine(source: str) -> Any:
 
 @functools.cache
 def classes(T: int, k: int, E: int) -> int:
-    """Widths that tiles may have, bit n for 16 + 8 n. Each is a launch: one in four, and all near what a tile has if
-    tokens choose evenly."""
+    """Bit mask of tile widths to launch, bit n for 16 + 8 n columns: one in four, and all near a tile's width if tokens
+    choose evenly."""
     even = T * k / E
     size = even / max(1, math.ceil(even / WIDEST))
     most = max(1.6 * size, 64) if even < WIDEST / 1.6 else WIDEST
@@ -59,7 +58,7 @@ def source_for(gate_up: Matrix) -> str:
 
 
 def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
-    """What `build.on_hopper` asks for."""
+    """Conditions for `build.on_hopper`."""
     (E, both, words), scale = gate_up.weight.shape, gate_up.scale
     return (
         (x.dtype == BFLOAT16 and scale is not None and scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
@@ -86,8 +85,8 @@ def prefill(
 def in_pieces(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
 ) -> Rows:
-    """As `prefill`, of at most CHUNK tokens, some rows at a time: [n, D] bfloat16, each value rounded once. The result
-    holds the workspace."""
+    """As `prefill` for at most CHUNK tokens, but returns a function that sums a slice of rows: [n, D] bfloat16, rounded
+    once. The function keeps the workspace alive."""
     found = unsummed(x, chosen, gate_up, down, shared)
     combine, D = _combine(source_for(gate_up)), x.shape[1]
 
@@ -113,7 +112,7 @@ def in_pieces(
 def unsummed(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
 ) -> Pairs:
-    """As `prefill`, of at most CHUNK tokens, before the sums."""
+    """As `prefill` for at most CHUNK tokens, with the results of pairs not yet summed."""
     added = None if shared is None else shared(x)
     chosen = Chosen(chosen.ids.contiguous(), chosen.weights.contiguous())
     slabs, position = _chunk(x, chosen, gate_up, down, added, None)
@@ -123,7 +122,7 @@ def unsummed(
 def _chunk(
     x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(the results of pairs [M, D], the row in it of each pair [T, k]). Writes the sums of tokens to y, if given."""
+    """(results of pairs [M, D], row of each pair in them [T, k]). Writes the sums of tokens to y, if given."""
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741

@@ -1,10 +1,8 @@
 """The CUDA implementation of moe_int4.py for 128 to 512 tokens: grouped products on the tensor cores with tall tiles
 (moe_int4_tall.cu).
 
-Arguments as there; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device; nothing waits for the
-host. Dequantised weights, h and each expert's result are rounded to bfloat16; scales are 0 or between 2^-78 and 2^42.
-The weighted sum of a token's experts is in fp32 and in the order of its choices. A token's result from the routed
-experts does not depend on the batch.
+Arguments as in moe_int4.py; y [T, 1, D] float32. Sorting of pairs (token, expert), roundings, range of scales and order
+of sums are those of moe_int4_grouped.py.
 
 A tile is 256 weight rows and at most `WIDEST` pairs of one expert: an expert with more pairs is read again for each
 further tile. Memory beside the arguments: 2 D bytes for each of T tokens, (2 D + 2 I) for each of T k + 7 E rows.
@@ -24,9 +22,9 @@ from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE = "moe_int4_tall.cu"
-# For fewer tokens kernels that read an expert again for every 4 tokens are faster, for more tokens moe_int4_cluster.py.
+# For fewer tokens, moe_int4_mma_tma.cu is faster; for more tokens, moe_int4_cluster.py.
 MIN_TOKENS, MAX_TOKENS = 128, 512
-WIDE, MAX_TOKENS_WIDE = 1024, 383  # of experts wider than WIDE
+WIDE, MAX_TOKENS_WIDE = 1024, 383  # most tokens for experts wider than WIDE
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
 STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024
@@ -39,15 +37,15 @@ def _kernel() -> Any:
 
 @functools.cache
 def classes(T: int, k: int, E: int) -> int:
-    """Widths that tiles may have beside the widest, bit n for 8 + 8 n. Each is a launch: one for most experts and one
-    for nearly all if tokens choose evenly."""
+    """Bit mask of tile widths to launch beside the widest, bit n for 8 + 8 n columns. If tokens choose evenly, most
+    experts' pairs fit one of the two widths, nearly all experts' the other."""
     even = T * k / E
     widths = (even + 0.5 * even**0.5, even + 2 * even**0.5)
     return sum({1 << max(1, math.ceil(w / STEP)) - 1 for w in widths if w <= WIDEST})
 
 
 def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
-    """What `build.on_hopper` asks for."""
+    """Conditions for `build.on_hopper`."""
     T, (E, both, words) = x.shape[0], gate_up.weight.shape
     most = MAX_TOKENS_WIDE if both > 2 * WIDE else MAX_TOKENS
     return (

@@ -6,10 +6,10 @@ weights = s[ids] (without bias), divided by their sum + 1e-20 if `normalise`, ti
 x [T, D]; gate [E, D] float32, or bfloat16 if that is what the checkpoint holds; bias [E] float32; the numbers in a
 `Routing` -> `Chosen`: ids [T, top_k] int32, weights [T, top_k] float32.
 
-"cuda" (router_mma.cu) is one launch for up to 16 rows. For one row it writes "x is ready" and the ids to a mailbox
-while it runs; the `Publication` in `Chosen` carries mailbox and launch number to moe_int4. Its kernel may then start
-before this one ends. With more rows, the next kernel may start when x is ready (see moe_int4.py). `mla_decode_router`
-publishes in the same way. "cuda_many" (router_topk.cu) chooses from fp32 logits that a matrix product gives.
+"cuda" (router_mma.cu) is one launch for up to 16 rows. For one row it publishes "x is ready" and the ids while it runs,
+so that moe_int4's kernel may start before the router's ends (`Publication` in `Chosen`). With more rows, that kernel
+may start when x is ready (see moe_int4.py). "cuda_many" computes fp32 logits by a matrix product; router_topk.cu
+selects from these.
 """
 
 import functools
@@ -27,10 +27,10 @@ from perilune.ops.layouts.operands import Routing
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.moe.chosen import Chosen, mailbox
 
-MAX_ROWS = 16  # of the CUDA kernel
+MAX_ROWS = 16  # of router_mma.cu
 MOST_EXPERTS = 512
 MOST_CHOICES = 32
-MOST_CHUNKS = 14  # of 32 values of a row: what a warp holds
+MOST_CHUNKS = 14  # chunks of 32 values of x in a warp's registers
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ TOL = {"ids": exact(), "weights": {FLOAT32: _WEIGHTS, BFLOAT16: _WEIGHTS}}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Small whole multiples, so that every order of summation gives the same logits, and no near-ties by accident."""
+    """x and gate are small multiples of a power of two, so that every order of summation gives the same logits. Rows of
+    x with near-ties are set to 0."""
     x = g.integers(-8, 9, c.T, c.D).float() / 8
     gate = g.integers(-8, 9, c.E, c.D).float() / 8 * (2.0 ** round(torch.tensor(c.D).rsqrt().log2().item()))
     bias = g.permutation(c.E).float() * 1e-3
@@ -149,7 +150,7 @@ def cpp(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
 
 
 def _parts(D: int) -> int:
-    """Processors that share a tile of the gate: two if each still has whole loads for every warp; 0 if none will do."""
+    """CTAs that split the width D: two if all 8 warps of each still have whole chunks; 0 if no split fits."""
     wanted = (2, 1, 4, 8) if D % 512 == 0 else (1, 2, 4, 8)
     fitting = (n for n in wanted if D % (32 * n) == 0 and D // n <= 32 * MOST_CHUNKS * _workers(D // n))
     return next(fitting, 0)
@@ -186,7 +187,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     ids = torch.empty(T, routing.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(T, routing.top_k, device=x.device)
     publication = box.publish(x) if T == 1 else None
-    # Sums of CTAs that share rows of the gate; the kernel leaves zeros.
+    # Partial sums of the CTAs; zero before and after each launch.
     sums = memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS)
     x = x.contiguous()
     failed = _launch()(

@@ -1,12 +1,12 @@
-"""Reduce-scatter of what tokens get from the ranks' parts of their experts, fused with their sum, residual and norm.
+"""Reduce-scatter of the ranks' partial MoE outputs, fused with the sum over a token's experts, the residual and norm.
 
-As exchange_pairs_add_rmsnorm.py, of the rows that this rank owns: `owned(T, peers)`, the rank-th block of
-ceil(T / ranks) rows. Of residual [T, D] these rows are updated. The others, which their owners have, keep old values
-until "cuda" of exchange_add_rmsnorm.py (many rows) or of exchange_pairs_add_rmsnorm.py sums all rows, for which the
-owners' values do. y [n, D]: the norms of the n owned rows. The rank sends (N - 1) / N of the rows instead of twice as
-many, and what follows the norm is computed once, instead of on every rank.
+As exchange_pairs_add_rmsnorm.py, for the rows that this rank owns: `owned(T, peers)`, block number `rank` of
+ceil(T / ranks) rows. Only these rows of residual [T, D] are updated. The rows of other owners keep old values until
+"cuda" of exchange_add_rmsnorm.py (many rows) or of exchange_pairs_add_rmsnorm.py sums all rows: these kernels read
+only the owner's copy of a row. y [n, D]: the norms of the n owned rows. Of N ranks, each sends (N - 1) / N of the rows,
+half as many as in an all-reduce, and the work after the norm is done once per row instead of on every rank.
 
-No rank waits for the owners of its rows, so ranks must meet in exchange_rows.py before the next exchange.
+No rank waits until owners have read its rows, so ranks must synchronise in exchange_rows.py before the next exchange.
 """
 
 import functools
@@ -32,7 +32,7 @@ CASES, TOL = whole.CASES, whole.TOL
 
 
 def owned(T: int, peers: Peers) -> slice:
-    """The rows of this rank, of T."""
+    """This rank's rows of T."""
     block = -(-T // peers.ranks)
     return slice(min(T, peers.rank * block), min(T, (peers.rank + 1) * block))
 

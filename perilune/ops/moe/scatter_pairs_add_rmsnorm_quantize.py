@@ -1,7 +1,7 @@
-"""As scatter_pairs_add_rmsnorm.py, with the norm as linear_w8a8.py reads it.
+"""As scatter_pairs_add_rmsnorm.py, with the norm quantised to e4m3, the input of linear_w8a8.py.
 
-values [n, D] float8_e4m3fn and scale [ceil(D / 128), n rounded up to whole tiles] float32 as quantize_tokens.py gives
-them, of the norm rounded to the residual's type. "cuda" gives the bits of both ops.
+values and scale of the n owned rows are those of linear/add_rmsnorm_quantize.py. "cuda" gives the bits of the two ops
+in sequence.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from perilune.ops.moe.exchange_pairs_add_rmsnorm import Case
 
 CASES = plain.CASES
 _STEP = to_e4m3.TOL["values"][BFLOAT16]
-# The residual is an ulp of a partial sum off where a sum falls on the other side of a rounding, so y by up to 0.1, and
-# values by 448 / 4 times that (4: the least of the largest magnitudes of groups).
+# Where a sum is rounded the other way, the residual is off by an ulp of a partial sum, y by up to 0.1, and values by
+# 448 / 4 times as much (4: the smallest of the groups' largest magnitudes).
 _VALUES = Tol(12.0, _STEP.rel, _STEP.norm, "an ulp of a partial sum, scaled")
 _SCALE = Tol(1e-3, 2**-6, 1e-3, "the largest value of a group is off likewise")
 TOL = {

@@ -2,8 +2,8 @@
 
 ids [T] int64; where an id is PENDING, the token is last[rows[t]], with rows [T] and last [slots] int64 (both None: no
 id is pending); positions [T] int64; table [V, D]; norm [D] -> h and x [T, D] as table; cos, sin [P, r] float32 ->
-[T, r] each. Squares are summed in fp32, x is rounded once. Tokens lie in the table and positions in the rope tables:
-they are checked where requests come in. "cuda" is one launch in place of eight, and reads the nearest row of the table
+[T, r] each. Squares are summed in fp32, x is rounded once. New requests are checked, so tokens are rows of the table
+and positions rows of the rope tables. "cuda" is one launch in place of eight, and reads the nearest row of the table
 for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops that it replaces.
 """
 
@@ -87,7 +87,7 @@ op = Op("embed_norm", CASES, TOL, inputs, cost, reference, decides=("ids", "tabl
 
 
 def resolved(ids: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:
-    """The tokens, with those in place of PENDING ids."""
+    """ids, with last[rows[t]] in place of PENDING ones."""
     return ids if rows is None or last is None else torch.where(ids == PENDING, last[rows], ids)
 
 

@@ -1,9 +1,9 @@
-"""Embedding on a rank that has V / N rows of the table: its partial output of the sum over ranks that begins a step.
+"""Embedding on one of N ranks, which has V / N rows of the table: this rank's term of the sum that begins a step.
 
 ids [T] int64, PENDING ones as in embed_norm, with rows and last; positions [T] int64; table [V / N, D], the rows of ids
 first .. first + V / N - 1; cos, sin [P, r] float32 -> zeros [T, D], the residual stream to which the sum is added; part
-[T, D] as table: the tokens' rows of the table, 0 for those of other ranks; cos and sin rows [T, r]. Positions lie in
-the rope tables. "cuda" is one launch; "composed" is the ops that it replaces.
+[T, D] as table: the tokens' rows of the table, 0 for tokens of other ranks; cos and sin rows [T, r]. Positions are
+rows of the rope tables. "cuda" is one launch; "composed" is the ops that it replaces.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """y = x / sqrt(mean(x^2) + eps) * w.
 
 x [T, D], rows may be strided; w [D]; y [T, D] as x. Squares are summed in fp32, y is rounded once.
-"cpp" saves what a chain of small torch calls costs: 4 us instead of 14 for one row of 384; "cuda" reads strided rows
-without a copy.
+"cpp" takes 4 us for one row of 384, a chain of small torch calls 14; "cuda" reads strided rows without a copy.
 """
 
 import functools

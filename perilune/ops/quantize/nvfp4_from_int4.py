@@ -1,13 +1,13 @@
 """Converts INT4 weights to NVFP4, with nearly the smallest squared error that e4m3 block scales allow.
 
 packed [o, i / 8] int32 and scale [o, i / 32] bfloat16 as checkpoints hold INT4 (element 2b of a row in the low nibble
-of byte b, plus 8); exponent, an integer above log2 of the largest scale minus 7; often [i] uint8, 1 to 15, or None: how
-much the error at each input counts beside the 15 others of its block. Returns
+of byte b, plus 8); exponent, an integer above log2 of the largest scale minus 7; often [i] uint8, 1 to 15, or None: the
+weight of the error at each input, relative to the 15 others of its block. Returns
 values [o, i / 2] uint8    e2m1 codes, element 2b in the low nibble
 steps  [o, i / 16] float8_e4m3fn: W = e2m1 * steps * 2 ** exponent
-energy [o, 2] float64      of each row: its signal, and its error against the exact INT4 weights
-i is a multiple of 32; scales are finite and not negative. Where scales are 0 or below 2 ** (exponent - 11), the
-weights are lost in any case and become 0.
+energy [o, 2] float64      of each row: the sum of squares of the INT4 weights, and of the errors against them
+i is a multiple of 32; scales are finite and not negative. Weights with a scale below 2 ** (exponent - 11) become 0:
+e4m3 has no steps that small.
 
 Why this is exact and fast: INT4 weights lie on a grid, q * s. With a power of two as the matrix's scale, the ratio of
 a block scale to s depends on s's seven mantissa bits and on the candidate alone, so the cost of a whole block is a sum
@@ -92,9 +92,10 @@ def cost(c: Case, dtype: torch.dtype) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """cost, coarse and error [128, 9, 32] float32: of a level (absolute value), by mantissa and candidate; cost or
-    coarse decides. codes [128, 32, 16] uint8: for INT4's nibble. price [18, 32] float32, byte [18, 32] uint8: of a
-    candidate, by s's power of two from LOWEST on.
+    """cost, coarse and error [128, 9, 32] float32: of a level (absolute value), by s's mantissa and candidate; the
+    candidate of least cost (coarse, with `often`) wins. codes [128, 32, 16] uint8: e2m1, for each INT4 nibble. price
+    [18, 32] float32 (0; PRICE if e4m3 lacks the scale) and byte [18, 32] uint8 (e4m3): of a candidate, by s's power of
+    two from LOWEST on.
     """
 
     cost: Tensor

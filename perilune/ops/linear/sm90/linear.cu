@@ -61,7 +61,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   bf16* norm = kept(a.in) ? reinterpret_cast<bf16*>(xs + a.in.T * pitch) : nullptr;
   __shared__ float sums[2][WARPS][TOKENS * TILE], lowered[TOKENS];
   __shared__ uint64_t barriers[WARPS][MOST_STAGES<ROW>];
-  __shared__ float handed[SPLIT ? 2 : 1][GROUPS][SPLIT ? TOKENS * TILE : 1];  // by the CTA before
+  __shared__ float handed[SPLIT ? 2 : 1][GROUPS][SPLIT ? TOKENS * TILE : 1];  // sums of the first CTA
   __shared__ uint64_t handed_full[2][GROUPS], handed_free[2][GROUPS], x_full[2];
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   const int chunks = a.in.i / W::CHUNK / KS, loads = chunks / S::CHUNKS, tiles = a.o / TILE, step = clusters * GROUPS;
   const int64_t row_bytes = static_cast<int64_t>(a.in.i) * W::BYTES;
   const int k0 = part * chunks * W::CHUNK;  // in this CTA's part
-  int tile = blockIdx.x / CTAS + group * clusters;  // evenly over processors
+  int tile = blockIdx.x / CTAS + group * clusters;  // evenly over SMs
 
   // The next load into a warp's ring: piece `ahead` of a tile.
   struct Next {
@@ -121,7 +121,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     for (int k = (threadIdx.x - FIRST * 32) * 8; k < a.in.i; k += PREPARING * 256) copy16(norm + k, a.in.norm + k);
     copies_commit();
   }
-  // Filling the ring takes as long as the first answers of memory: some microseconds.
+  // Filling a ring takes some microseconds, as long as memory takes to answer: warps that prepare x leave it to others.
   Next other = first(warp + ASKING);
 #pragma unroll 1
   for (int s = 0; s < a.stages; s++) {
@@ -152,7 +152,7 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
     if (warp >= FIRST) {
       if (norm != nullptr) {
         copies_wait<0>();
-        prepared<FIRST>();  // a warp multiplies its weights by segments of x that other warps have copied
+        prepared<FIRST>();  // a warp reads norm weights that other warps have copied
       }
       stage<W, FIRST>(in, xs, norm != nullptr ? norm : a.in.norm, lowered);
     }
@@ -251,7 +251,7 @@ template <typename W, int KS>
 int choose(const Args& a, int ctas, int sms, void* stream) {
   const int chunks = a.in.i / W::CHUNK / KS;
   const bool room = a.in.T <= 4 && a.in.T * pitch_of(a.in.i) <= 32 * 1024;
-  if constexpr (W::BYTES == 1) {  // half as many, larger copies gain more than twice as many stages
+  if constexpr (W::BYTES == 1) {  // larger copies, half as many, gain more than twice as many stages would
     if (room && chunks % 8 == 0) return start<W, 512, KS, 4>(a, sms, stream);
     if (room && chunks % 7 == 0) return start<W, 448, KS, 4>(a, sms, stream);
   }

@@ -1,12 +1,12 @@
 // y = (x sx) (w sw)^T of e4m3 on the tensor cores, for prompts. Contract in linear_w8a8.py.
 //
 // A CTA has WAVES x 128 tokens by 128 outputs. Two warpgroups have half of the tokens each and go over k 128 values at
-// a time, in waves of 64 tokens: the sums of one block of k, without scales, are added to those of the blocks before
-// times the tokens' scales of that block, in fp32. So no sum on the tensor cores, which keep some 14 bits of e4m3's, is
-// longer than 128 products. While one warpgroup adds, the other one multiplies.
+// a time, in waves of 64 tokens: the sums of a block of k, times the tokens' scales for that block, are added to fp32
+// sums. Tensor cores keep only some 14 bits of sums of e4m3 products, so no sum there has more than 128 products. While
+// one warpgroup adds, the other one multiplies.
 //
 // Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both, so that
-// the second-level cache delivers 32 KB instead of 48 for a stage of 256 tokens.
+// a CTA reads 32 KB instead of 48 from L2 for a stage of 256 tokens.
 #include "cuda/tensor_map.cuh"
 
 using namespace hopper;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     barriers_visible();
   }
-  cluster_sync();  // the barriers are there
+  cluster_sync();  // the barriers are initialised
   wait_for_predecessor();
   let_successor_start();
 
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int stage = 0, phase = 0, turn = 0;
     for (int n = blockIdx.x / PAIR; n < tiles; n += clusters, turn ^= 1) {
       const int2 first = place(n);
-      // Asked for now, needed at the end: loaded then, 10,000 tokens of q_b took 413 us instead of 389.
+      // Loaded now, used after the products: loaded there, 10,000 tokens of q_b took 413 us instead of 389.
       const int own = first.y + tid % OUTPUTS;
       const float w_scale = own < a.o ? a.w_scale[own] : 0.0f;
 #pragma unroll
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   __syncwarp();
-  cluster_sync();  // neither's memory goes while the other copies to it or arrives there
+  cluster_sync();  // each CTA writes to the other's shared memory, so neither may end first
 }
 
 template <int WAVES>

@@ -1,4 +1,5 @@
-// Rows of bf16 in e4m3 with a scale for 128 values, as they are, normalised, or gated. Contract in quantize_tokens.py.
+// Quantises rows of bf16 to e4m3 with a scale for 128 values; may normalise or gate them first. Contract in
+// quantize_tokens.py.
 //
 // A CTA has a row, or a part of one; a thread has pieces of 8 values, and 16 lanes a group.
 #include "cuda/token_scale.cuh"
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const Args a) {
   }
   wait_for_predecessor();
   let_successor_start();
-  if (row >= a.T) {  // rows of scales that fill the last tile
+  if (row >= a.T) {  // padding of the scales to whole tiles
     for (int g = threadIdx.x; g < groups; g += THREADS) a.scale[static_cast<int64_t>(g) * a.scale_rows + row] = 0.0f;
     return;
   }

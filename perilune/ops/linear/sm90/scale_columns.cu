@@ -1,7 +1,7 @@
 // y *= scale, each column of y by its own number, in place. Contract in scale_columns.py.
 //
-// A thread has 16 bytes of a row, and the same columns of the next ROWS - 1 rows: it reads their scales once, and all
-// of its loads are under way before its first store.
+// A thread has 16 bytes of a row, and the same columns of the next ROWS - 1 rows: it reads their scales once, and
+// issues all of its loads before its first store.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(THREADS) scale_columns_kernel(uint4* y, const 
   const int first = thread / pieces * ROWS, piece = thread % pieces;
   let_successor_start();
   float4 low, high;
-  if (first < T) {  // scales are weights
+  if (first < T) {  // scales are weights: readable before the wait
     low = scale[WIDE ? piece : 2 * piece];
     if (!WIDE) high = scale[2 * piece + 1];
   }

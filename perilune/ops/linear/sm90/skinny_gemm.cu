@@ -85,8 +85,8 @@ struct Sizes {
   __host__ __device__ static constexpr int stage(int rows) { return rows * ROW + X; }
 };
 
-// Rows row0 .. of y for tokens begin .. end - 1: the sums of `parts` CTAs of the cluster, from `rank` on, `apart` ranks
-// apart.
+// Writes y for tokens begin .. end - 1 and rows row0 .. of w: sums over `parts` CTAs of the cluster, from `rank` on,
+// `apart` ranks apart.
 template <typename S, int BYTES>
 __device__ __forceinline__ void write(const Args& a, const float* sums, int row0, int begin, int end, int parts,
                                       int rank, int apart) {

@@ -1,7 +1,7 @@
 // e4m3 in bf16, which holds it exactly. Contract in widen_fp8.py.
 //
-// A lane reads 8 bytes and writes 16 at once, so that a warp's stores are whole lines: with 16 bytes read they would be
-// every other half of a sector.
+// A lane reads 8 bytes and writes 16 at once, so that a warp's store fills whole lines. With 16 bytes read, a store
+// would fill every other half of a sector.
 #include "cuda/e4m3.cuh"
 
 using namespace hopper;

@@ -28,7 +28,7 @@ struct Int4Compact {
   }
 };
 
-// e4m3 bits as fp32. Exponent and mantissa go to their places in an fp32, which is then too small by 2^120: exact, for
+// e4m3 bits as fp32. Exponent and mantissa, moved to their places in an fp32, give the value times 2^-120: exact, for
 // subnormal numbers too. Not for nan, which loading refuses.
 INLINE f8 e4m3(u8 byte) {
   return bits<f8>((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
@@ -39,7 +39,7 @@ struct Fp8 {
   const uint8_t* data;
   const float* scale;  // [.., ceil(K / 128)]
   int64_t K;
-  int64_t half;  // rows of gate, after which up's begin a block of their own
+  int64_t half;  // rows of gate; up's rows begin a new block
   inline __attribute__((always_inline)) void get(int64_t row, int64_t c, f8* out) const {
     const int64_t block = row < half ? row >> 7 : ((half + 127) >> 7) + ((row - half) >> 7);
     uint32_t words[2];
@@ -76,7 +76,7 @@ struct NvFp4 {
     for (int j = 0; j < 2; j++) {
       const uint32_t word = words[j];
       const u8 codes = u8{word, word, word, word, word, word, word, word} >> shift;
-      const u8 sign = (codes & 8) << 28;  // the shuffle looks at the other three bits
+      const u8 sign = (codes & 8) << 28;  // the shuffle uses the other three bits as index
       out[j] = bits<f8>(bits<u8>(__builtin_shuffle(magnitude, bits<i8>(codes))) ^ sign);
     }
   }
@@ -84,7 +84,7 @@ struct NvFp4 {
 
 struct Sorted {
   int64_t* start;  // [E + 1] first position of each expert
-  int64_t* used;   // [hit] the experts that have any, in ascending order
+  int64_t* used;   // [hit] the experts with pairs, in ascending order
   int64_t hit = 0;
   int64_t* token;  // [T * k]
   float* share;    // [T * k]
@@ -114,7 +114,7 @@ struct Sorted {
   Sorted(const Sorted&) = delete;
 };
 
-// One expert that every token goes to, with weight 1: rows as in gemm.h, [2 S, D] and [D, S]; S may be 0.
+// The shared expert, for every token with weight 1: rows as in gemm.h, [2 S, D] and [D, S]; S may be 0.
 struct Shared {
   const float *gate_up, *down;
   int64_t S;

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t ROWS = 8;  // tokens of a piece of work
 
-// The index of the largest value not taken; the first one not taken where only nans are left.
+// The index of the largest value not taken; the first index not taken if only nans are left.
 INLINE int64_t largest(const float* values, const bool* taken, int64_t n) {
   int64_t best = -1;
   for (int64_t i = 0; i < n; i++)

@@ -1,10 +1,10 @@
-// The sum over ranks of what tokens get from their experts, residual += it, y = rmsnorm(residual). Contract in
+// residual += expert results of a token, summed over experts and ranks; y = rmsnorm(residual). Contract in
 // exchange_pairs_add_rmsnorm.py.
 #include "cuda/two_shots.cuh"
 
 using namespace two_shots;
 
-// peers is in the host's memory. part [M, D], position and weights [T, k], shared [T, D] or null. `cluster`: columns of
+// peers: in host memory. part [M, D], position and weights [T, k], shared [T, D] or null. `cluster`: columns of
 // part in moe_int4_cluster.cuh's order. T > 0; k is at most 32; D is a multiple of 8, up to 7,168.
 API int exchange_pairs_add_rmsnorm(const Peers* peers, void* residual, const void* part, const void* position,
                                    const void* weights, const void* shared, int64_t k, int64_t cluster, const void* w,

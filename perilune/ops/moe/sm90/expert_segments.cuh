@@ -1,4 +1,4 @@
-// How the work of the MoE block is cut, for moe_int4_mma_tma.cu: routed pairs grouped by expert, and who takes what.
+// The split of work of moe_int4_mma_tma.cu: routed pairs are grouped by expert, and CTAs take ranges.
 #pragma once
 #include "moe/sm90/int4_mma.cuh"
 
@@ -7,7 +7,7 @@ namespace moe {
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 2048;
 constexpr int COLUMNS = 4;  // the most pairs of a segment
 
-// Pairs of one expert: which, where they begin in the sorted list, how many.
+// Pairs of one expert: the expert, the first pair's index in the sorted list, their number.
 struct Segment {
   uint32_t bits;
   __device__ Segment(int expert, int first, int count) : bits(expert | first << 10 | count << 22) {}
@@ -20,15 +20,14 @@ struct Segment {
 struct Plan {
   Segment* segments;
   uint16_t* sorted;  // pairs, by expert
-  uint32_t* counts;  // of every expert, while the plan is made
-  uint32_t* places;  // of every pair, likewise: its expert, and its place among that expert's pairs
+  uint32_t* counts;  // scratch: pairs of every expert
+  uint32_t* places;  // scratch, of every pair: its index among its expert's pairs << 16 | the expert
 };
 __host__ __device__ __forceinline__ int most_segments(int pairs, int experts) {
   return min(pairs, experts + pairs / COLUMNS);
 }
 
-// Groups the pairs of ids [T, k] by expert; ids that are no expert are passed over. By one warp; returns how many
-// segments there are.
+// By one warp: groups the pairs of ids [T, k] by expert, skips ids that are no expert, returns the number of segments.
 __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Plan& p) {
   const int lane = threadIdx.x % 32, pairs = T * k;
   const auto id_of = [&](int n) {
@@ -56,8 +55,8 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     __syncwarp();
     return __popc(all);
   }
-  // Only experts that were chosen are counted, and ids are read once: a pass over all experts, and a latency of the
-  // memory for every 32 pairs, were most of the time.
+  // Counts chosen experts only and reads ids once: most of the time went to a pass over all experts, and to a memory
+  // latency for every 32 pairs.
   constexpr uint32_t NONE = 0xffff;
 #pragma unroll 8
   for (int n = lane; n < pairs; n += 32) {
@@ -66,7 +65,7 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     if (e >= 0) p.counts[e] = 0;
   }
   __syncwarp();
-  // No atomicAdd here: every CTA makes this plan for itself, and CUDA promises no order among a warp's atomics.
+  // No atomicAdd: every CTA makes the same plan for itself, and CUDA promises no order among a warp's atomics.
   for (int first = 0; first < pairs; first += 32) {
     const int n = first + lane;
     const uint32_t e = n < pairs ? p.places[n] : NONE;
@@ -77,7 +76,7 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     if (e != NONE && place == 0) p.counts[e] = at + __popc(same);
     __syncwarp();
   }
-  // The word of an expert's first pair is the number of the expert alone. Segments and pairs are added up in one word.
+  // An expert's first pair has index 0, so its word is the expert alone. Prefix sums: segments << 16 | pairs.
   const auto size_of = [](uint32_t count) { return (count + COLUMNS - 1) / COLUMNS << 16 | count; };
   uint32_t own = 0;
   for (int n = lane; n < pairs; n += 32) {
@@ -121,8 +120,8 @@ __device__ __forceinline__ Range equal_part(int all) {
   return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
 }
 
-// The i-th range taken of `all`; empty if nothing is left. Each time around, the CTAs take half of what is left, in
-// equal parts: long runs of one expert at first, and all end together.
+// The i-th range taken of `all` items; empty if none is left. In each round the CTAs take half of the remaining items,
+// in equal parts: long runs of one expert at first, short ranges at last, so that all CTAs end together.
 __device__ inline Range range_of(int all, int i) {
   const int G = gridDim.x;
   int first = 0;

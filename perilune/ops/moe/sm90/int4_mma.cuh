@@ -2,8 +2,8 @@
 //
 // A nibble needs no conversion instruction: masked out of its word and read as a (subnormal) bf16, it is q * 2^-133, or
 // 16 q * 2^-133 if it is four bits higher. Activations for the latter are divided by 16, and all are multiplied by
-// 2^80: exact for magnitudes from 2^-73 to 2^47. The sum of a group of 32 k starts at -8 times the sum of its
-// activations, because q is stored with an offset of 8.
+// 2^80: exact for magnitudes from 2^-73 to 2^47. The start value of the sum of a group of 32 k is -8 times the sum of
+// its activations, because q is stored with an offset of 8.
 #pragma once
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address
                : "memory");
 }
 
-// 8 activations in the order in which the nibbles of a word come, those of odd places times `high`.
+// 8 activations times RAISED, in the order of a word's nibbles; those at odd places times `high` instead.
 __device__ __forceinline__ uint4 raised(uint4 v, float high) {
   const float2 x01 = widen(v.x), x23 = widen(v.y), x45 = widen(v.z), x67 = widen(v.w);
   return make_uint4(narrow(x01.x * RAISED, x45.x * RAISED), narrow(x23.x * RAISED, x67.x * RAISED),
@@ -37,14 +37,14 @@ __device__ __forceinline__ float total(uint4 v) {
   return ((x01.x + x01.y) + (x23.x + x23.y)) + ((x45.x + x45.y) + (x67.x + x67.y));
 }
 
-// A's registers for one word of nibbles in row g, v, and one in row g + 8, z.
+// A's registers for the words of nibbles v in row g and z in row g + 8.
 __device__ __forceinline__ void nibbles(uint32_t v, uint32_t z, uint32_t (&low)[4], uint32_t (&high)[4]) {
   const uint32_t v8 = v >> 8, z8 = z >> 8;
   low[0] = v & LOW, low[1] = z & LOW, low[2] = v8 & LOW, low[3] = z8 & LOW;
   high[0] = v & HIGH, high[1] = z & HIGH, high[2] = v8 & HIGH, high[3] = z8 & HIGH;
 }
 
-// A's registers for 8 values in rows g and g + 8, in the same order: of bf16 all of 16 bytes, of e4m3 their half e.
+// A's registers for 8 values in rows g and g + 8, in the same order: 16 bytes of bf16, or half e of 16 bytes of e4m3.
 template <bool FP8>
 __device__ __forceinline__ void values(uint4 top, uint4 bottom, int e, uint32_t (&low)[4], uint32_t (&high)[4]) {
   if constexpr (FP8) {

@@ -1,4 +1,4 @@
-// INT4 weights as A of warpgroup products, and how results leave the registers.
+// INT4 weights as A of warpgroup products, and stores of results to shared memory.
 #pragma once
 #include "cuda/wgmma.cuh"
 
@@ -6,13 +6,13 @@ namespace {
 
 using namespace hopper;
 
-// A nibble q alone in the lowest byte of a bf16 makes it q 2^-133, or q 2^-129 if it is the byte's upper one: the
-// format is linear as far as that. So one fma gives (q - 8) scale / SMALL, exact and then rounded once. SMALL is a
-// power of two that keeps the factors within the format; the sums of products are multiplied with it at the end.
+// A bf16 with nibble q in its low byte, and no other bit, is q 2^-133, or q 2^-129 if q is the upper nibble: the format
+// is linear there. So one fma gives (q - 8) scale / SMALL, rounded once. SMALL is a power of two that keeps the factors
+// within the format; the sums of products are multiplied by it at the end.
 constexpr float SMALL = 0x1p48f;
 
 struct Scale {
-  uint32_t lower, upper, offset;  // what nibbles in the lower and upper halves of bytes are multiplied with; -8 scale
+  uint32_t lower, upper, offset;  // factors of lower and of upper nibbles; -8 scale / SMALL
   __device__ __forceinline__ explicit Scale(uint32_t pair) {
     asm("mul.rn.bf16x2 %0, %3, %4; mul.rn.bf16x2 %1, %3, %5; mul.rn.bf16x2 %2, %3, %6;"
         : "=r"(lower), "=r"(upper), "=r"(offset)
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t dequantize(uint32_t word, uint32_t factor, u
   return v;
 }
 
-// A of 4 steps of 16 k from two words of the thread's two rows.
+// A for 4 steps of 16 k, from two words of each of the thread's two rows.
 __device__ __forceinline__ void unpack(uint32_t (&a)[16], const uint32_t* low, const uint32_t* high, const Scale& ls,
                                        const Scale& hs) {
 #pragma unroll

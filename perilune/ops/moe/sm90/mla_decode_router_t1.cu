@@ -1,7 +1,7 @@
 // One token's norm, router scores and selection of experts in one launch, while the kernel before still adds to the
 // residual. Contract in mla_decode_router.py.
 //
-// Each CTA has loaded some rows of the gate to shared memory before, reads the new residual from the mailbox that the
+// Each CTA loads some rows of the gate to shared memory first. Then it reads the new residual from the mailbox that the
 // launch before writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no rows, writes
 // x, polls for the scores and selects the experts. x is not published: the expert kernel computes it itself. The code
 // that runs once the residual has arrived is run once before, without effect: an instruction cache miss takes
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t written(float v) {
   return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
 }
 
-// Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best;
-// then the rank of each is how many of all lists come before it. Ties go to the lower expert. K: top_k, or 0.
+// Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best
+// ones. An expert's rank is the number of better experts in all lists. Ties go to the lower id. K: top_k, or 0.
 template <int EACH>
 struct Choosing {
   float biases[WARPS * EACH * 32], scores[WARPS * EACH * 32];
@@ -139,7 +139,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     barriers_visible();
     if (!watches) {
       barrier_expect(&barrier, ROWS * a.D * 2);
-      for (int r = 0; r < ROWS; r++) {  // past the last expert, its row again
+      for (int r = 0; r < ROWS; r++) {  // past the last expert: its row again
         bulk_load_once(memory + r * a.D * 2, a.gate + static_cast<int64_t>(min(begin + r, E - 1)) * a.D, a.D * 2,
                        &barrier);
       }

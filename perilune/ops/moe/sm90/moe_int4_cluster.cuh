@@ -1,16 +1,15 @@
 // The MoE block for 128 to some thousand tokens: grouped products on wgmma. A cluster of two CTAs multiplies 512 weight
-// rows with at most 96 pairs of one expert, and activations are read from the second-level cache once for both.
+// rows with at most 96 pairs of one expert, and activations are read from L2 once for both.
 // Contract in moe_int4_cluster.py; one source for scales in bf16, one for compact ones.
 //
-// plan: pairs (token, choice) get rows sorted by expert, each expert's rows starting at a multiple of 8, cut into tiles
-// of at most 96 columns. gather: copies each token's activations to its pairs' rows, as slabs (wgmma.cuh) in the order
-// of k of moe_int4_grouped.cuh. gate_up and down: one launch each, one CTA per SM. Four warpgroups multiply, 64 rows
-// each; a thread of a fifth asks for weights and scales, boxes of 128 rows and 256 k of tensor maps; another one for
-// activations: each CTA asks for one half of them, for both. combine: the weighted sum of a token's rows.
+// plan, gather and combine: as in moe_int4_grouped.cuh, with tiles of at most 96 columns. gate_up and down: one launch
+// each, one CTA per SM. Four warpgroups multiply (moe_int4_tall.cuh). In a fifth, a thread issues copies of weights and
+// scales (boxes of 128 rows and 256 k of tensor maps), another one of activations: each CTA multicasts half of them to
+// both.
 //
-// A product's width N is part of the instruction: the kernel holds the code of all twelve, so that every tile has the
-// narrowest that fits and a product is one launch. Clusters take every n-th piece of work, (tile, two units of 256
-// weight rows), the widest tiles first: pieces of one round are alike, and what is left at the end is short.
+// The width N of a product is part of the wgmma instruction. The kernel holds the code of all twelve widths, so that
+// every tile uses the narrowest that fits and a product is one launch. Of n clusters, each takes every n-th piece of
+// work (tile, two units of 256 weight rows), the widest tiles first: pieces of a round are alike, the last are short.
 #pragma once
 #include "moe/sm90/moe_int4_tall.cuh"
 #include "moe/sm90/token_gather.cuh"
@@ -27,14 +26,14 @@ using Shared = Rings<GATE_UP, 3, 4, WIDEST * 128, CLUSTER>;
 static_assert(Shared<false>::BYTES <= 227 * 1024, "shared memory of a CTA");
 
 struct Plan {
-  int ends[CLASSES];  // how many tiles there are of this class and wider ones; these come first
+  int ends[CLASSES];  // number of tiles of this class and of wider ones, which come first
   Tile tiles[1];
 };
 
 struct Args {
   const uint8_t* in;  // slabs of K
   Output to;
-  const bf16* row;  // [E, rows], of scales of 8 bits
+  const bf16* row;  // [E, rows], row scales of compact scales
   const Plan* plan;
   int K, units;  // units: of 256 weight rows
 };
@@ -68,7 +67,7 @@ __device__ __forceinline__ void compute(const Args& a, const Shared<GATE_UP>& ri
 #pragma unroll
     for (int i = 0; i < N / 2; i++) d[i] = 0.0f;
     multiply_tile<COMPACT, N>(d, rings, me, a.K / DEEP, low_factor, high_factor);
-    if (wanted != unit) continue;  // the other CTA's
+    if (wanted != unit) continue;  // past the last unit: this CTA has repeated the other CTA's
     uint8_t* mine = rings.staged + me.group * STAGED<GATE_UP>;
 #pragma unroll
     for (int first = 0; first < N; first += 32) store_results<N>(d, first, a.to, mine, me, tile, unit);
@@ -94,8 +93,8 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
   if (warp >= WARPS) {
     registers_give<PRODUCER_REGISTERS>();
     if (warp == WARPS && elected()) {
-      // Weights may be asked for before activations are there: gather and gate_up let their successors start after
-      // their own wait, so the plan is complete.
+      // Weights may be loaded before the wait: gather and gate_up let their successors start only after their own wait,
+      // so the plan is complete.
       Ring to{0, 1};
       for (int work = pieces.first, end = pieces.end(a, 0); work < end; work += pieces.step) {
         const int unit = min(pieces.unit(work), a.units - 1);
@@ -137,11 +136,11 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
   } else {
     registers_take<REGISTERS>();
     wait_for_predecessor();
-    let_successor_start();  // only after the wait: down reads the plan before its own
+    let_successor_start();  // only after the wait: down reads the plan before its own wait
     Consumer<GATE_UP> me;
     compute<GATE_UP, COMPACT>(a, rings, me, pieces.first);
   }
-  cluster_sync();  // what a CTA sends and arrives at is the other one's
+  cluster_sync();  // each CTA writes to the other's shared memory, so neither may end first
 }
 
 __global__ void __launch_bounds__(1024) plan_kernel(const int* ids, int pairs, int E, Plan* plan, int* position) {
@@ -177,8 +176,8 @@ int product(Args a, const Maps& maps, int processors, void* stream) {
                 Shared<GATE_UP>::BYTES, stream, CLUSTER, a, maps);
 }
 
-// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: its sums are made
-// later, from position and slabs.
+// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: another kernel
+// sums, from position and slabs.
 // Workspace: plan int32 [12 + 3 (T k / 96 + E)], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows of
 // down), h bf16 [8 groups, I]. 8 groups >= T k + 7 min(E, T k) + 96 rows.
 struct Block {
@@ -190,7 +189,7 @@ struct Block {
   void* stream;
 };
 
-// 0, CUDA's error number, or -1 for sizes or a driver that cannot.
+// Returns 0, CUDA's error number, or -1 if the driver makes no tensor maps of these sizes.
 template <bool COMPACT>
 int run(const Block& b) {
   Plan* plan = static_cast<Plan*>(b.plan);

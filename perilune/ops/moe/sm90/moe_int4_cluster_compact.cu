@@ -1,4 +1,4 @@
-// The MoE block on clusters, with scales of 8 bits and one of each row. Contract in moe_int4_cluster.py.
+// The MoE block on clusters, with compact scales. Contract in moe_int4_cluster.py.
 #include "moe/sm90/moe_int4_cluster.cuh"
 
 API int moe_int4_cluster_compact(const void* x, int64_t stride, const void* ids, const void* weights,

@@ -3,19 +3,19 @@
 //
 // plan: pairs (token, choice) get rows sorted by expert, each expert's rows starting at a multiple of 8, and every
 // expert's rows are cut into tiles of at most 256 columns. gather: copies each token's activations to its pairs' rows.
-// gate_up and down: one launch per width N of tiles (a product's width is part of the instruction, and one kernel for
-// all would not fit the registers), persistent CTAs of one producing thread and two warpgroups of 64 weight rows; every
-// warp keeps a ring of its own packed weights on their way. combine: the weighted sum of a token's rows.
-// The launches of one product do not wait for each other, so that one fills the processors that another leaves: each
-// waits at its end, so that a kernel that waits for the last one waits for all.
+// gate_up and down: one launch per width N of tiles (a product's width is part of the wgmma instruction, and one kernel
+// for all would not fit the registers), persistent CTAs of one producer thread and two warpgroups of 64 weight rows;
+// every warp prefetches its own packed weights into a ring. combine: the weighted sum of a token's rows.
+// The launches of one product do not wait for each other at first, so that one fills SMs that another leaves. Each
+// waits at its end, so that a kernel that waits for the last launch waits for all.
 //
-// Activations lie as slabs (wgmma.cuh), [K / 64][rows / 8][1024 bytes]: B of 64 k is one contiguous copy. Inside each
-// 128 k the order is permuted so that a lane's 16 bytes of packed weights, one whole group of 32, are what it
-// multiplies in 8 steps of 16 k: position 16 s + 8 half + 2 t + j holds k = 32 t + 8 (s / 2) + 2 (s mod 2) + half + 4 j
-// (t is the lane mod 4; nibbles r and r + 4 of a word come out together). So a lane needs one scale per row and 128 k.
+// Activations are stored as slabs (wgmma.cuh), [K / 64][rows / 8][1024 bytes]: B of 64 k is one contiguous copy. Each
+// 128 k are permuted so that a lane multiplies its 16 bytes of packed weights, one whole group of 32, in 8 steps of
+// 16 k: position 16 s + 8 half + 2 t + j holds k = 32 t + 8 (s / 2) + 2 (s mod 2) + half + 4 j (t is the lane mod 4;
+// nibbles r and r + 4 of a word are unpacked together). So a lane needs one scale per row and 128 k.
 //
 // The rows of a gate_up tile are 32 of the gate and their 32 of up per warpgroup, a gate row and its up row in one
-// thread, chosen so that the CTA makes one slab of h in that order.
+// thread, chosen so that the CTA's results are one slab of h in that order.
 #pragma once
 #include "moe/sm90/int4_wgmma.cuh"
 #include "moe/sm90/token_gather.cuh"
@@ -24,7 +24,7 @@ using namespace hopper;
 
 namespace {
 
-constexpr int DEPTH = 4;  // blocks of 128 k of weights on their way to a warp
+constexpr int DEPTH = 4;  // blocks of 128 k in a warp's ring of weights
 constexpr int CONSUMERS = 256;
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 128;
@@ -45,14 +45,14 @@ __global__ void __launch_bounds__(1024) plan_kernel(const int* ids, int pairs, i
 struct Args {
   const uint32_t* packed;  // [E, rows, K / 8]
   const uint8_t* scale;    // [E, rows, K / 32], bf16, or 8 bits
-  const bf16* row;         // [E, rows], of scales of 8 bits
+  const bf16* row;         // [E, rows], row scales of compact scales
   const uint8_t* in;       // slabs of K
   void* out;               // gate_up: slabs of h; down: [8 groups, rows] bf16
   const int* count;        // tiles of this width
   const Tile* tiles;
   int64_t groups;  // rows / 8 of the slabs
   int K, rows, units;  // units: tiles of weight rows
-  int chained;         // the kernel before is one of the same product
+  int chained;         // the predecessor is a launch of the same product
 };
 
 template <bool GATE_UP, bool COMPACT, int N>
@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_few(void* shared, const void* global) {
                : "memory");
 }
 
-// A thread's two rows of an expert's weights in a tile: the second is so many after the first.
+// The first of a thread's two rows of an expert's weights in a tile; the second is rows_apart rows after it.
 template <bool GATE_UP>
 __device__ __forceinline__ int first_row(int unit) {
   const int tid = threadIdx.x, group = tid / 128, w = tid / 32 % 4, g = tid % 32 / 4;
@@ -87,8 +87,8 @@ __device__ __forceinline__ int rows_apart(const Args& a) {
   return GATE_UP ? a.rows / 2 : 8;
 }
 
-// What a thread fetches of a tile's weights: of its two rows 128 k at a time; of the four lanes with the same rows, the
-// first two fetch the scales of the one and the other.
+// A thread's loads of a tile's weights: 128 k of its two rows at a time. Of the four lanes with the same rows, lane 0
+// loads the scales of the first row, lane 1 those of the second.
 template <bool GATE_UP, int SCALES>
 struct Stream {
   const uint32_t *low, *high;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS, Sizes<GATE_UP, COMPACT, N>::CTAS) pro
   uint64_t* full = reinterpret_cast<uint64_t*>(ring + S::RING);
   uint64_t* empty = full + S::STAGES;
   const int tid = threadIdx.x, rank = CLUSTER > 1 ? cluster_rank() : 0;
-  // Which weights are read depends on the routing: nothing may come before it.
+  // The routing decides which weights are read, so no load may precede the wait.
   if (!a.chained) wait_for_predecessor();
   let_successor_start();
 
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(THREADS, Sizes<GATE_UP, COMPACT, N>::CTAS) pro
         const uint8_t* piece = pieces + slot * WARPS * S::PIECE;
         const uint4 low = *reinterpret_cast<const uint4*>(piece + 16 * lane);
         const uint4 high = *reinterpret_cast<const uint4*>(piece + 512 + 16 * lane);
-        // Of row g or g + 8 of the warp's and of its group t of 32 k.
+        // The scale of the warp's row `row` (g or g + 8) for its group t of 32 k.
         auto scale_of = [&](int row, float factor) {
           const uint8_t* at = piece + 1024 + S::SCALES * row + S::SCALES / 4 * t;
           if (!COMPACT) return Scale(*reinterpret_cast<const uint16_t*>(at) * 0x10001u);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, Sizes<GATE_UP, COMPACT, N>::CTAS) pro
 #pragma unroll
           for (int s = 0; s < 4; s++) wgmma<N>(d, a + 4 * s, b + 2 * s);
           wgmma_commit();
-          wgmma_wait<1>();  // the other half's
+          wgmma_wait<1>();  // for the other half's products
           if (fresh && (block || half)) release(last);
           if (S::SLABS == 2 && half == 0) return;
           last = stage;
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(THREADS, Sizes<GATE_UP, COMPACT, N>::CTAS) pro
     }
     if (GATE_UP && tid == 0) bulk_stores_done();
   }
-  if (a.chained) wait_for_predecessor();  // so that a kernel that waits for this one waits for all before
+  if (a.chained) wait_for_predecessor();
   if (CLUSTER > 1) cluster_sync();
 }
 
@@ -312,7 +312,7 @@ int product(const Args& a, int processors, void* stream) {
                 dim3(THREADS), S::BYTES, stream, CLUSTER, a);
 }
 
-// A launch for each of `classes`, the widest first: what is left at the end is short.
+// A launch for each of `classes`, the widest tiles first: the last pieces of work are short.
 template <bool GATE_UP, bool COMPACT, int CLASS = CLASSES - 1>
 int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* tiles, int capacity, int processors,
              void* stream) {
@@ -329,8 +329,8 @@ int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* ti
   return 0;
 }
 
-// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: `combine` makes
-// its rows later. classes: plan_kernel's.
+// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: `combine` sums
+// later. classes: plan_kernel's.
 // Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
 // of down), h bf16 [8 groups, I]. capacity >= T k / 256 + E tiles; 8 groups >= T k + 7 min(E, T k) + 256 rows.
 struct Block {

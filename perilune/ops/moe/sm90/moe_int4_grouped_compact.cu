@@ -1,4 +1,4 @@
-// The MoE block for many tokens, with scales of 8 bits and one of each row. Contract in moe_int4_grouped.py.
+// The MoE block for many tokens, with compact scales. Contract in moe_int4_grouped.py.
 #include "moe/sm90/moe_int4_grouped.cuh"
 
 API int moe_int4_grouped_compact(const void* x, int64_t stride, const void* ids, const void* weights,

@@ -1,24 +1,24 @@
-// The MoE block for 2 to 128 tokens, with compact scales for up to 256: a stream of expert weights at the rate of the
-// memory. Contract in moe_int4.py.
+// The MoE block for 2 to 128 tokens, with compact scales for up to 256: bound by reading expert weights. Contract in
+// moe_int4.py.
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
-// of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread finds both.) One warp does
-// nothing but ask for slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, boxes of tensor
-// maps. A multiplying warp owns a chunk of every slot of its group, so that it always meets the same k, keeps the
-// activations for them in registers, and reads nothing but weights and scales. A last warp groups the pairs, adds what
-// the warps of a tile found and writes the result; the others never wait for each other.
+// of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.) A producer warp only
+// fills slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, copied as boxes of tensor maps. A
+// consumer warp multiplies the same chunk of every slot of its group, so its k are always the same: it keeps their
+// activations in registers and reads only weights and scales. A last warp groups the pairs, adds the sums of a tile's
+// warps and writes the result; the others never wait for each other.
 //
 // INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g (int4_mma.cuh).
 //
 // The 8 columns of B are N tokens times 8 / N groups of 32 k: a column's activations are zero except for its own
-// groups, so that one accumulator collects the sums of 8 / N groups, each to be multiplied by a scale of its own, in
-// fp32: exact. Lane (g, t) finds two neighbouring groups in its two columns. Whatever N is, the groups' sums are added
-// in the same order: a token's result does not depend on who else chose the expert.
+// groups, so that one accumulator holds the sums of 8 / N groups, each of which is multiplied by its own scale in fp32:
+// exact. Lane (g, t) has two neighbouring groups in its two columns. Whatever N is, the groups' sums are added in the
+// same order: a token's result does not depend on the expert's other tokens.
 //
 // Where a row is 128, 256 or 512 bytes (down of a rank's slice), a slot has 8, 4 or 2 tiles, and fewer warps share each.
 //
-// Work: the routed pairs are grouped by expert into segments of up to 4 pairs. A CTA takes ranges of (segment, tile),
-// each time half of its part of what is left: CTAs start and run unevenly.
+// Work: the routed pairs are grouped by expert into segments of up to 4 pairs. CTAs start and run unevenly, so each
+// takes ranges of (segment, tile) one by one (`range_of`).
 #include "moe/sm90/moe_int4_tile.cuh"
 
 #include <type_traits>
@@ -57,7 +57,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   using Base::VISIT;
   using Base::WARPS;
 
-  // ---- the copying warp: one thread ----
+  // ---- the producer warp: one thread ----
 
   static __device__ void produce(const Args& a, const Maps& maps) {
     Control& c = control();
@@ -135,7 +135,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     }
   }
 
-  // ---- the multiplying warps ----
+  // ---- the consumer warps ----
 
   template <bool FP8>
   static __device__ void consume_shared(const Args& a, Warp& w, int rt, int lanes, Held& b) {
@@ -182,7 +182,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       }
     }
     wait_for_predecessor();
-    if (lanes > 1 && a.shared.tiles) named_sync(1, WARPS * 32);  // from here on slots are dealt otherwise
+    if (lanes > 1 && a.shared.tiles) named_sync(1, WARPS * 32);  // other groups of warps read the slots from here on
 
     Control& c = control();
     const Segment* segments = plan_of(a).segments;
@@ -212,7 +212,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       }
       float upper = 1, lower = 1;
-      if (COMPACT) {  // through the ring: loads of these would take a memory's latency for every tile
+      if (COMPACT) {  // row scales come through the ring: plain loads would cost a memory latency for every tile
         const bf16* factor = reinterpret_cast<const bf16*>(memory(a.factors + w.from.at * FACTORS)) + w.rt * 16 + w.g;
         upper = __bfloat162float(factor[0]) * (1.0f / 255);
         lower = __bfloat162float(factor[8]) * (1.0f / 255);
@@ -237,7 +237,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static __device__ void finish(const Args& a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = GROUP * a.parts;
     Control& c = control();
-    // The ids are older than down's predecessor, and gate_up lets no kernel start before it may read them.
+    // down reads ids before its wait: they are older than gate_up, which lets down start only after gate_up's own wait.
     if (GATE_UP) wait_for_predecessor();
     let_successor_start();
     const int segments = group_pairs(a.ids, a.T, a.k, a.E, plan_of(a));
@@ -245,7 +245,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       c.segments = segments;
       barrier_arrive(&c.planned);
     }
-    float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, where the plan needs no places any more
+    float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, in the memory of the plan's `places`
     if (!GATE_UP) {
       for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;  // as old as the ids
       __syncwarp();
@@ -308,7 +308,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       if (item >> TILE_BITS != held) {
         held = item >> TILE_BITS;
         const Segment segment = plan_of(a).segments[held];
-        const int count = segment.count(), lanes = count == 1 ? 4 : count == 2 ? 2 : 1;  // of a token
+        const int count = segment.count(), lanes = count == 1 ? 4 : count == 2 ? 2 : 1;  // per token
         mine = t % lanes == 0 && t / lanes < count;
         if (mine) {
           const int pair = plan_of(a).sorted[segment.first() + t / lanes];
@@ -334,7 +334,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     }
   }
 
-  // Lays out shared memory; its bytes.
+  // Lays out shared memory and returns its bytes.
   static int arrange(Args& a) {
     const int pairs = a.T * a.k;
     a.scales = a.slots * SLOT;
@@ -360,7 +360,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       barrier_init(&c.added[threadIdx.x], GROUP * a.parts);
       barrier_init(&c.free[threadIdx.x], 1);
     }
-    if (RT == 1 && a.whole_scales) {  // what lies behind a short row meets zeros, and must be a number
+    if (RT == 1 && a.whole_scales) {  // bytes behind a short row are multiplied by zeros, so they must not be nan
       for (int n = threadIdx.x; n < a.slots * SCALES / 4; n += THREADS) {
         reinterpret_cast<uint32_t*>(memory(a.scales))[n] = 0;
       }
@@ -371,7 +371,7 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     if (warp < WARPS) {
       consume(a);
     } else if (warp == WARPS) {
-      if (elected()) produce(a, maps);  // a single lane in the compiler's eyes too: else copies are loops over lanes
+      if (elected()) produce(a, maps);  // not `lane == 0`: the compiler would make loops over lanes
     } else {
       finish(a);
     }
@@ -394,7 +394,7 @@ bool describe(CUtensorMap* map, const Matrix& m) {
 template <bool GATE_UP, bool COMPACT, int RT = 1>
 int start(Args a, int sms, void* stream) {
   using K = Kernel<GATE_UP, COMPACT, RT>;
-  constexpr int MOST = 226 * 1024;  // beside the kernel's own
+  constexpr int MOST = 226 * 1024;  // bytes, beside static shared memory
   a.routed.tiles /= RT, a.shared.tiles /= RT;
   a.visit = divide_up(a.routed.row, K::PIECE);
   a.parts = a.visit > 1 ? K::GROUPS : 1;
@@ -407,8 +407,8 @@ int start(Args a, int sms, void* stream) {
   a.scale_swizzle = !a.whole_scales && (a.scale_pitch == 128 || a.scale_pitch == 64);
   a.slots = MAX_SLOTS;
   while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
-  // The previous contents of a slot were read by the same warps: a barrier's parity distinguishes only two phases. For
-  // the shared expert's slots that matters only where they go around the ring.
+  // The same warps must read all contents of a slot: a barrier's parity distinguishes only two phases. The shared
+  // expert's slots restrict the ring's size only if they go around it.
   const bool around = divide_up(a.shared.tiles, sms) * K::halves(a) * a.shared_visit > a.slots;
   a.slots -= a.slots % (a.parts > 1 || !around ? K::GROUPS : K::GROUPS * a.shared_visit);
   if (a.visit > K::VISIT || (a.whole_scales && a.parts * a.visit > 1) || a.E > MAX_EXPERTS || a.T * a.k > MAX_PAIRS ||
@@ -482,7 +482,7 @@ API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* i
     return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)
                           : start<false, true, RT>(a, static_cast<int>(sms), stream);
   };
-  const int64_t fitting = 2048 / I;  // tiles, the rows of which fill a slot
+  const int64_t fitting = 2048 / I;  // tiles per slot, with whole rows
   if (fitting * I != 2048 || a.routed.tiles % fitting) return of(std::integral_constant<int, 1>());
   switch (fitting) {
     case 2: return of(std::integral_constant<int, 2>());

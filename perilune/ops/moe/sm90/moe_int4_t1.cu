@@ -3,24 +3,22 @@
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
 // of the tensor core's A; all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
 // make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
-// two. One warp does nothing but ask for slots; KS warps share the k of a tile, a chunk of the slot each, and their
-// sums meet in shared memory. (Asking row by row kept the copying warp busier than the memory.)
+// two. A producer warp only issues these copies (issuing one per row took longer than the transfers). KS consumer warps
+// split the k of a tile, a chunk of the slot each, and their sums are added through shared memory.
 //
-// INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group see one scale
-// per row, applied to their fp32 result: exact. The shared expert's weights, bf16 or e4m3, meet activations in the same
-// order.
+// INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group have one scale
+// per row, applied to their fp32 result: exact. The shared expert (bf16 or e4m3) takes activations in the same order.
 //
-// Work: gate_up asks for the shared expert's weights before x is there, and multiplies them while the router still
-// chooses, every CTA an equal part; between two slots it looks whether the choice is published (router_mailbox.cuh).
-// CTAs start and run unevenly, so that units of the chosen experts are taken from a counter, by the CTA that has a free
-// slot. down knows the choice before h is there, and every CTA takes a contiguous range of (choice, unit) besides units
-// of the shared expert.
+// Work: before x is ready, every CTA of gate_up loads an equal part of the shared expert's weights. It multiplies them
+// while the router still runs, and polls for the ids between two slots (router_mailbox.cuh). CTAs start and run
+// unevenly, so a CTA with a free slot takes the next unit of the chosen experts from a counter. down reads the ids
+// before h is ready: every CTA takes a contiguous range of (choice, unit) besides units of the shared expert.
 //
-// Of widths up to EARLY_WIDTH (a rank's slice), down's CTAs are small: one is co-resident with two of gate_up on an SM,
-// and has its first slots when gate_up ends. Starting takes longer than streaming there.
+// For widths up to EARLY_WIDTH (a rank's slice), starting takes longer than streaming. So down's CTAs are small: one is
+// co-resident with two of gate_up on an SM, and has filled its first slots when gate_up ends.
 //
-// The ring of gate_up is no deeper than the stream needs: while all slots are asked for at once, no other round trip to
-// memory, the router's least of all, comes back before them.
+// The ring of gate_up is no deeper than the stream needs: memory answers other loads, such as the router's, only after
+// all slots that were requested before.
 #include "moe/sm90/moe_int4_t1.cuh"
 
 #include <type_traits>
@@ -65,18 +63,18 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   static constexpr bool BOTH = !GATE_UP && EARLY;
   static constexpr int MOST_SLOTS = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
 
-  // ---- the copying warp ----
+  // ---- the producer warp ----
 
   static __device__ void produce(const Args& a, const Maps& maps, Range shared_units, Asked asked, Range own) {
     const int lane = threadIdx.x % 32;
     int into = 0, phase = 1, buffer = 0;
-    bool refills = false;  // slots that have been filled before
+    bool refills = false;  // the next slot has been filled before
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
     bool planned = false;
     int ahead = 0;       // gate_up: a unit taken before it is needed
-    int opened = 0;      // gate_up: slots asked for at first
-    uint32_t heard = 0;  // gate_up: what the mailbox said of choice `lane`
+    int opened = 0;      // gate_up: slots filled for the first time
+    uint32_t heard = 0;  // gate_up: the mailbox word of choice `lane`, as read one slot ago
     auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_arrived = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
@@ -87,14 +85,14 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
       const int slots = divide_up(w.row, PIECE);
       const int64_t first = expert * w.expert + static_cast<int64_t>(unit) * RT * ROWS;
-      const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // half of the unit's rows follow `first`, half that
+      const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // from the unit's first half of rows to its second
       for (int n = 0; n < slots; n++) {
         uint64_t* barrier = &barriers().full[into];
-        if (GATE_UP && opened < a.slots) {  // one at a time: what others hand over would arrive behind a whole ring
+        if (GATE_UP && opened < a.slots) {  // one at a time: mailbox reads would return only after a whole ring
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
-        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);  // its fence may wait for loads, as of ids
+        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);  // its fence may wait for loads of ids
         if (elected()) {
           const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
           const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;
@@ -117,14 +115,15 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         }
         __syncwarp();
         if (++into == a.slots) into = 0, phase ^= 1, refills = true;
-        if (GATE_UP && a.launch && !planned) {  // what was asked for a slot ago is there
+        if (GATE_UP && a.launch && !planned) {  // the words requested one slot ago have arrived
           plan_if_arrived(heard);
           heard = mailbox::glance_choice(a.mailbox, a.k);
         }
       }
       if (++buffer == a.scale_buffers) buffer = 0;
     };
-    // Ids arrive while the shared expert's weights are asked for, unless the ring cannot hold those.
+    // down: ids arrive while the shared expert's copies are issued. If these exceed the ring and BOTH, plan first:
+    // consumers wait for the plan before they free a slot.
     const int shared_slots = (shared_units.end - shared_units.first) * divide_up(a.shared.row, PIECE);
     const bool plans_first = shared_slots == 0 || (BOTH && shared_slots > a.slots);
     if (!GATE_UP && plans_first) plan(a, asked, own);
@@ -144,7 +143,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         if (u >= p.units.end) break;
         const int s = choice_of(a, u);
         copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, u);
-        barrier_wait(&barriers().empty[into], phase);  // and no unit before its slot is free
+        barrier_wait(&barriers().empty[into], phase);  // take the next unit only when a slot is free
       }
       barrier_wait(&barriers().empty[into], phase);
       if (lane == 0) {
@@ -159,20 +158,20 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     }
   }
 
-  // ---- the multiplying warps ----
+  // ---- the consumer warps ----
 
   static __device__ void consume(const Args& a, Range shared_units) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
     int from = 0, phase = 0, buffer = 0, turn = 0;
-    // Sums of a tile's rows over its KS warps, which alone meet here, once: the buffers of sums alternate. All columns
-    // of B are the token.
+    // Adds a tile's sums over its KS warps. One barrier of these warps is enough: two buffers of sums alternate. All
+    // columns of B are the token, so lanes with t = 0 have all sums.
     auto finish = [&](float upper, float lower, auto result) {
       float* sums = reinterpret_cast<float*>(memory(a.sums)) + turn % 2 * WARPS * 16;
       if (t == 0) sums[warp * 16 + g] = upper, sums[warp * 16 + g + 8] = lower;
       if (KS == 1) __syncwarp();
 #pragma unroll
-      for (int n = 0; n < RT; n++) {  // a barrier that is no constant claims all of a CTA's
+      for (int n = 0; n < RT; n++) {  // with a variable barrier number the compiler reserves all 16 barriers
         if (KS > 1 && rt == n) named_sync(2 + n, KS * 32);
       }
       if ((ks + turn) % KS == 0 && lane < ROWS) {
@@ -223,7 +222,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         Base::template dense_tile<true, BOTH>(a, buffer, window, from, phase, total);
       }
       if (++buffer == a.scale_buffers) buffer = 0;
-      if (!GATE_UP || !a.launch) wait();  // after "x is ready" it may write: all readers of the old values have ended
+      if (!GATE_UP || !a.launch) wait();  // with a.launch, x is ready: all readers of the old h have ended
       finish(total[0], total[2], [&](int row, float v, float up) {
         const int at = (u * RT + rt) * ROWS + row;
         if (GATE_UP) {
@@ -235,7 +234,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     }
     if (!GATE_UP || !a.launch) wait();
     barrier_wait(&barriers().planned, 0);
-    if (GATE_UP && EARLY) wait();  // the router, having chosen, is about to end
+    if (GATE_UP && EARLY) wait();  // the ids are published, so the router is about to end
 
     const Plan& p = plan_of();
     const Range units = p.units;
@@ -251,9 +250,9 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       }
       const int s = choice_of(a, u), unit = u - s * per_expert;
       const Chosen chosen = p.chosen[s];
-      // x is there since the shared expert, or the first of the routed ones.
+      // gate_up stages x once, for the shared expert or the first routed one; down stages h of every choice.
       if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
-        if (staged >= 0 || window.end > 0) meet_all();  // every warp is done with the activations before
+        if (staged >= 0 || window.end > 0) meet_all();  // all warps have read the previous activations
         stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
       }
       staged = chosen.number;
@@ -268,7 +267,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       for (int n = 0; n < slots; n++) {
         barrier_wait(&barriers().full[from], phase);
         const uint32_t slot = shared_address(memory(from * SLOT));
-        // Of a warp without a share of the slot they are anything, within shared memory.
+        // A warp without a share of the slot reads arbitrary values within shared memory, and uses none.
         const Scales above = scales_of(scale, a.scale_row);
         const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
         if (COMPACT && n == 0) {
@@ -278,7 +277,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if (left <= h * 64) break;
-          float starts[4];  // of the sums of this half's groups
+          float starts[4];  // start values of this half's groups
           *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
 #pragma unroll
           for (int pair = 0; pair < 2; pair++) {
@@ -324,7 +323,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     const bool copies = threadIdx.x >= CONSUMERS;
     Asked asked{};
     Range own{0, 0};
-    if (!GATE_UP && copies) {  // down has its ids before its activations
+    if (!GATE_UP && copies) {  // down's ids are older than its predecessor: read them before the wait
       let_successor_start();
       asked = ask(a);
       own = dealt(a);
@@ -350,8 +349,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   }
 };
 
-// Registers: both CTAs of gate_up find room on a processor beside mla_decode_router_t1.cu's.
-// EARLY: one of down finds room beside them.
+// Registers: two CTAs of gate_up fit on an SM beside mla_decode_router_t1.cu's. EARLY: one of down fits beside the two.
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 __global__ __maxnreg__(GATE_UP ? 88 : EARLY ? 64 : 72) void moe_int4_t1_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
@@ -367,7 +365,7 @@ bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 int start(Args a, int sms, void* stream) {
   using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY>;
-  constexpr int FIXED = 3072;  // more than the kernel's own shared memory and what the driver takes
+  constexpr int FIXED = 3072;  // bytes, more than static shared memory and the driver's
   constexpr int MOST = 228 * 1024 / CTAS - FIXED;
   // Without a shared expert its map is never used.
   const bool shares = a.shared.tiles > 0;
@@ -376,7 +374,8 @@ int start(Args a, int sms, void* stream) {
   const int ctas = CTAS * sms, per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
   auto fits = [&](int slots) {
     a.slots = slots;
-    // A unit's scales may be overwritten when the slot that the new ones come with was the old unit's last, or later.
+    // The slot that brings new scales must have held the old unit's last piece, or a later one: then all warps have
+    // read the old scales.
     a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
     return K::arrange(a, K::BOTH) <= MOST;
   };
@@ -405,8 +404,8 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t e
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
 // `shared_scale` unless the shared expert is e4m3. counter: zero before, and after down. mailbox: of router_mailbox.cuh;
-// launch: the number of the router's launch that publishes its choice there, or 0. fresh, norm, eps: what
-// mla_decode_router_t1.cu makes x of, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
+// launch: the number of the router launch that publishes its ids there, or 0. fresh, norm, eps: inputs to compute x
+// from, D a multiple of 256; or null, and x is read. Returns -1 for sizes it cannot take.
 API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
                               void* mailbox, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,

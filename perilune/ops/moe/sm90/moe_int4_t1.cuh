@@ -1,5 +1,5 @@
-// What a CTA of moe_int4_t1.cu has in shared memory, which CTA has which work, and what a multiplying warp does with its
-// part of a slot: activations as they are staged, scales, tiles of the shared expert.
+// Parts of moe_int4_t1.cu: a CTA's shared memory, the split of work over CTAs, and a consumer warp's part of a slot:
+// staged activations, scales, tiles of the shared expert.
 #pragma once
 #include "cuda/router_mailbox.cuh"
 #include "cuda/residual_mailbox.cuh"
@@ -16,7 +16,7 @@ struct Matrix {
   const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
   int64_t expert;         // rows of an expert
   int64_t second;         // rows between a tile's row 0 and its row 8
-  int row;                // bytes
+  int row;                // bytes of a row
   int tiles;              // of an expert; 0 if there is no such matrix
 };
 
@@ -29,31 +29,31 @@ struct Args {
   void* out;              // gate_up: h [k, 8 tiles] bf16; down: y [P, 16 tiles] float
   bf16* out_shared;       // gate_up: [8 tiles]; down writes row P - 1 of y
   int k, E, K, P, S;
-  uint32_t reciprocal, per_cta;  // of the units of an expert, of the CTAs; times 2^32, rounded up
-  int64_t each, each_shared;     // down: routed units of a CTA, those worth a shared one; times 2^20
+  uint32_t reciprocal, per_cta;  // 2^32 / units of an expert, 2^32 / CTAs; rounded up
+  int64_t each, each_shared;     // down: routed units per CTA, and per shared unit by bytes; times 2^20
   int64_t routed_rows, shared_rows;
-  uint32_t* mailbox;    // router_mailbox.cuh; down makes it zero again
-  uint32_t launch;    // of the router that publishes its choice; 0: gate_up waits for its predecessor
-  const uint32_t* fresh;  // gate_up: what x is the norm of, as mla_decode_router_t1.cu reads it; null: x is read
-  const bf16* norm;       // [K], with it
+  uint32_t* mailbox;    // router_mailbox.cuh; down clears it
+  uint32_t launch;    // number of the router launch that publishes the ids; 0: gate_up waits for its predecessor
+  const uint32_t* fresh;  // gate_up: residual mailbox, to compute x from (residual_mailbox.cuh); null: x is read
+  const bf16* norm;       // [K] norm weights, if `fresh`
   float eps;
-  uint32_t* counter;  // routed units of gate_up taken; zero before, down makes it zero again
-  int chunk;          // bytes of a row that lie together in a slot: 128, or 64 if rows are no multiple of that
+  uint32_t* counter;  // routed units that gate_up's CTAs have taken; zero before, down clears it
+  int chunk;          // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
   int slots;          // of the ring
   int scale_buffers;  // units with scales and factors in shared memory
   int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
   int xs_bytes;                  // of staged activations
-  int sums, starts, xs, held;    // where they lie in shared memory, behind the ring
-  int xs_shared;                 // activations of the shared expert: xs, or their own place beside it
+  int sums, starts, xs, held;    // offsets in shared memory, behind the ring; held: scales and factors
+  int xs_shared;                 // offset of the shared expert's activations: xs, or a second buffer
 };
 
-// The matrices as copied: chunks of 64 or 128 bytes of a row, rows, chunks of a row.
+// Dimensions of the maps: byte within a chunk (64 or 128 bytes), row, chunk of the row.
 struct Maps {
   CUtensorMap routed, shared;
 };
 
 struct Chosen {
-  int expert, number;  // which choice it is
+  int expert, number;  // number: index of the choice, below k
   float weight;        // down only
 };
 
@@ -63,7 +63,7 @@ struct Range {
 
 struct Plan {
   Chosen chosen[MAX_CHOICES];
-  Range units;  // of all (choice, unit)
+  Range units;  // of the numbers of all (choice, unit), choice by choice
 };
 
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -72,12 +72,11 @@ __device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_flo
 template <bool GATE_UP, bool COMPACT, int KS, int RT>
 struct OneToken {
   static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: of a warp, of all
+  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: one warp's, all KS warps'
   static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
-  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // rows that follow each other
+  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // adjacent rows, of one copy
   static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
 
-  // What a CTA has in shared memory.
   static __device__ __forceinline__ uint8_t* memory(int at) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     return bytes + at;
@@ -88,7 +87,7 @@ struct OneToken {
   }
   struct Barriers {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
-    int taken[MAX_SLOTS];  // the unit that begins in a slot; negative: no more. gate_up only
+    int taken[MAX_SLOTS];  // gate_up: the unit that begins in a slot; negative: no more units
   };
   static __device__ __forceinline__ Barriers& barriers() {
     __shared__ Barriers b;
@@ -97,14 +96,14 @@ struct OneToken {
 
   // ---- which units this CTA works on: by one warp ----
 
-  // Of all (choice, unit). Dividing by a variable would cost the copying warp more than asking for a slot.
+  // The choice that a unit number belongs to. Dividing by a variable would take longer than issuing a slot's copies.
   static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
 
-  // How many of so many a CTA's predecessors have.
+  // The first of CTA `cta`'s units, if `all` units are split evenly.
   static __device__ __forceinline__ int before(const Args& a, int cta, int all) { return __umulhi(cta * all, a.per_cta); }
 
-  // down: the units of all k choices that bring this CTA's bytes, its shared units counted, to an equal part of all
-  // bytes. While a CTA divided here, it asked for its first weights some 1,500 clocks after its ids.
+  // down: this CTA's routed units. With its shared units they are an equal part of all bytes. The host has divided
+  // (`deal`): divisions here delayed the first load of weights to some 1,500 clocks after the ids.
   static __device__ __forceinline__ Range dealt(const Args& a) {
     const int shared = a.shared.tiles / RT, all = a.k * (a.routed.tiles / RT);
     auto bound = [&](int n) {
@@ -114,17 +113,17 @@ struct OneToken {
     };
     return {bound(blockIdx.x), bound(blockIdx.x + 1)};
   }
-  // What that divides, on the host.
+  // On the host: the factors of `dealt`.
   static void deal(Args& a, int64_t ctas) {
     const int64_t shared = a.shared.tiles / RT, wide = a.shared.row, narrow = a.routed.row + a.scale_row;
     const int64_t routed = a.k * (a.routed.tiles / RT) * narrow, bytes = shared * wide + routed;
-    // The equal part must hold a CTA's shared units, and may not be mostly theirs.
+    // Routed units are split evenly if shared units exceed a CTA's equal part of the bytes, or half of all bytes.
     const bool even = bytes / ctas <= wide * ((shared + ctas - 1) / ctas) + 1 || shared * wide > bytes / 2;
     a.per_cta = static_cast<uint32_t>(((int64_t(1) << 32) + ctas - 1) / ctas);
     a.each = ((even ? routed : bytes) << 20) / (ctas * narrow), a.each_shared = even ? 0 : (wide << 20) / narrow;
   }
 
-  // Of choice `lane` of the token; -1 where there is none.
+  // Choice number `lane` of the token; expert -1 from lane k on.
   struct Asked {
     int expert;
     float weight;  // down only
@@ -139,8 +138,8 @@ struct OneToken {
     return v;
   }
 
-  // The token's choices, each an expert of its own; an id that is no expert is passed over. `own`: this CTA's units of all
-  // choices if none is; with fewer all CTAs have equal numbers.
+  // Writes the plan: the token's choices without ids that are no expert, and this CTA's units. down: `own` if all k ids
+  // are experts, else an equal share of the remaining units.
   static __device__ void plan(const Args& a, Asked v, Range own) {
     Plan& p = plan_of();
     const int lane = threadIdx.x % 32, per_expert = a.routed.tiles / RT;
@@ -154,12 +153,12 @@ struct OneToken {
     if (lane == 0) barrier_arrive(&barriers().planned);
   }
 
-  // ---- a multiplying warp ----
+  // ---- a consumer warp ----
 
   static __device__ __forceinline__ void meet_all() { named_sync(1, CONSUMERS); }
 
-  // Activations, `pieces` of 8 values, in the order in which the nibbles of a word come; and what the sums of every
-  // group of 32 k start at.
+  // Copies `pieces` x 8 activations to shared memory, in the order of a word's nibbles, and writes the start values of
+  // the sums of each group of 32 k (int4_mma.cuh).
   static __device__ __forceinline__ void stage(const Args& a, const bf16* from, int pieces) {
     constexpr int TOGETHER = GATE_UP ? 4 : 1;
     const unsigned quad = 0xfu << (threadIdx.x & 28);
@@ -186,8 +185,8 @@ struct OneToken {
     meet_all();
   }
 
-  // down of a slice: as `stage`, h of a choice, if there is one, and of the shared expert, where this CTA has of that, in
-  // one round trip.
+  // down of a rank's slice: as `stage`, for h of one choice (`chosen`, unless null) and for h of the shared expert (if
+  // `shared`: this CTA has units of it), in one round trip.
   static __device__ __forceinline__ void stage_both(const Args& a, const bf16* chosen, bool shared) {
     static_assert(CONSUMERS / 2 * 8 >= EARLY_WIDTH);
     const bool second = threadIdx.x >= CONSUMERS / 2;
@@ -205,7 +204,8 @@ struct OneToken {
     meet_all();
   }
 
-  // As `stage`, of the norm of what is still being handed over: x to the bit, as mla_decode_router_t1.cu makes it.
+  // As `stage`, for x = norm(residual) computed here, from a mailbox that is still being written: the same bits as x of
+  // mla_decode_router_t1.cu.
   static __device__ __forceinline__ void stage_fresh(const Args& a) {
     static_assert(!GATE_UP || WARPS == fresh::WARPS);
     __shared__ __align__(16) float squares[8];
@@ -213,7 +213,7 @@ struct OneToken {
     const int lane = threadIdx.x % 32, pieces = a.K / 8;
     uint4 w[fresh::PIECES];
     fresh::load_weights(w, a.norm, pieces);
-    if (threadIdx.x < 32) {  // lanes 0-7 and 8-15 look at a half each, and lane 16 at which it is
+    if (threadIdx.x < 32) {  // lanes 0-7 and 8-15 poll a half of the mailbox each; lane 16 polls which half is written
       const uint32_t* at = lane < 16 ? fresh::late(a.fresh + lane / 8 * (a.K / 2), pieces) : a.mailbox + 1;
       uint32_t said, there;
       do {
@@ -222,7 +222,7 @@ struct OneToken {
         there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
       } while (!mailbox::arrived_turn(said, a.launch) || there != 0xff);
       if (lane == 0) turn_shared = said & 1;
-      if (mailbox::sm_of(said) == mailbox::sm_id()) {  // where experts are chosen, that goes first
+      if (mailbox::sm_of(said) == mailbox::sm_id()) {  // on the SM that chooses experts, wait until it has chosen
         while (!__all_sync(~0u, lane >= a.k || mailbox::arrived(mailbox::glance_choice(a.mailbox, a.k), a.launch))) {
         }
       }
@@ -246,13 +246,13 @@ struct OneToken {
     meet_all();
   }
 
-  // Which pieces of 8 values of x are staged for bf16 or e4m3 weights.
+  // The pieces of 8 values of x that are staged for the shared expert.
   struct Window {
     int first, end;
   };
 
-  // Where 16 bytes of this warp's share of a slot are: number `column` < 4 of row `row` < 16 of tile rt; and the same
-  // of the row's other 64 bytes.
+  // Offset in a slot of 16 bytes of this warp's share: number `column` < 4 of row `row` < 16 of tile rt. other_half:
+  // the same in the row's other 64 bytes.
   static __device__ __forceinline__ int place(const Args& a, int ks, int rt, int row, int column) {
     const int line = GATE_UP ? rt * 8 + row % 8 : rt * 16 + row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
     const int turned = column ^ (a.chunk == 128 ? row % 8 : row % 8 / 2);
@@ -303,12 +303,12 @@ struct OneToken {
     return __bfloat162float(*reinterpret_cast<const bf16*>(at));
   }
 
-  // total = a tile of the shared expert times x. STAGED: x is there.
+  // total = a tile of the shared expert times x. STAGED: x is in shared memory already.
   template <bool FP8, bool STAGED>
   static __device__ __forceinline__ void dense_tile(const Args& a, int buffer, Window& window, int& from, int& phase,
                                                     float (&total)[4]) {
-    constexpr int EACH = FP8 ? 2 : 1;    // 16 bytes of x that meet 16 bytes of weights
-    constexpr int PIECES = FP8 ? 8 : 4;  // of x that meet 64 bytes of weights
+    constexpr int EACH = FP8 ? 2 : 1;    // pieces of x for 16 bytes of weights
+    constexpr int PIECES = FP8 ? 8 : 4;  // pieces of x for 64 bytes of weights
     constexpr int SLOT_PIECES = PIECE / 64 * PIECES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
@@ -319,7 +319,7 @@ struct OneToken {
     for (int n = 0; n < slots; n++) {
       const int piece = n * SLOT_PIECES;
       if (!STAGED && (piece < window.first || min(piece + SLOT_PIECES, all) > window.end)) {
-        if (window.end > 0) meet_all();  // every warp is done with the activations before
+        if (window.end > 0) meet_all();  // all warps have read the previous activations
         window.first = all > most ? piece : 0;
         window.end = min(window.first + (all > most ? most / SLOT_PIECES * SLOT_PIECES : all), all);
         stage(a, a.in_shared + window.first * 8, window.end - window.first);
@@ -354,7 +354,7 @@ struct OneToken {
     for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
   }
 
-  // Lays out shared memory, with a place for either input of down if `both`; its bytes.
+  // Lays out shared memory and returns its bytes. `both`: separate buffers for down's two inputs.
   static int arrange(Args& a, bool both) {
     a.scale_row = a.K / (COMPACT ? 32 : 16);
     a.scales = UNIT_ROWS * a.scale_row;
@@ -363,7 +363,7 @@ struct OneToken {
     a.starts = a.sums + 2 * WARPS * 64;
     a.xs = a.starts + divide_up(a.K / 32, 4) * 16;
     a.xs_bytes = a.K * 2 + 64;
-    if (a.shared.tiles) {  // at least a slot's
+    if (a.shared.tiles) {  // at least the activations of one slot
       a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
     }
     a.xs_shared = both ? a.xs + a.xs_bytes : a.xs;

@@ -1,16 +1,15 @@
 // The MoE block for 128 to 512 tokens: grouped products on wgmma with tiles of 256 weight rows, so that an expert's few
-// tokens are read from the second-level cache 16 to 28 times instead of 32 to 56. Contract in moe_int4_tall.py.
+// tokens are read from L2 16 to 28 times instead of 32 to 56. Contract in moe_int4_tall.py.
 //
-// prepare: pairs (token, choice) get rows sorted by expert, each expert's rows starting at a multiple of 8, and every
-// expert's rows are cut into tiles of at most 96 columns; x is copied once in the order of k of moe_int4_grouped.cuh.
-// gate_up and down: one launch per width N of tiles, one CTA per SM. Four warpgroups multiply, 64 rows each; a thread
-// of a fifth asks for weights and scales, boxes of 128 rows and 256 k of tensor maps; another warp of it brings
-// activations: of gate_up by index from x, of down from h, which lies as slabs (wgmma.cuh). combine: the weighted sum
-// of a token's rows.
+// prepare: makes the plan of moe_int4_grouped.cuh, with tiles of at most 96 columns, and copies x once in its order of
+// k. gate_up and down: one launch per width N of tiles, one CTA per SM. Four warpgroups multiply (moe_int4_tall.cuh).
+// In a fifth, one thread issues copies of weights and scales (boxes of 128 rows and 256 k of tensor maps), another warp
+// copies of activations: for gate_up by index from x, for down from h, stored as slabs (wgmma.cuh). combine: the
+// weighted sum of a token's rows.
 //
 // CTAs take work from a counter, so that a launch that starts on some SMs while the one before still runs on others
-// ends everywhere at the same time. The launches of one product do not wait for each other: the last CTA of each waits
-// at its end, so that what waits for the last launch waits for all.
+// ends everywhere at the same time. The launches of one product do not wait for each other at first: the last CTA of
+// each waits at its end, so that a kernel that waits for the last launch waits for all.
 #include "moe/sm90/moe_int4_tall.cuh"
 
 namespace {
@@ -22,17 +21,17 @@ constexpr int width_of(int c) { return 8 + 8 * c; }
 using Planned = Planner<1, CLASSES>;
 
 constexpr int SHARED = 226 * 1024;
-constexpr int ITEMS = 16;           // places for pieces of work on their way: at most one for each stage, and 2
+constexpr int ITEMS = 16;           // ring of numbers of pieces of work: at most one in use for each stage, and 2
 
 struct Args {
-  const uint8_t* in;    // gate_up: x [T, K], in order; down: slabs of h
+  const uint8_t* in;    // gate_up: x [T, K], permuted; down: slabs of h
   const int* source;    // gate_up: the token of a row
   Output to;
   const int* count;     // tiles of this width
-  int* taken;           // of their work, beyond the first piece of every CTA
+  int* taken;           // pieces of their work that CTAs have taken after their first
   const Tile* tiles;
   int K, units;  // units: tiles of weight rows
-  int chained;         // the kernel before is one of the same product
+  int chained;         // the predecessor is a launch of the same product
 };
 
 template <bool GATE_UP, int N>
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
   extern __shared__ uint8_t memory[];
   __shared__ int items[ITEMS];
   const S rings(memory);
-  uint64_t* known = rings.end();  // items
+  uint64_t* known = rings.end();  // barriers of `items`
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   if (tid == 0) {
     rings.init();
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
     registers_give<PRODUCER_REGISTERS>();
     if (warp == WARPS) {
       if (elected()) {
-        // down may ask for weights before h is there: the plan was made before gate_up's first launch.
+        // down may load weights before its wait: the plan is older than gate_up's first launch.
         if (GATE_UP && !a.chained) wait_for_predecessor();
         const int all = *a.count * a.units;
         Ring to{0, 1};
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
             barrier_expect(barrier, STAGE);
             load_weights<false>(stage, maps, first, GATE_UP ? a.to.rows / 2 : BOX, block, barrier);
             to.advance(S::STAGES);
-            if (block == 0) publish(n);  // the number has come meanwhile; activations are brought ahead of weights
+            if (block == 0) publish(n);  // the counter has answered by now; activations are loaded ahead of weights
           }
         }
       }
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
         return *const_cast<volatile int*>(items + n % ITEMS);
       };
       if (GATE_UP) {
-        constexpr int AHEAD = S::INPUTS / 2;  // stages asked for and not yet handed over
+        constexpr int AHEAD = S::INPUTS / 2;  // stages of copies in flight
         int pending = 0, oldest = 0;
         auto hand_over = [&] {
           shared_writes_visible();
@@ -112,12 +111,12 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
           while (pending > 0) hand_over();
         };
         for (int n = 0;; n++) {
-          // Nothing may be held back while this warp waits: who knows the next piece of work may wait for these.
+          // Hand over all stages before this warp waits: the thread that publishes the next piece may wait for them.
           if (!__all_sync(~0u, barrier_passed(known + n % ITEMS, n / ITEMS & 1))) hand_all_over();
           const int work = work_of(n);
           if (work < 0) break;
           const Tile tile = a.tiles[work / a.units];
-          uint32_t rows[(N + 31) / 32];  // where they are
+          uint32_t rows[(N + 31) / 32];  // byte offsets of the tile's rows in x
 #pragma unroll
           for (int i = 0; i < (N + 31) / 32; i++) {
             rows[i] = a.source[tile.row + min(32 * i + lane, tile.count - 1)] * static_cast<uint32_t>(a.K * 2);
@@ -194,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
   if (a.chained && blockIdx.x == gridDim.x - 1) wait_for_predecessor();
 }
 
-// One CTA plans; the others copy x in order, 4 tokens each.
+// One CTA plans; the others copy and permute x, 4 tokens each.
 __global__ void __launch_bounds__(1024) prepare_kernel(const bf16* x, int64_t stride, const int* ids, int T, int k,
                                                        int E, int D, uint32_t classes, Planned::Plan* plan, Tile* tiles,
                                                        int capacity, int* position, int* source, uint4* ordered) {
@@ -236,7 +235,8 @@ int products(Args a, const Maps& maps, uint32_t classes, Planned::Plan* plan, co
 // x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D]. classes: plan's.
 // Workspace: plan int32 [36 + 36 * capacity], position int32 [T k], source int32 [8 groups], ordered bf16 [T, D],
 // h bf16 [8 groups, I], part bf16 [8 groups, D]. capacity >= T k / 96 + E tiles;
-// 8 groups >= T k + 7 min(E, T k) + 96 rows. 0, CUDA's error number, or -1 for sizes or a driver that cannot.
+// 8 groups >= T k + 7 min(E, T k) + 96 rows. Returns 0, CUDA's error number, or -1 if the driver makes no tensor maps
+// of these sizes.
 API int moe_int4_tall(const void* x, int64_t stride, const void* ids, const void* weights, const void* gate_up,
                       const void* gate_up_scale, const void* down, const void* down_scale, const void* shared, void* y,
                       void* plan_memory, void* position_memory, void* source, void* ordered, void* h, void* part,

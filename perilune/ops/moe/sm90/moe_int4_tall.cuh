@@ -16,7 +16,7 @@ using namespace hopper;
 constexpr int GROUPS = 4;  // multiplying warpgroups
 constexpr int WARPS = 4 * GROUPS;
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;  // together what 640 threads of 96 have
+constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;  // per thread; in sum as 640 threads of 96
 constexpr int BOX = 128;       // rows of a box
 constexpr int ROWS = 2 * BOX;  // of a stage of weights
 constexpr int DEEP = 256;      // k of a stage of weights; of activations half
@@ -31,7 +31,7 @@ struct Maps {
   CUtensorMap weights, scales;
 };
 
-// Of weights [rows, K] and their scales.
+// Makes the maps of weights [rows, K] and their scales; false if the driver refuses.
 inline bool describe(Maps* m, const void* packed, const void* scale, int64_t rows, int64_t K, bool compact) {
   const int64_t scales = compact ? K / 32 : K / 16;
   const int64_t deep = K / DEEP;
@@ -46,8 +46,8 @@ struct Ring {
   }
 };
 
-// In shared memory: STAGES of weights; INPUTS of activations, 128 k each, two slabs SLAB bytes apart, which all CTAs of
-// a cluster get; results on their way out; barriers.
+// Shared memory: rings of STAGES stages of weights and of INPUTS stages of activations (128 k, two slabs SLAB bytes
+// apart, multicast to all CTAs of a cluster); staged results; barriers.
 template <bool GATE_UP, int STAGES_, int INPUTS_, int SLAB_, int CLUSTER_>
 struct Rings {
   static constexpr int STAGES = STAGES_, INPUTS = INPUTS_, SLAB = SLAB_, INPUT = 2 * SLAB, CLUSTER = CLUSTER_;
@@ -72,8 +72,8 @@ struct Rings {
   }
 };
 
-// Asks for 256 k of weights and their scales: of 128 rows from row `first` on, and of 128 that begin `apart` rows after
-// the first ones; by one thread.
+// By one thread: issues copies of 256 k of weights and their scales, of 128 rows from `first` on and of 128 rows from
+// `first` + `apart` on.
 template <bool COMPACT>
 __device__ __forceinline__ void load_weights(uint8_t* stage, const Maps& maps, int first, int apart, int block,
                                              uint64_t* barrier) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_weights(uint8_t* stage, const Maps& maps, i
   }
 }
 
-// A multiplying thread, and where it is in the rings.
+// A consumer thread and its positions in the rings.
 template <bool GATE_UP>
 struct Consumer {
   int group, w, lane, g, t, p, low_row, high_row;  // rows of a stage
@@ -100,8 +100,7 @@ struct Consumer {
   }
 };
 
-// d += 256 weight rows times the N columns of a tile. Factors: what compact scales of the thread's two rows are
-// multiplied with.
+// d += 256 weight rows times the N columns of a tile. Factors: row scales / 255 of the thread's two rows, if COMPACT.
 template <bool COMPACT, int N, bool GATE_UP, int STAGES, int INPUTS, int SLAB, int CLUSTER>
 __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
                                               const Rings<GATE_UP, STAGES, INPUTS, SLAB, CLUSTER>& rings,
@@ -115,7 +114,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
     }
   };
   uint32_t even[16], odd[16];
-  int before = 0;  // the stage of activations of the products that were asked for last
+  int before = 0;  // the activation stage of the products that were issued last
 #pragma unroll 1
   for (int block = 0; block < blocks; block++) {
     barrier_wait(rings.full + me.from.at, me.from.phase);
@@ -142,7 +141,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
 #pragma unroll
         for (int s = 0; s < 4; s++) wgmma<N>(d, x + 4 * s, b + 2 * s);
         wgmma_commit();
-        wgmma_wait<1>();  // the other half's
+        wgmma_wait<1>();  // for the other half's products
         if (half) return;
         if (part == 1) release_inputs(me.in.at);
         if (part == 0 && block > 0) release_inputs(before);
@@ -162,7 +161,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
   release_inputs(before);
 }
 
-// Where results go: gate_up's to slabs of h; down's to [8 groups, rows] bf16.
+// Destination of results: slabs of h for gate_up, [8 groups, rows] bf16 for down.
 struct Output {
   void* out;
   int64_t groups;  // rows / 8 of the slabs

@@ -1,5 +1,5 @@
-// What a warp of moe_int4_mma_tma.cu does with its part of a tile: activations that stay in registers, and products
-// with INT4, bf16 and e4m3 weights in a slot of the ring.
+// A warp's part of a tile in moe_int4_mma_tma.cu: activations, which stay in registers, and products with INT4, bf16
+// and e4m3 weights in a slot of the ring.
 #pragma once
 #include "moe/sm90/expert_segments.cuh"
 #include "moe/sm90/int4_mma.cuh"
@@ -8,7 +8,7 @@ namespace moe {
 
 constexpr int MAX_SLOTS = 16;
 constexpr int TOKENS = 8;      // columns of B for the shared expert
-constexpr int TILE_BITS = 10;  // of an item of work: segment and tile
+constexpr int TILE_BITS = 10;  // a work item is segment << TILE_BITS | tile
 
 struct Matrix {
   const uint8_t* data;
@@ -17,9 +17,9 @@ struct Matrix {
   int64_t rows;           // in all
   int expert;             // rows of an expert
   int second;             // gate_up: rows between a gate row and its up row
-  int row;                // bytes
+  int row;                // bytes of a row
   int tiles;              // of an expert; 0 if there is no such matrix
-  int chunk;              // bytes that lie together in a slot: 128, or 64 if rows are no multiple of that
+  int chunk;              // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
 };
 
 struct Args {
@@ -30,18 +30,17 @@ struct Args {
   const float* weights;   // [T, k]; down only
   void* out;              // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
   bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
-  uint32_t* taken;        // ranges taken beyond every CTA's first; zero before
-  uint32_t* settled;      // of the other launch: to be made zero
+  uint32_t* taken;        // ranges taken after every CTA's first; zero before
+  uint32_t* settled;      // `taken` of the other kernel, cleared here
   int T, k, E, K, width, P;
   int slots;         // of the ring
   int parts;         // groups of warps that share a tile
-  int visit, shared_visit;  // slots of a tile for each of them
-  int scale_row, scale_pitch, scale_swizzle;  // bytes; whether chunks of 16 bytes change places, as tensor maps do it
-  int whole_scales;  // rows of scales too short for a tensor map come whole
-  int scales, factors, sums, starts, segments, sorted, counts, places;  // where they lie in shared memory
+  int visit, shared_visit;  // slots of a tile per group
+  int scale_row, scale_pitch, scale_swizzle;  // bytes; whether tensor maps swizzle the 16-byte chunks of scales
+  int whole_scales;  // rows of scales are too short for a tensor map and are copied whole
+  int scales, factors, sums, starts, segments, sorted, counts, places;  // offsets in shared memory
 };
 
-// Boxes of the matrices.
 struct Maps {
   CUtensorMap routed, scales, shared;
 };
@@ -49,18 +48,18 @@ struct Maps {
 // RT: tiles in a slot, side by side: more than one where GROUP / RT chunks are a whole row (down of a rank's slice).
 template <bool GATE_UP, bool COMPACT, int RT = 1>
 struct Tile {
-  // Warps of a slot, such groups of a CTA, slots of a tile that a group may take.
+  // Warps that share a slot; groups of so many warps in a CTA; most slots of a tile per group.
   static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
   static constexpr int WARPS = GROUP * GROUPS, THREADS = (WARPS + 2) * 32;
-  static constexpr int KS = GROUP / RT;  // of its warps, those of a tile
+  static constexpr int KS = GROUP / RT;  // warps of a group per tile
   static constexpr int PIECE = KS * 128, SLOT = 16 * RT * PIECE;
   static constexpr int BOX_ROWS = GATE_UP ? 8 : 16 * RT, BOXES = GATE_UP ? 2 : 1;
   static constexpr int ROWS = GATE_UP ? 8 : 16, UNIT_ROWS = ROWS * RT;  // results of a tile, of a slot
   static_assert(GROUP % RT == 0 && (RT == 1 || !GATE_UP));
-  static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes, of a chunk
+  static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes of scales per chunk
   static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
-  static constexpr int FACTORS = COMPACT ? 16 * RT * 2 : 0;  // of a slot's rows, where a group's slots of a tile begin
-  static constexpr int TURNS = GATE_UP ? 4 : 8;  // of the ring of sums
+  static constexpr int FACTORS = COMPACT ? 16 * RT * 2 : 0;  // bytes of row scales, in a group's first slot of a tile
+  static constexpr int TURNS = GATE_UP ? 4 : 8;  // buffers in the ring of sums
   static constexpr int HELD = VISIT * 8;  // groups of 32 k with activations in a warp's registers
 
   using Held = uint32_t[HELD][4];
@@ -80,7 +79,7 @@ struct Tile {
     return c;
   }
 
-  // A place in a ring, and the parity of its turn.
+  // A slot of a ring, and the parity of its barrier's phase.
   struct Place {
     int at, phase;
     __device__ __forceinline__ void advance(int by, int size) {
@@ -101,14 +100,14 @@ struct Tile {
   static __device__ __forceinline__ int row_of(const Args& a, int pair) { return GATE_UP ? pair / a.k : pair; }
 
   struct Warp {
-    int lane, g, t, ks, part, turn;  // turn: of the sums
+    int lane, g, t, ks, part, turn;  // turn: number of the next sums
     Place from;
     float* starts;
     int rt;
-    int odd;  // from the scales of a slot to those of a slot with an odd number, where chunks have half of 16 bytes
+    int odd;  // how much later scales begin in odd slots, if a slot's scales are no multiple of 16 bytes
   };
 
-  // What this warp's k of N tokens of a segment are.
+  // Loads this warp's k of N tokens of a segment to registers b, and the start values of the sums to shared memory.
   template <int N>
   static __device__ __forceinline__ void hold(const Args& a, const Warp& w, Segment segment, Held& b) {
     constexpr int EACH = 8 / N;  // groups of an accumulator
@@ -124,7 +123,7 @@ struct Tile {
         if (j < a.visit && k < a.K) v[j][i] = __ldcg(reinterpret_cast<const uint4*>(row + k));
       }
     }
-    __syncwarp();  // all have read the starts before
+    __syncwarp();  // all lanes have read the previous start values
 #pragma unroll
     for (int j = 0; j < VISIT; j++) {
 #pragma unroll
@@ -146,7 +145,7 @@ struct Tile {
     __syncwarp();
   }
 
-  // Of two neighbouring groups.
+  // The scales of two neighbouring groups.
   static __device__ __forceinline__ float2 scales_at(const uint8_t* at) {
     if (COMPACT) {
       const uint32_t v = *reinterpret_cast<const uint16_t*>(at);
@@ -164,7 +163,7 @@ struct Tile {
     w.from.advance(a.parts, a.slots);
   }
 
-  // Where 16 bytes of this warp's chunk of a slot are: number `column` < 4 of row `row` < 16 RT.
+  // Offset in a slot of 16 bytes of this warp's chunk: number `column` < 4 of row `row` < 16 RT.
   static __device__ __forceinline__ int near_of(int chunk, int ks, int row, int column) {
     const int line = GATE_UP ? row % 8 : row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
     return half + ks * 128 * BOX_ROWS + line * chunk + (column ^ (chunk == 128 ? row % 8 : row % 8 / 2)) * 16;
@@ -174,7 +173,7 @@ struct Tile {
     return chunk == 128 ? near ^ 64 : near + 64 * BOX_ROWS;
   }
 
-  // Where byte `at` of the scales of row `row` < 16 RT is.
+  // Offset of byte `at` of the scales of row `row` < 16 RT.
   static __device__ __forceinline__ int scale_of(const Args& a, int row, int at) {
     const int swap = !a.scale_swizzle ? 0 : SCALE_PITCH == 128 ? row % 8 : row / 2 % 4;
     return row * a.scale_pitch + (at / 16 ^ swap) * 16 + at % 16;
@@ -211,7 +210,7 @@ struct Tile {
             mma(d, high, x[2], x[3], bf16());
           }
         }
-        const int pair = N == 1 ? w.t : N == 2 ? i * 2 + w.t % 2 : i;  // of groups
+        const int pair = N == 1 ? w.t : N == 2 ? i * 2 + w.t % 2 : i;  // index of two neighbouring groups
         const float2 f = scales_at(scale + pair * (SCALE_UNIT / 4));
         const float2 k = scales_at(scale + pair * (SCALE_UNIT / 4) + 8 * a.scale_pitch);
         top[i] = fmaf(f.y, d[1], fmaf(f.x, d[0], top[i]));
@@ -232,7 +231,7 @@ struct Tile {
     }
   }
 
-  // Hands a tile's sums to the last warp.
+  // Passes this warp's sums of a tile to the last warp.
   static __device__ __forceinline__ void hand(const Args& a, const Warp& w, float2 sums, int item) {
     Control& c = control();
     const Place to = place(w.turn, TURNS);
@@ -245,7 +244,7 @@ struct Tile {
     if (w.lane == 0) barrier_arrive(&c.added[to.at]);
   }
 
-  // Tokens 8 half + g, of what this warp meets of the shared expert.
+  // Loads the activations of token 8 half + g for this warp's k of the shared expert.
   template <bool FP8>
   static __device__ __forceinline__ void hold_tokens(const Args& a, const Warp& w, int half, Held& b) {
     constexpr int GROUPS_OF_SLOT = FP8 ? 4 : 2;

@@ -1,11 +1,11 @@
 // Router scores and the choice of experts in one launch. Contract in router.py.
 //
-// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; all of the gate is on
-// its way to shared memory before the activations are ready. The first CTA polls for their sums, a warp per token, adds
-// the parts in order and picks the experts. While the experts' weights stream, a round trip to memory takes
-// microseconds, and so does the first run of any instruction. So the biases are loaded before, the choice is run once
-// without effect before, a word of a sum shows by itself that it is written (no fence, no counter), and the ids are
-// published one by one (router_mailbox.cuh).
+// CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; copies of the gate to
+// shared memory begin before the activations are ready. The first CTA polls for the sums, a warp per token, adds the
+// parts in order and selects the experts. While the experts' weights stream, a round trip to memory takes microseconds,
+// and so does an instruction cache miss. So biases are loaded before; the selection is run once before, without effect;
+// a nonzero word of a sum shows that it is written (no fence, no counter); ids are published one by one
+// (router_mailbox.cuh).
 #include "cuda/router_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -17,27 +17,28 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int TILE = 8;
 constexpr int CHUNK = 32;
-constexpr int MOST_CHUNKS = 14;  // of a warp: its activations are held in registers
+constexpr int MOST_CHUNKS = 14;  // per warp, which holds its activations in registers
 
 struct Args {
   const bf16* x;     // [T, D]
   const bf16* gate;  // [E, D]
   routing::Choice choice;
-  uint32_t* sums;   // [parts, T, E]: bits of a float, inverted; zero, before and after, where there is none
+  uint32_t* sums;   // [parts, T, E]: inverted bits of a float; 0: not written. Zero before and after the launch
   uint32_t* mailbox;
-  uint32_t launch;  // its number, if T is 1; 0: nothing is published
+  uint32_t launch;  // the launch's number, if T is 1; 0: nothing is published
   int T, D, workers;
 };
 
-// Bytes between a warp's rows of the gate: two neighbours share no bank.
+// Bytes between a warp's rows of the gate, so that two neighbouring rows share no bank.
 __host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
 
 __device__ __forceinline__ uint32_t written(float v) {
   const uint32_t bits = ~__float_as_uint(v);
-  return bits ? bits : 0x80000000u;  // one NaN for another
+  return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
 }
 
-// The sums of a token, expert 32 n + lane, once they are all there; a negative token only rehearses.
+// Waits for the sums of a token for experts 32 n + lane, adds their parts and clears them. A negative token: a dry run,
+// which neither waits nor clears.
 template <int EACH>
 __device__ __forceinline__ void add_up(const Args& a, int token, int lane, float (&score)[EACH]) {
 #pragma unroll
@@ -64,14 +65,14 @@ __device__ __forceinline__ void add_up(const Args& a, int token, int lane, float
   }
 }
 
-// The lane, which the compiler is not to know before: what follows from it would be kept in local memory.
+// The lane id, computed here: addresses that the compiler derives from an earlier one are spilled to local memory.
 __device__ __forceinline__ int lane_again() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-// This CTA's sums, from the moment x is there.
+// Waits for x and writes this CTA's sums.
 template <bool MANY>
 __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
                                          float (&sums)[WARPS][(MANY ? 16 : 8) * TILE], uint64_t (&barriers)[WARPS]) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
   const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
   const int row_pitch = weight_pitch(chunks * CHUNK * 2), k0 = blockIdx.y * width + warp * chunks * CHUNK;
   wait_for_predecessor();
-  // A kernel that starts after a launch without publication may read x at once.
+  // Without publication, the next kernel may read x as soon as it starts.
   if (!a.launch) let_successor_start();
   if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) mailbox::publish_x(a.mailbox, a.launch);
 

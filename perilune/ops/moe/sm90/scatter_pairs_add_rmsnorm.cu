@@ -1,11 +1,10 @@
-// The same as exchange_pairs_add_rmsnorm.cu, of the rows that this rank owns. Contracts in scatter_pairs_add_rmsnorm.py and
+// As exchange_pairs_add_rmsnorm.cu, for the rows that this rank owns. Contracts in scatter_pairs_add_rmsnorm.py and
 // scatter_pairs_add_rmsnorm_quantize.py.
 #include "cuda/two_shots.cuh"
 
 using namespace two_shots;
 
-// Arguments as there; y has the rank's rows, in bf16, or in e4m3 with scales [ceil(D / 128), scale_rows] if they are not
-// null.
+// y: the rank's rows, in bf16, or in e4m3 if scales [ceil(D / 128), scale_rows] is not null. Other arguments as there.
 API int scatter_pairs_add_rmsnorm(const Peers* peers, void* residual, const void* part, const void* position,
                                   const void* weights, const void* shared, int64_t k, int64_t cluster, const void* w,
                                   void* y, void* scales, int64_t scale_rows, int64_t T, int64_t D, float eps,

@@ -4,13 +4,13 @@
 
 namespace {
 
-// One token per CTA. The row is put in order in shared memory, so that eight lanes write a whole line.
+// One token per CTA. The row is permuted in shared memory first, so that eight lanes write a whole line.
 __global__ void __launch_bounds__(256) gather_kernel(const bf16* x, int64_t stride, const int* position, int k, int D,
                                                      int64_t groups, uint8_t* out) {
   extern __shared__ uint4 ordered[];  // [D / 8] chunks
   const int token = blockIdx.x;
   wait_for_predecessor();
-  let_successor_start();  // only after the wait: moe_int4_cluster.cuh reads the plan before its own
+  let_successor_start();  // only after the wait: moe_int4_cluster.cuh reads the plan before its own wait
   for (int unit = threadIdx.x; unit < D / 32; unit += blockDim.x) permute(x + token * stride, unit, ordered);
   __syncthreads();
   for (int j = 0; j < k; j++) {

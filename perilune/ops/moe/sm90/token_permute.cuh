@@ -1,5 +1,5 @@
-// What is around the grouped products of moe_int4_grouped.cuh and moe_int4_tall.cu: pairs (token, choice) get rows
-// sorted by expert, tokens are put in order, and a token's results are added up.
+// The steps before and after the grouped products of moe_int4_grouped.cuh and moe_int4_tall.cu: rows of pairs (token,
+// choice) are sorted by expert, activations are permuted, a token's results are summed.
 #pragma once
 #include "cuda/hopper.cuh"
 
@@ -15,8 +15,8 @@ struct Tile {
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// By 1024 threads, in shared memory [MAX_EXPERTS] each, totals [32]: counts, the pairs of every expert; next, its first
-// row, a multiple of 8. Returns the pairs of the thread's expert.
+// By 1024 threads, one per expert. Writes to shared memory: counts [MAX_EXPERTS], the number of an expert's pairs; next
+// [MAX_EXPERTS], its first row, a multiple of 8. totals [32]: scratch. Returns the count of the thread's expert.
 __device__ __forceinline__ int count_pairs(const int* ids, int pairs, int E, int* counts, int* next, int* totals) {
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   counts[tid] = 0;
@@ -56,15 +56,15 @@ __device__ __forceinline__ void place_pairs(const int* ids, int pairs, int k, in
   }
 }
 
-// Sizes of tiles: class c has 8 (FIRST + c) columns, for up to so many pairs of an expert.
+// Plans tiles of CLASSES sizes: class c has 8 (FIRST + c) columns, each for a pair of one expert.
 template <int FIRST, int CLASSES>
 struct Planner {
   static constexpr int WIDEST = 8 * (FIRST + CLASSES - 1);
 
-  // In memory; the tiles themselves lie behind.
+  // In global memory; the tiles follow.
   struct Plan {
-    int tiles[CLASSES];     // of each class
-    int taken[2][CLASSES];  // of the work of gate_up and down, beyond the first piece of every CTA
+    int tiles[CLASSES];     // number of tiles of each class
+    int taken[2][CLASSES];  // pieces of work of down (0) and gate_up (1) that CTAs have taken after their first
   };
 
   // By 1024 threads. Bit c of `classes`: tiles may be of class c; the last one always may. position and source: see
@@ -92,8 +92,8 @@ struct Planner {
   }
 };
 
-// What a thread takes of a token's activations: word `unit % 4` of the four groups of 32 in a block of 128, and where
-// its four chunks of 16 bytes go, [D / 8], in the order of moe_int4_grouped.cuh.
+// A thread's part of the permutation of a token's activations to the order of moe_int4_grouped.cuh: reads values
+// 8 (unit % 4) .. + 7 of the four groups of 32 in block unit / 4 of 128, writes four chunks of `to` [D / 8].
 __device__ __forceinline__ void permute(const bf16* row, int unit, uint4* to) {
   const int block = unit / 4, word = unit % 4;
   union {

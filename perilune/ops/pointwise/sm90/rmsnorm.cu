@@ -13,7 +13,7 @@ constexpr int WARPS = 8, THREADS = WARPS * 32;
 // same with columns in moe_int4_cluster.cuh's order.
 enum Added { NOTHING, NARROW, WIDE, RANKS, PAIRS, CLUSTER_PAIRS };
 __host__ __device__ constexpr bool paired(Added added) { return added == PAIRS || added == CLUSTER_PAIRS; }
-constexpr int BATCH = 2;  // rows of pairs that are loaded at once: with more, registers for one CTA of an SM only
+constexpr int BATCH = 2;  // rows of pairs that are loaded at once: with more, an SM has registers for one CTA only
 
 struct Args {
   bf16* x;  // rows `stride` apart; the sum goes back to it
@@ -23,15 +23,15 @@ struct Args {
   void* y;  // [T, D] bf16
   int parts, T, D;
   float eps;
-  // RANKS: `added` is the part of rank `rank`; `others` has those of the other `parts` - 1 ranks, in order, `apart`
-  // values from one to the next.
+  // RANKS: `added` is the partial sum of rank `rank`; `others` has those of the other `parts` - 1 ranks, in order,
+  // `apart` values apart.
   const bf16* others;
   int64_t apart;
   int rank;
   // QUANTIZED: y is [T, D] e4m3, and `scales` [ceil(D / 128), scale_rows] has the scales of its groups.
   float* scales;
   int scale_rows;
-  // PAIRS: `added` [M, D] has the results of pairs; those of a row are `parts`, at `position`, or none below 0, times
+  // PAIRS: `added` [M, D] has the results of pairs. A row adds `parts` of them, at `position` (below 0: none), times
   // `weights`; then `shared`, if not null.
   const int* position;   // [T, parts]
   const float* weights;  // [T, parts]
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, paired(ADDED) ? 2 : 0) rmsnorm_kernel
     if constexpr (QUANTIZED) {
       const float top = token_scale::top(token_scale::largest(y));
       if (p < pieces) *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.y) + at) = token_scale::rounded(y, top);
-      if (p % 16 == 0 && p < a.D / 8) {  // rows past T fill the last tile of scales
+      if (p % 16 == 0 && p < a.D / 8) {  // rows past T: scale 0
         a.scales[static_cast<int64_t>(p / 16) * a.scale_rows + row] = row < a.T ? token_scale::scale(top) : 0.0f;
       }
     } else {

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(THREADS) swiglu_kernel(const bf16* gate_up, in
 
 }  // namespace
 
-// gate_up [T, 2 I] with rows `stride` apart, y [T, I]; I and stride multiples of 8, gate_up at one of 16 bytes.
+// gate_up [T, 2 I] with rows `stride` apart, y [T, I]; I and stride multiples of 8, gate_up at a multiple of 16 bytes.
 API int swiglu(const void* gate_up, int64_t stride, void* y, int64_t T, int64_t I, void* stream) {
   const int64_t pieces = T * (I / 8);
   if (pieces == 0) return 0;
