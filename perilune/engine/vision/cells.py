@@ -5,7 +5,7 @@
                            after these, for each group a cell of attention and MLP
     the last               for each group, its tokens are merged and projected to the text model's width
 
-Neighbouring cells of one kind and layer run together.
+Neighbouring cells of one kind and layer are computed in one run.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ class Cells:
         return sum(map(self._flops, self.runs(start, stop)))
 
     def seconds(self, start: int, stop: int, flop_seconds: float) -> float:
-        """Seconds of these cells on a device that takes `flop_seconds` for an operation."""
+        """Seconds of these cells on a device that takes `flop_seconds` per operation."""
         return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
