@@ -75,7 +75,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made of. `config` has no "auto" and no None left where a value is needed."""
+    """The parts of an engine. `config` has no "auto", and no None where a value is needed."""
 
     config: EngineConfig
     choices: Choices

@@ -123,7 +123,7 @@ class Engine:
         return [] if self._encoder is None else self._encoder.wants()
 
     def provide(self, pixels: Pixels) -> None:
-        """The answer to a Want; ignored if the request has ended. RequestError if pixels and grid differ."""
+        """Takes the pixels of a Want; ignored if the request has ended. RequestError if pixels and grid differ."""
         if self._encoder is not None:
             self._encoder.provide(pixels.rid, pixels.item, pixels.patches)
 

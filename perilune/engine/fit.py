@@ -25,8 +25,8 @@ from perilune.model.step_memory import STEP_TOKENS, workspace_bytes
 from perilune.ops.layouts import latent_cache
 from perilune.plan import memory
 
-# If the KV cache would hold less context than this, choose narrower weights or more GPUs where possible. Larger: more
-# machines run with narrower weights.
+# With less context in the KV cache, choose narrower weights or more GPUs where possible. Larger: more machines run with
+# narrower weights.
 ENOUGH_TOKENS = 32_768
 INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # per weight, with its share of its group's bfloat16 scale
 COMPACT = "int4-compact"

@@ -4,11 +4,11 @@ With a socket for each rank, rank 0 would pay a system call that wakes a process
 machine. Here a rank with a GPU polls the ring, so that sending is one copy:
 
 1. Rank 0 copies a piece into the ring, then stores the new count of written bytes.
-2. A reader that sees the count grow reads the piece, checks its checksum, then stores its own count of read bytes. The
-   checksum is needed on processors that reorder stores (ARM): the new count may be visible before the bytes.
+2. A reader that sees the count grow reads the piece, checks its checksum and stores its own count of read bytes. On
+   processors that reorder stores (ARM) the new count may be visible before the bytes: then the checksum is wrong.
 3. Rank 0 overwrites bytes only when every reader's count is past them; until then it waits.
-4. A reader that has found no order for SPIN_SECONDS, or that computes on its CPU cores, sets its sleep word and blocks
-   on a socket. Rank 0 looks at the sleep words after step 1 and sends one byte to the socket of each sleeping reader.
+4. A reader that found no order for SPIN_SECONDS, or that computes on its CPU cores, sets its sleep word and blocks on a
+   socket. After step 1 rank 0 sends one byte to each reader with a sleep word set.
 """
 
 import contextlib

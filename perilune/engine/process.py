@@ -163,6 +163,6 @@ def _end(channel: Channel, why: str) -> None:
 
 if __name__ == "__main__":
     main()
-    # The engine is closed; unloading torch as well would take most of a second at every stop of a server.
+    # The engine is closed; unloading torch would take most of a second.
     sys.stderr.flush()
     os._exit(0)

@@ -18,7 +18,7 @@ from perilune.speculation.acceptance import Accepted
 from perilune.speculation.drafter import Drafts
 
 Chain = tuple[tuple[int, float], ...]
-Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the logits after them failed; chain
+Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the next logits are not finite; chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ class Runner:
         return self.graphs.draft(start, length)
 
     def _replay(self, plan: StepPlan) -> Readout | None:
-        """The step through CUDA graphs; None if its size cannot be captured on this machine."""
+        """Runs the step as CUDA graphs; None if its size cannot be captured on this machine."""
         assert self.graphs is not None
         if self.needs_no_host(plan):
             arriving = self.graphs.run(plan)

@@ -276,7 +276,7 @@ class Scheduler:
         request wants prompt log-probabilities, or blocks are short. Prompts that wait for the pacer are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
-        turns: PromptTurns | None = None  # computed once, at the first prompt
+        turns: PromptTurns | None = None
         if self._queue.requests and self._slots:
             turns = self._prompt_turns()
             if turns.tokens or self._queue.waits_for_tier():
@@ -315,7 +315,7 @@ class Scheduler:
         return self._planned(flights)
 
     def commit(self, result: StepResult) -> list[Delta]:
-        """Takes in the result of the oldest step in flight; returns the deltas for the front end."""
+        """Applies the result of the oldest step in flight; returns the deltas for the front end."""
         assert self._flying and self._flying[0][0] == result.step, f"step {result.step} is not the oldest in flight"
         _, flights = self._flying.popleft()
         outputs = {output.rid: output for output in result.outputs}

@@ -58,7 +58,7 @@ class FileIndex:
         return file
 
     def release(self, file: File) -> None:
-        """The restore has ended."""
+        """Ends a restore's use."""
         file.users -= 1
         if file.dropped and not file.users:
             self._delete(file.name)

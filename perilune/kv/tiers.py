@@ -317,7 +317,7 @@ class Tiers:
             self._free.append(held.row)
 
     def _leave(self, held: _Row) -> None:
-        """A transfer no longer uses the row."""
+        """Ends a transfer's use of the row."""
         held.users -= 1
         if held.forgotten and not held.users:
             del self._limbo[held.row]

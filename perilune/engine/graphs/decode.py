@@ -215,13 +215,13 @@ class DecodeGraphs:
         return True
 
     def run(self, plan: StepPlan) -> Arriving | None:
-        """The whole step; its requests must not need the host. None if this size cannot be captured on this machine;
-        `takes` then refuses it from now on."""
+        """Runs the whole step, which must satisfy Runner.needs_no_host. None if this size cannot be captured on this
+        machine; `takes` then refuses it from now on."""
         found = self._replay(plan, whole=True)
         return None if found is None else self._send(found[1], found[0], plan)
 
     def forward(self, plan: StepPlan) -> Run | None:
-        """The step as far as its logits; None as with `run`."""
+        """Runs the step up to its logits; None as in `run`."""
         found = self._replay(plan, whole=False)
         if found is None:
             return None

@@ -64,7 +64,6 @@ class RequestQueue:
         insort(self.requests, request, key=by_rank)
 
     def remove(self, request: Request) -> None:
-        """Takes out a waiting request that has ended."""
         self.requests.remove(request)
 
     def take(

@@ -121,14 +121,14 @@ class Pacer:
         return 0 if dear else fitting
 
     def planned(self, tokens: int, decoding: int) -> None:
-        """A step of `tokens` tokens is planned, in which `decoding` requests decode."""
+        """Takes note of a planned step of `tokens` tokens, in which `decoding` requests decode."""
         bound = self._bound
         if decoding and bound < math.inf and tokens > self.times.tokens(bound, self._most):
             self._long_plans.append(self._steps)
 
     def record(self, tokens: int, decoded: int, prompt_tokens: int, seconds: float) -> None:
-        """A step of `tokens` tokens, `prompt_tokens` of them of prompts, in which `decoded` requests decoded, came
-        `seconds` after the one before it."""
+        """Learns from a step of `tokens` tokens, `prompt_tokens` of them of prompts, in which `decoded` requests
+        decoded. Its result came `seconds` after the previous one."""
         if not self._stretch or seconds <= 0:
             return
         self._steps += 1

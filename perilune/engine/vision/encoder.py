@@ -158,7 +158,7 @@ class Encoder:
         return bool(self._asked)
 
     def provide(self, rid: int, item: int, patches: memoryview) -> None:
-        """The answer to a Want; ignored if the request has ended. RequestError for a wrong number of bytes."""
+        """As Engine.provide."""
         for digest, asked in self._asked.items():
             if asked == (rid, item):
                 placed = self._live[rid].pictures[item]
