@@ -25,7 +25,7 @@ class TokenRules:
         if params.allowed_token_ids is not None:
             assert isinstance(params.allowed_token_ids, bytes)
             self._fixed = np.frombuffer(params.allowed_token_ids.ljust(4 * words, b"\0")[: 4 * words], np.uint32).copy()
-        self._last: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last ids of bad words by those before
+        self._last: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last ids, by the ids before them
         for *before, last in params.bad_word_ids:
             if before:
                 self._last[tuple(before)].append(last)

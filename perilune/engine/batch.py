@@ -1,4 +1,4 @@
-"""StepPlan -> the tensors of a step that runs op by op (graphs/inputs.py for one that is a CUDA graph)."""
+"""Turns a StepPlan into the tensors of a step that runs op by op; graphs/inputs.py does so for CUDA graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,8 @@ from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.speculation.drafter import Followed
 
-ALIGNED_BYTES = (
-    256  # bytes: alignment of each array in the common copy, as torch aligns tensors; kernels read 16 at once
-)
+# Arrays begin at multiples of this in the common copy, as torch aligns tensors; kernels read 16 bytes at once.
+ALIGNED_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,9 @@ class Batch:
     work      the plan's work in row order
     starts    the first row of each work
     sampled   the S works that sample, in the order of `rows`
-    rows      [R] int64: the rows that are sampled: of each such work the last, and one more for every draft
-    firsts    [S] int64: the first of each work's rows in `rows`
-    slots     [S] int64: the row of the last-token buffer that each work's last token goes to
+    rows      [R] int64: the sampled rows: the last `drafts` + 1 rows of each work in `sampled`
+    firsts    [S] int64: the first sampled row of each work in `sampled`
+    slots     [S] int64: the row of the last-token buffer that gets each sampled work's last token
     """
 
     step: Step
@@ -133,8 +132,8 @@ def _together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 def followed(batch: Batch, features: Tensor, sampled_tokens: Tensor, lengths: Tensor | None) -> Followed:
-    """The inputs with which a draft model reads a step: `features` of its rows, `sampled_tokens` [R] int64, and how
-    many of these each request gets, `lengths` [S] int64; None: one each."""
+    """A draft model's inputs from a step. features [T, A D] of its rows; sampled_tokens [R] int64; lengths [S] int64:
+    how many of these each request gets, None: one each."""
     device = sampled_tokens.device
     following = batch.step.tokens.roll(-1)
     inside = [(start + w.count - 1, w.next_token) for w, start in zip(batch.work, batch.starts) if not w.sample]

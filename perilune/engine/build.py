@@ -75,7 +75,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made of. `config` has no "auto" and no None left where a value is needed."""
+    """The parts of an engine. `config` has no "auto", and no None where a value is needed."""
 
     config: EngineConfig
     choices: Choices
@@ -119,9 +119,9 @@ def build(
     loaded: Callable[[], None] = lambda: None,
     owns_process: bool = False,
 ) -> Parts:
-    """The parts of rank 0, which starts the other ranks; or, with `place`, of one of these, which calls `loaded` when
-    it has its weights. `source` loads the weights of rank 0; the other ranks use `load`. `progress` as in `load`: with
-    several ranks one bar counts the bytes of all. `owns_process` as in Engine. Raises ConfigError, CheckpointError."""
+    """The parts of rank 0, which starts the other ranks; with `place`, the parts of another rank, which calls `loaded`
+    when it has its weights. `source` loads the weights of rank 0; the other ranks use `load`. `progress` as in `load`;
+    one bar counts the bytes of all ranks. `owns_process` as in Engine. Raises ConfigError, CheckpointError."""
     registry.check_overrides(config.ops)
     choices = Choices([])
     mark = synthetic.read(model_dir)
@@ -216,8 +216,8 @@ def _start_ranks(
 
 
 def _no_peers(task: _Task) -> str:
-    """Why this rank cannot add partial outputs over peer memory; empty if nothing is known against it. Every rank has
-    to agree before the exchange is used."""
+    """Why this rank cannot add partial outputs over peer memory; empty if it can, as far as is known here. The exchange
+    is used only if all ranks can."""
     if task.config.ops.get(exchange.NAME, exchange.KERNEL) != exchange.KERNEL:
         return f"{exchange.NAME} is set to {task.config.ops[exchange.NAME]}"
     if task.device.type == "cuda" and exclusive_kernels.taken(torch.device("cuda", torch.cuda.current_device())):
@@ -343,7 +343,7 @@ def _allocate(
     model_config, weights = source()
     group = meet()
     dtype, pieces = getattr(torch, config.dtype), None
-    if config.exchange_piece_tokens is not None:  # now, so that the KV cache takes what is left
+    if config.exchange_piece_tokens is not None:  # before the KV cache, which takes the memory that is left
         pieces = group.pieces(config.exchange_piece_tokens, model_config.hidden_size, dtype)
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)

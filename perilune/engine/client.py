@@ -1,4 +1,4 @@
-"""The server's side of the engine process: starts it, submits requests, hands each its deltas. No torch here."""
+"""The server's side of the engine process: starts it, submits requests, receives their deltas. No torch here."""
 
 import asyncio
 import contextlib
@@ -46,9 +46,9 @@ SHUTDOWN_SECONDS = 1.5
 # Messages read from the engine before other tasks run. More: longer gaps between the pieces of each stream.
 TURN_MESSAGES = 1024
 ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the descriptor of the socket is appended
-CRASH_SECONDS = 0.5  # A process that has closed its socket has so long to print its traceback and exit.
+CRASH_SECONDS = 0.5  # How long a process that has closed its socket may take to print its traceback and exit.
 MAX_RUNS = 2  # engine processes that one request may run in. More: a request that crashes engines ends more of them.
-BACKOFF_SECONDS = 1.0
+BACKOFF_SECONDS = 1.0  # Pause after an engine process that finished no step; doubled each time.
 MAX_BACKOFF_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60  # The longest Retry-After: the SDKs of OpenAI and Anthropic ignore longer ones.
 MAX_LINE_BYTES = 64 << 10  # Longer lines of the engine's standard error are logged as several.
@@ -89,12 +89,12 @@ def room(prompt: Sequence[int], params: SamplingParams, info: EngineInfo) -> int
 
 @dataclass(slots=True)
 class _Request:
-    """A request of the server's.
+    """An unfinished request.
 
-    pictures  with their pixels, until the request has ended
-    produced  whether a delta has come
+    pictures  with their pixels
+    produced  whether a delta has arrived
     runs      number of engine processes that it was submitted to
-    lost      whether its last delta, of an engine process that has ended, waits to be taken
+    lost      whether its engine process has ended and `inbox` got a last delta with LOST
     """
 
     message: Submit
@@ -107,7 +107,7 @@ class _Request:
 
 
 class _Process:
-    """One life of the engine. `stepped`: it has finished a step."""
+    """One engine process. `stepped`: it has finished a step."""
 
     _relaying: asyncio.Task[None] | None = None
 
@@ -185,8 +185,8 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the engine process is started with. The descriptor of its socket is appended to `command`. `logged`: what it
-    writes to standard error becomes lines of this process's log."""
+    """How the engine process is started. The descriptor of its socket is appended to `command`. `logged`: its standard
+    error becomes lines of this process's log."""
 
     model: Path
     config: EngineConfig
@@ -197,9 +197,9 @@ class Launch:
 class EngineClient:
     """A running engine process. All methods belong to the event loop that started it.
 
-    A supervised one starts again when it ends by itself: at once, or after a growing delay if it ended without having
-    finished a step. Requests that had produced tokens then fail; the others run again, at most MAX_RUNS times in all,
-    because one of them may be what ends the engine.
+    If `supervised`, an engine process that ends by itself is started again: at once, or after a growing delay if it
+    ended before it finished a step. Requests that had produced tokens then fail; the others run again, at most MAX_RUNS
+    times in all, because one of them may crash the engine.
 
     alive     requests are taken
     restarts  engine processes after the first
@@ -216,7 +216,7 @@ class EngineClient:
         self._supervised = supervised
         self._fruitless = 0  # engine processes in a row that ended without having finished a step
         self._ids = itertools.count()
-        # Bounded by the number of live requests, which the server bounds; a queue holds one request's own tokens.
+        # The server bounds the number of live requests; an inbox holds only tokens of its own request.
         self._requests: dict[int, _Request] = {}
         self._start_seconds = 0.0  # duration of the last start
         self._down_since = 0.0  # by the event loop's clock
@@ -236,8 +236,8 @@ class EngineClient:
     ) -> "EngineClient":
         """Spawns the engine on a checkpoint directory and waits until it is loaded.
 
-        `stop_token_ids` are the tokenizer's end tokens, which come on top of those in config.json. `command` starts
-        another process that speaks engine/wire.py. `logged` as in Launch.
+        `stop_token_ids`: the tokenizer's end tokens, added to those in config.json. `command` starts another process
+        that speaks engine/wire.py. `logged` as in Launch.
         Raises EngineError with the engine's own message when it cannot start.
         """
         launch, begun = Launch(model, config, command, logged), _now()
@@ -266,11 +266,11 @@ class EngineClient:
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one request until its last. Closing the iterator early cancels the request in the engine.
 
-        `pictures` in the order of their runs of EngineInfo.media_pad in the prompt. Their pixels are held here until
-        the request has ended: only what no cache of the engine has is sent, and again if the engine starts again.
+        `pictures` in the order of their runs of EngineInfo.media_pad in the prompt. This process keeps their pixels
+        until the request has ended, and sends those that the engine asks for (Want), also after a restart.
 
         Deltas that came while the consumer was busy are joined to one, so that a server slower than its engine catches
-        up. With stop strings they are not: the consumer counts the accepted drafts of each delta up to the stop.
+        up. With stop strings deltas stay apart: the consumer counts accepted drafts, delta by delta, up to the stop.
         Cached KV is shared only with requests of equal `cache_keys`.
 
         Raises RequestError for a prompt that cannot run or has no room for the shortest answer that its constraint
@@ -372,13 +372,13 @@ class EngineClient:
             while True:
                 messages = await _read(process.reader)
                 taken += len(messages)
-                if taken >= TURN_MESSAGES:  # reading does not wait while there are bytes
+                if taken >= TURN_MESSAGES:  # reading does not yield to other tasks while bytes are buffered
                     taken = 0
                     await asyncio.sleep(0)
                 for message in messages:
                     if isinstance(message, Delta):
                         process.stepped = process.stepped or bool(message.tokens)
-                        # Absent: cancelled before the delta arrived.
+                        # Absent: the request was cancelled before the delta arrived.
                         if (request := self._requests.get(message.rid)) is not None:
                             request.produced = True
                             request.inbox.put(message)
@@ -416,7 +416,7 @@ async def _read(reader: asyncio.StreamReader) -> list[Any]:
 
 
 async def _relay(written: asyncio.StreamReader) -> None:
-    """Logs what the engine writes, line by line, by the level that a line names."""
+    """Logs the engine's standard error line by line, at the level that a line begins with."""
     rest = b""
     while piece := await written.read(MAX_LINE_BYTES):
         *lines, rest = (rest + piece).split(b"\n")

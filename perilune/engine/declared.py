@@ -33,8 +33,8 @@ class Declared:
     def grid(
         self, sampled: Tensor, ids: Tensor, positions: Tensor, front: Tensor, stop: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For a step inside a CUDA graph: (sampled, stop) of ops/drafts/accept_drafts.py with the drafts to accept put
-        in, on the device. `positions` [B m]: those of all columns."""
+        """For a step inside a CUDA graph, on the device: (sampled, stop) of ops/drafts/accept_drafts.py, changed to
+        accept the declared number of drafts. `positions` [B m]: of all columns."""
         B = len(front)
         own, tokens, at = sampled.view(B, -1), ids.view(B, -1), positions.view(B, -1)
         first = at.gather(1, front.long().unsqueeze(1)).squeeze(1).clamp(0, len(self._table) - 1)

@@ -1,12 +1,12 @@
 """The engine: a scheduler that decides, a runner that computes, and the loop that keeps both busy.
 
 One step, read top to bottom (`Engine.step`): plan step N+1 while step N runs, launch it, then wait for step N, commit
-its tokens and return them. Step N+1 is planned before the result of N is known, so a request that ends in N may be
-computed once more for nothing; in exchange the device does not wait for Python.
+its tokens and return them. Step N+1 is planned before the result of N is known, so the device does not wait for Python.
+The price: if a request ends in N, its share of N+1 is computed and thrown away.
 
 Drafts change the order. Drafts copied from known text (n-gram lookup, speculation/) need the tokens of N: where they
 are expected to gain more than the overlap does, step N is committed before N+1 is planned. Drafts of a draft model stay
-on the device: step N+1 is planned "chained" to N before the number of tokens that N brings is known; no step waits.
+on the device: step N+1 is planned "chained" to N before the host knows how many drafts N accepts; no step waits.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class Engine:
     """A loaded model and all its unfinished requests. Not thread-safe: one owner calls submit, cancel and step.
     `source` loads the weights, from `model_dir` by default; synthetic weights use `model_dir` only as the model's name.
 
-    drafting_seconds  host time spent on planning drafts, in all; a draft model's own time is part of the steps
-    waiting_seconds   time that `step` waited for the device or for the compute thread, in all
+    drafting_seconds  total host time of planning drafts; the draft model itself runs as part of the steps
+    waiting_seconds   total time that `step` waited for the device or for the compute thread
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Engine:
         self._transfer = parts.transfer
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
-        self._committed_at: float | None = None  # perf_counter() of the last step's result; None when no step followed
+        self._committed_at: float | None = None  # perf_counter() of the last result; None if no step followed at once
         self._spare = SpareTime()
-        self._plans_late = self.runner.pages.data.device.type == "cuda"  # a CPU's steps take too different times
+        self._plans_late = self.runner.pages.data.device.type == "cuda"  # step times on a CPU vary too much for it
         self.drafting_seconds = self.waiting_seconds = 0.0
         self._encoder = self.scheduler.encoder
         self._costs: dict[bool, Costs] = {}  # measured seconds of steps, by whether a draft model reads them
@@ -112,23 +112,23 @@ class Engine:
 
     @property
     def spare_seconds(self) -> float:
-        """For so long `step` need not be called, because the device is busy; a prompt that is submitted meanwhile waits
-        for one step less."""
+        """How long the next call of `step` may be put off, because the device is busy. A prompt submitted in that time
+        enters the next step, not the one after."""
         if self._running is None or self._committed_at is None or not self._plans_late:
             return 0.0
         return max(self._committed_at + self._spare.seconds(_size(self._running[0])) - time.perf_counter(), 0.0)
 
     def wants(self) -> list[Want]:
-        """Pictures of unfinished requests that need their pixels now, each once; `provide` brings them."""
+        """Requests for pixels that the encoder needs now, each returned once; the caller answers with `provide`."""
         return [] if self._encoder is None else self._encoder.wants()
 
     def provide(self, pixels: Pixels) -> None:
-        """The answer to a Want; ignored if the request has ended. RequestError if pixels and grid differ."""
+        """Takes the pixels of a Want; ignored if the request has ended. RequestError if pixels and grid differ."""
         if self._encoder is not None:
             self._encoder.provide(pixels.rid, pixels.item, pixels.patches)
 
     def step(self) -> list[Delta]:
-        """Launches step N+1, then commits step N; the other way round where N+1 is to have drafts of known text.
+        """Launches step N+1, then commits step N; in the opposite order if N+1 should have drafts of known text.
         EngineError if another rank is lost: no step can follow."""
         with self._explained():
             return self._step()
@@ -167,8 +167,8 @@ class Engine:
         return [o for o in (self.speculator, self._rejected) if o is not None]
 
     def _plan_chained(self, running: StepPlan) -> StepPlan | None:
-        """The next step, planned before it is known how many tokens the running step brings. None if the next step
-        needs the host to know, or if drafts would not pay."""
+        """The next step, chained to the running step. None if the next step can be planned only after the host has read
+        the running step's result, or if drafts would not pay."""
         drafting = self._drafting
         # The log of rejected drafts needs their ids, which stay on the device in a chained step.
         if drafting is None or not running.work or self._rejected is not None:
@@ -182,7 +182,7 @@ class Engine:
         if (drafting := self._drafting) is None or not running.work:
             return False
         # Planning now would leave out the requests with drafts in flight: the batch would split into two halves that
-        # take turns, each reading all weights for its own tokens.
+        # alternate, each reading all weights for its own tokens.
         return any(w.drafts for w in running.work) or drafting.worth_waiting(running)
 
     def _launch(self, chained: StepPlan | None) -> Running | None:
@@ -243,12 +243,12 @@ class Engine:
 
     @staticmethod
     def _interval(plan: StepPlan, before: float, now: float) -> float:
-        """Seconds that count as a step's cost: its result came at `now`, that of the step before it at `before`. Tests
-        of engines replace it by a table."""
+        """A step's cost in seconds: from the previous step's result (`before`) to its own (`now`), both perf_counter().
+        Tests replace this function by a table."""
         return now - before
 
     def _observe_slices(self, plan: StepPlan, seconds: float | None) -> None:
-        """What slices took, and a step of decoding without them, which took `seconds` if that is known."""
+        """Gives the encoder the times of ended slices, and `seconds` (None: unknown) if the step only decoded."""
         assert self._encoder is not None and self.runner.tower is not None
         for cost in self.runner.tower.measured():
             self._encoder.record(cost.flops, cost.runs, cost.seconds)
@@ -274,9 +274,9 @@ class Engine:
             observer.drop(rid)
 
     def use_drafts(self, draft: str, tokens: int | None, *, shared: bool) -> None:
-        """From now on drafts come from `draft` (as EngineConfig.draft, not "auto"), `tokens` per step; None: the number
-        that gives the most tokens per second, by step times that are measured first. Acceptance statistics start anew;
-        no request may be unfinished. `shared`: the tokens of finished requests may become drafts of others."""
+        """Selects the source of drafts: `draft` as EngineConfig.draft, but not "auto"; `tokens` drafts per step, None:
+        as many as give the most tokens per second, by step times that are measured first. Acceptance statistics start
+        anew. No request may be unfinished. `shared`: tokens of finished requests may become drafts of others."""
         assert not self.busy, "requests are in flight"
         modelled = draft in ("eagle3", "hybrid")
         drafter = self._drafter if modelled else None

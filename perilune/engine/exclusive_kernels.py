@@ -4,8 +4,8 @@ Such a kernel needs all of its CTAs resident on the GPU at once. Launches of one
 of two streams could each get a part of the SMs and wait for the rest without end: a deadlock. So on every GPU one
 engine has these kernels, and engines that start while it lives run the same ops in several launches.
 
-Processes share a GPU by time slices, so they cannot block each other, unless MPS runs their kernels at the same time:
-then all processes but one must override the ops that `registry.alone` names.
+Processes share a GPU by time slices and cannot block each other, unless MPS runs their kernels at the same time: then
+all processes but one must override the ops that `registry.alone` names.
 """
 
 import logging

@@ -25,10 +25,10 @@ from perilune.model.step_memory import STEP_TOKENS, workspace_bytes
 from perilune.ops.layouts import latent_cache
 from perilune.plan import memory
 
-# If the KV cache would hold less context than this, choose narrower weights or more GPUs where possible. Larger: more
-# machines run with narrower weights.
+# With less context in the KV cache, choose narrower weights or more GPUs where possible. Larger: more machines run with
+# narrower weights.
 ENOUGH_TOKENS = 32_768
-INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # of a weight, with its share of a bfloat16 scale
+INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # per weight, with its share of its group's bfloat16 scale
 COMPACT = "int4-compact"
 # Context from which on decoding is faster with KV sharded over two ranks: reading half of the KV then saves more than
 # exchanging queries and outputs takes. Measured on two H200s (1 request, 9 layers, ms a step, whole / sharded): 0.874 /
@@ -40,8 +40,8 @@ BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """The memory that a configuration needs, and what each change to the configuration would need: `options` by the
-    words that an error message has for the change."""
+    """`demand`: the memory that a configuration needs. `others`: what it would need after a change, by the words that
+    an error message has for the change."""
 
     demand: memory.Demand
     others: dict[str, memory.Demand]
@@ -219,7 +219,7 @@ def _free(config: EngineConfig, device: torch.device) -> float:
 
 
 def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[float, str]:
-    """Bytes of the routed experts in memory, and the format that most of them have."""
+    """Bytes of the routed experts in memory, and the format of most of them."""
     routed = model.parameters().routed
     if synthetic.read(model_dir) is not None:
         return INT4_BYTES * routed, scheme.INT4

@@ -12,9 +12,9 @@ PATIENCE_SECONDS = 5.0  # A Ctrl-C that comes so long after the first takes effe
 
 @contextlib.contextmanager
 def put_off() -> Iterator[Callable[[], None]]:
-    """Within the block Ctrl-C takes effect where the yielded function is called, or at the end of the block. In the
-    middle of a step it would leave a scheduler that has forgotten the step in flight, so that no request could follow.
-    Only signals to the main thread are handled by Python; in another thread nothing changes."""
+    """Delays Ctrl-C within the block: it takes effect when the yielded function is called, or at the end of the block.
+    In the middle of a step it would leave a scheduler that has lost the step in flight, and no request could follow.
+    Python handles signals only on the main thread; on another thread this function changes nothing."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield lambda: None

@@ -34,7 +34,7 @@ from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
 
-DROPPED_SECONDS = 10.0  # Dropping an LLM waits so long for its end, so that the next one finds its memory free.
+DROPPED_SECONDS = 10.0  # Dropping an LLM waits so long for the close, so that the next LLM finds its memory free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +280,10 @@ class LLM:
 
     def __del__(self) -> None:
         """Closes an LLM that was dropped without `close`, as a notebook does when it runs a cell again: other ranks and
-        their memory would else stay until the process ends. The garbage collector may run at any point of any thread,
-        also within a lock, or in a thread, that closing waits for; so another thread closes."""
+        their memory would else stay until the process ends. A new thread closes, because the garbage collector may run
+        anywhere: inside a lock that `close` takes, or on a thread that `close` joins."""
         engine = self.__dict__.get("_engine")
-        if engine is None or self._process != os.getpid():  # a fork has no threads to close, and others' ranks
+        if engine is None or self._process != os.getpid():  # a forked child has no threads; its parent has the ranks
             return
         if not sys.is_finalizing():  # then no thread can start, and the process ends anyway
             closing = threading.Thread(target=engine.close, name="perilune-close", daemon=True)

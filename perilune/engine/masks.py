@@ -109,7 +109,7 @@ class Grammars:
 
     @property
     def compiling(self) -> bool:
-        """Whether `compiled` has not returned every request given to `compile`."""
+        """Whether requests given to `compile` have yet to be returned by `compiled`."""
         return bool(self._compiling)
 
     def compile(self, request: Submit, seed: int) -> None:
@@ -143,8 +143,8 @@ class Grammars:
         return bool(self._sessions) and any(w.rid in self._sessions for w in work)
 
     def closed(self, rid: int) -> bool:
-        """Whether the grammar replaced tokens of the answer's end because few were left. To be called when the
-        request's last tokens have reached the host."""
+        """Whether the grammar replaced sampled tokens at the answer's end, because few tokens were left. Call it when
+        the request's last tokens have reached the host."""
         session = self._sessions.get(rid)
         if session is None:
             return False
@@ -160,9 +160,9 @@ class Grammars:
     def mask(self, logits: Tensor, work: tuple[Work, ...]) -> tuple[Tensor, dict[int, int]]:
         """The logits [R, V] float32 with -inf for tokens that row i's request may not choose; `logits` stays as it is.
 
-        Also, by index in `work`, how many of its first drafts the constraint allows, if not all. Waits for masks that
-        the grammar thread is preparing, not for the device. A request with no token left to choose is not masked;
-        `refusals` names it.
+        Also, by index in `work`, how many leading drafts the constraint allows, for works with a forbidden draft. Waits
+        for masks that the grammar thread is preparing, not for the device. A request with no token left to choose is
+        not masked; `refusals` names it.
         """
         held, cut = self._held(work), dict[int, int]()
         if not held:
@@ -206,7 +206,7 @@ class Grammars:
     def settle(self, tokens: Tensor, work: tuple[Work, ...]) -> Tensor:
         """The tokens [R] int64 to take instead of those sampled from the logits that `mask` returned last.
 
-        They differ only when few tokens are left, so that the grammar must lead to the answer's end. Only then does the
+        A token differs only when so few are left that the grammar must lead to the answer's end. Only then does the
         host wait for the device here.
         """
         tight = [
@@ -227,8 +227,8 @@ class Grammars:
         return on_device(np.array(taken), tokens.device)
 
     def follow(self, tokens: Tensor, lengths: Tensor | None, work: tuple[Work, ...]) -> None:
-        """Starts to advance the answers by what was sampled: `tokens` [R] int64, of which each request gets the first
-        `lengths` [S] of its rows; None: one each. The grammar thread then prepares the next masks."""
+        """Lets the grammar thread advance the answers by the sampled `tokens` [R] int64 and prepare the next masks.
+        Each request gets the first `lengths` [S] of its rows; None: one each."""
         held = self._held(work)
         if not held:
             return

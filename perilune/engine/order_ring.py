@@ -1,12 +1,14 @@
 """Sends orders from rank 0 to the other ranks: a ring in shared memory that rank 0 writes once and every rank reads.
 
 With a socket for each rank, rank 0 would pay a system call that wakes a process for each: 20 to 60 us on a virtual
-machine. Here a rank with a GPU polls the ring, so that sending is one copy. A rank that has found no order for
-SPIN_SECONDS, or that computes on its CPU cores, sets its sleep word in the ring and blocks on a socket; rank 0 then
-also sends one byte to that socket.
+machine. Here a rank with a GPU polls the ring, so that sending is one copy:
 
-Each piece carries a checksum: on a processor that reorders stores (ARM), a reader may see the new count of written
-bytes before the bytes.
+1. Rank 0 copies a piece into the ring, then stores the new count of written bytes.
+2. A reader that sees the count grow reads the piece, checks its checksum and stores its own count of read bytes. On
+   processors that reorder stores (ARM) the new count may be visible before the bytes: then the checksum is wrong.
+3. Rank 0 overwrites bytes only when every reader's count is past them; until then it waits.
+4. A reader that found no order for SPIN_SECONDS, or that computes on its CPU cores, sets its sleep word and blocks on a
+   socket. After step 1 rank 0 sends one byte to each reader with a sleep word set.
 """
 
 import contextlib
@@ -28,9 +30,9 @@ HEAD_BYTES = 4096
 LINE_WORDS = 8  # 64 bytes from one reader's counter to the next: a cache line each, so that there is no false sharing
 PIECE = struct.Struct("<III")  # bytes of this piece, its CRC-32, bytes of the frame after it
 SPIN_SECONDS = 0.05  # Longer: an idle rank keeps a core busy. Shorter than a step: every step pays for a wake-up.
-# The longest sleep. A wake-up is lost if each side reads the other's word before it sees the other's store.
+# The longest sleep. A wake-up is lost if rank 0 and a reader read each other's word before the stores are visible.
 RECHECK_SECONDS = 0.05
-FULL_SECONDS = 0.0002  # from one look at a full ring to the next
+FULL_SECONDS = 0.0002  # Interval at which rank 0 checks whether a full ring has room.
 TORN_SECONDS = 1.0  # A checksum that is still wrong after this means damage: stores are visible long before.
 
 
@@ -71,7 +73,7 @@ class OrderWriter(_Ring):
         self._tail = self._slowest = 0
 
     def add(self, wake: socket.socket) -> int:
-        """Adds a reader, which sleeps on the other end of `wake`; its index. Only before the first frame is sent."""
+        """Adds a reader, which blocks on the other end of `wake`; returns its index. Only before the first frame."""
         if LINE_WORDS * (len(self._wakes) + 2) > len(self._words):
             raise EngineError(f"orders can reach {len(self._wakes)} other ranks, not more")
         self._wakes.append(wake)

@@ -2,7 +2,7 @@
 
 Step N+1 is planned, and may be queued, before the host knows the token of step N. So the device counts what a request
 has generated: each request with penalties has a row of counts, found by its slot, to which every sampled token is added
-at once. A row is written from the host when a work brings the request's whole history: when it starts or resumes.
+at once. The host writes a row when the request starts or resumes: its work then has all its tokens (Work.history).
 
 A token sampled after drafts counts these as generated: its penalties come from a copy of the counts with the drafts
 added. Only accepted tokens are added to the counts themselves.
@@ -26,7 +26,7 @@ MIN_ROWS = 4  # rows of counts allocated first; doubled when slots beyond them n
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Ids and the numbers added to their logits, of one request; -inf: a token it may not choose."""
+    """One request's token ids and the numbers added to their logits; -inf: the token is forbidden."""
 
     params: SamplingParams
     ids: NDArray[np.float64]
@@ -44,7 +44,8 @@ class Adjuster:
         self._rows: dict[int, int] = {}  # by slot
         self._counts: Tensor | None = None  # [rows, V] int32, as ops/sampling/penalize reads them
         self._terms: dict[tuple[int, bool], _Terms] = {}  # by slot, and whether ends are masked
-        self._open: tuple[Tensor, Tensor] | None = None  # until `count`: indices into the step's tokens, rows of counts
+        # From `adjust` until `count`: indices into the step's tokens, and rows of counts.
+        self._open: tuple[Tensor, Tensor] | None = None
 
     @property
     def counting(self) -> bool:
@@ -105,8 +106,8 @@ class Adjuster:
         return adjusted
 
     def count(self, tokens: Tensor, kept: Tensor | None = None) -> None:
-        """Counts the tokens [S] int64 sampled from the logits that `adjust` returned last: those that are `kept` [S]
-        bool, which must be given if a request sampled several."""
+        """Counts tokens [S] int64, sampled from the logits that `adjust` returned last. kept [S] bool: which of them
+        the requests get; None: all, if each request sampled one."""
         if self._open is None:
             return
         assert self._counts is not None

@@ -42,11 +42,11 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
              measure the CUDA graph that ran last, `number` times; "pixels": patches of the picture that rank `number`
              begins to encode in the next plan; "move": copy the blocks of KV in `move` once at most `number` steps are
              in flight; "close": end
-    number, step, chain, min_confidence, host   of StepPlan, or as above
+    number   StepPlan.step, or as above
     slots    of the plan's work, in order; None: those of the plan before
     starts   of the plan's work
     rows     of those works that begin a series
-    slices, dropped   of StepPlan
+    chain, min_confidence, host, slices, dropped   of StepPlan
     pixels   (digest, patches)
     """
 
@@ -65,11 +65,11 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Writer:
-    """Rank 0's end."""
+    """Encodes plans on rank 0."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._known: dict[int, Work] = {}  # by slot: the first of its series
+        self._known: dict[int, Work] = {}  # by slot: the first work of the slot's last series
         self._slots: list[int] = []  # of the last plan
         self._series: list[int] = []
 
@@ -116,7 +116,7 @@ def _row(place: int, last: Work | None, w: Work) -> Row:
 
 
 class Reader:
-    """Another rank's end."""
+    """Decodes plans on another rank."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(Order)

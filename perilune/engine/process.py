@@ -134,12 +134,12 @@ def main() -> None:
             engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
             engine.on_lost_rank(partial(_end, channel))
             gc.collect()
-            gc.freeze()  # as the server: what exists now lives as long as the process, and collections need not walk it
+            gc.freeze()  # objects that exist now live as long as the process: collections need not walk them
         except PeriluneError as e:
             channel.send([Failed(str(e))])
             return
         channel.send([engine.info])
-        channel.send([engine.stats()])  # for /metrics: the loop waits for a first message
+        channel.send([engine.stats()])  # for /metrics: an idle `serve` sends nothing until a message comes
         try:
             serve(engine, channel)
         except (EngineError, RuntimeError, MemoryError) as e:
@@ -163,6 +163,6 @@ def _end(channel: Channel, why: str) -> None:
 
 if __name__ == "__main__":
     main()
-    # The engine is closed; unloading torch as well would take most of a second at every stop of a server.
+    # The engine is closed; unloading torch would take most of a second.
     sys.stderr.flush()
     os._exit(0)

@@ -36,9 +36,9 @@ from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS
 from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 
-# A rank polls the ring if it has so many cores. With fewer, polling would slow the threads that launch and report.
+# A rank with so many cores polls the order ring. With fewer, polling would slow the threads that launch and report.
 POLLING_CORES = 4
-# A rank waits so long before it reports a failed step: rank 0 must first see the rank that caused it, if it is another.
+# A rank waits so long before it reports a failed step. If another rank's death caused it, rank 0 sees that death first.
 BLAME_SECONDS = 2.0
 REMOVALS = 9  # tries to remove the rendezvous folder
 
@@ -47,7 +47,6 @@ class Leader:
     """The connection to rank 0: a thread sends a heartbeat every second and listens for those of rank 0."""
 
     def __init__(self, pulse: socket.socket, start: Start) -> None:
-        """`start.leader`: the process to kill when the heartbeats of rank 0 stop; 0: none."""
         self._pulse, self._lock = pulse, threading.Lock()
         self._start = start
         self.rank_0_ended = False  # known once a report could not be sent
@@ -85,11 +84,10 @@ class Leader:
                 self.end(1)
 
     def end(self, code: int) -> None:
-        """Where rank 0 has ended: ends this process and removes the rendezvous file, in case that rank 0 was killed
-        before it did so."""
+        """Ends this process after rank 0's. Removes the rendezvous file, which a killed rank 0 leaves behind."""
         if self._start.place.meeting:
             folder = Path(self._start.place.meeting).parent
-            for _ in range(REMOVALS):  # another thread may be joining the group, and make the file again meanwhile
+            for _ in range(REMOVALS):  # another thread may be joining the group and make the file again
                 shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
                     break
@@ -117,7 +115,7 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
     with ThreadPoolExecutor(1, "perilune-digests") as reporting:
         while True:
             if launched is not None:
-                # Not beside polls: the thread that launches a prompt's kernels gives the GIL away at each of them.
+                # Do not poll yet: polls take the GIL, which the thread that launches a prompt needs after each kernel.
                 wait((launched,))
             body = orders.next()
             begin = time.perf_counter()
@@ -183,7 +181,7 @@ def main() -> None:
         )
         leader.group = parts.runner.group
         gc.collect()
-        gc.freeze()  # as the server: what exists now lives as long as the process, and collections need not walk it
+        gc.freeze()  # objects that exist now live as long as the process: collections need not walk them
         # Ranks on a CPU sleep instead: polling would take a core from the step.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)

@@ -50,16 +50,17 @@ Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
 DIAGNOSIS_SECONDS = 8.0  # How long an error of an exchange waits for the watching thread to find which rank was lost.
-# How long a process that has closed its socket may take to end. Shorter: the reason lacks the signal that has killed it
-# where the kernel still frees its memory, or a busy machine lets it wait. Longer: DIAGNOSIS_SECONDS would be too short.
+# How long a process may take to end after its socket has closed. Shorter: while the kernel still frees its memory, or
+# on a busy machine, the reason lacks the signal that killed the process. Longer: DIAGNOSIS_SECONDS would be too short.
 ENDING_SECONDS = 4.0
 CLOSE_SECONDS = 3.0  # Ranks that have not ended by themselves after this are killed.
-MEASURED_STEPS = 512  # `costs` covers at most so many plans, the last ones.
+MEASURED_STEPS = 512  # `costs` takes medians over at most the last 512 plans.
 
 
 class Place(msgspec.Struct, frozen=True):
     """Where a rank computes, and where it finds the others.
 
+    whole_experts  as in Slicing: the config has ep > 1
     cores    CPU cores of its own; empty: all
     gpu      index of its GPU; None: the current one
     shared   whether several ranks use one GPU: NCCL and CUDA graphs do not work then
@@ -179,8 +180,8 @@ class Ranks:
         owns_process: bool,
         progress: Progress | None = None,
     ) -> None:
-        """`owns_process`: the other ranks may kill this process when its heartbeats stop. `progress` is called with
-        (rank, bytes read, bytes to read) for other ranks, from a thread."""
+        """`owns_process` as in Engine. `progress` is called with (rank, bytes read, bytes to read) for other ranks, on
+        a thread."""
         self._progress = progress
         self._sent = 0  # plans sent so far
         self._plans: deque[StepPlan] = deque(maxlen=2)  # the last plans: those that may be in flight
@@ -188,8 +189,8 @@ class Ranks:
         self._ring = OrderWriter(self._check_open)
         self._ranks: list[_Rank] = []
         self._group: Group = ALONE
-        self._own: deque[int] = deque()  # digests of rank 0's steps that not all ranks have sent yet
-        self._compared = {place.rank: 0 for place in places[1:]}
+        self._own: deque[int] = deque()  # rank 0's digests of steps that some rank has not sent its digest of
+        self._compared = {place.rank: 0 for place in places[1:]}  # steps compared so far
         self._read = 0  # steps taken off the front of _own
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -256,8 +257,8 @@ class Ranks:
         self._send(self._writer.order(Order(kind, number)))
 
     def move(self, body: bytes) -> None:
-        """Orders the ranks to copy blocks of KV (engine/kv_tiers/ranked.py), after the steps that rank 0 has read
-        the results of: later ones may still be in flight."""
+        """Orders the ranks to copy blocks of KV (engine/kv_tiers/ranked.py) once they have ended the steps that rank 0
+        has read the results of; later steps may still be in flight."""
         with self._lock:
             unread = self._sent - self._read - len(self._own)
         self._send(self._writer.order(Order("move", unread, move=body)))
@@ -313,9 +314,9 @@ class Ranks:
         self.check()
 
     def _exit(self, process: int) -> None:
-        """Where `process` ends without closing: its threads stop, heartbeats too, a while before its sockets close."""
+        """Closes the ranks when `process` exits without `close`: its heartbeats would end before its sockets close."""
         if os.getpid() != process:
-            return  # a fork of it ends
+            return  # a fork of the process ends
         self.close()
         with contextlib.suppress(RuntimeError):  # no thread can be started any more
             self._group.close()
@@ -401,7 +402,7 @@ class Ranks:
                 elif report.kind == "moved" and self.on_moved is not None:
                     self.on_moved(rank.place.rank, report.moved)
                 elif report.kind == "failed":
-                    # A killed rank's end may not have been seen yet where this one already reports what came of it.
+                    # This rank may report the consequence of another rank's death: then name the killed rank.
                     killed = next((r for r in self._ranks if (r.process.poll() or 0) < 0), None)
                     self._fail(report.text if killed is None else f"{killed} {_ending(killed.process)}")
         except (EOFError, msgspec.DecodeError, EngineError):
@@ -485,7 +486,7 @@ def _spawn(start: Start, ring: OrderWriter) -> _Rank:
 
 
 def _ending(process: "subprocess.Popen[bytes]") -> str:
-    """How a process ended that has closed its socket, as the end of a line: exit status or signal."""
+    """The end of an error line: the exit status or signal of a process that has closed its socket."""
     try:
         code = process.wait(ENDING_SECONDS)
     except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ from perilune.speculation.acceptance import Accepted
 from perilune.speculation.drafter import Drafts
 
 Chain = tuple[tuple[int, float], ...]
-Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the next logits are NaN; its drafts
+Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the next logits are not finite; chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Sampled:
 
     tokens   [R] int64: one token for each sample of `work`
     checked  [R] int64: the same, FAILED where the logits were not finite
-    cut      by index in `work`: how many of its first drafts the grammar allows, if not all
+    cut      by index in `work`: how many leading drafts the grammar allows; absent: all
     records, refused   as in Readout
     """
 
@@ -48,10 +48,10 @@ class Sampled:
 class Readout:
     """A queued step's results on their way to the host.
 
-    kept     gives (tokens, failed, chain) of each of `work`; called after `done`
-    records  gives log-probabilities by row; called after `done`
-    scores   give the Outputs of prompts with log-probabilities; called after `done`
     done     CUDA event after which the copies are complete; None on a CPU
+    kept     after `done`: gives (tokens, failed, chain) of each of `work`
+    records  after `done`: gives log-probabilities by row
+    scores   after `done`: give the Outputs of prompts with log-probabilities
     refused  by rid: one line saying why the request's own rules leave no token
     """
 

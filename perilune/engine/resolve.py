@@ -22,7 +22,7 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
 GB = 1e9
-CONTEXT_BYTES = 520 << 20  # that a process of CUDA takes of a GPU
+CONTEXT_BYTES = 520 << 20  # GPU memory of one process's CUDA context
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU, unless the configuration sets a size
 CPU_KV_REQUESTS = 4  # It holds at least so many requests of the longest kind, even if that takes more bytes.
 
@@ -207,11 +207,11 @@ def resolve_sizes(
 
 
 def grow_segments(device: torch.device, on: bool) -> None:
-    """From now on torch takes a GPU's memory in segments of which it can give back any 20 MB that are unused, or as
-    usual. Weights that are made, converted and split one after the other otherwise share segments with what is freed
-    later: with 140 GB of weights 3.7 GB were left of 150, with this 6.9 (docs/LOG.md). In steps a tensor of a gigabyte
-    otherwise finds no room where smaller ones lie in what an earlier step's had. The setting holds for all threads of
-    the process; memory that was taken before keeps its kind of segment."""
+    """Turns torch's expandable segments on or off: torch can return any unused 20 MB of such a segment. Loading needs
+    them: weights otherwise share segments with tensors that are freed later, and of 150 GB, 140 GB of weights left 3.7
+    GB free instead of 6.9 (docs/LOG.md). Steps need them: otherwise a tensor of 1 GB finds no room where smaller
+    tensors lie in the memory of an earlier step's. The setting holds for all threads of the process; memory allocated
+    before keeps its kind of segment."""
     if device.type == "cuda":
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
 
@@ -225,8 +225,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_on(gpu: int) -> int:
-    """As `free_bytes`, of a GPU that another process will use. From NVML: after a question to CUDA this process would
-    hold 0.55 GB there for as long as it lives."""
+    """As `free_bytes`, of a GPU that another process will use. Asks NVML: asking CUDA would create a context of 0.55 GB
+    there, for as long as this process lives."""
     if gpu == torch.cuda.current_device() or (nvml := _nvml()) is None:
         return free_bytes(torch.device("cuda", gpu))
     handle, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used

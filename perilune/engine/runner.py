@@ -41,11 +41,8 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Owns the model, the KV pages and the last-token buffer; plans are executed in order, never two at a time.
-
-    The scheduler relies on that order: it may give away a block that a step in flight still uses, because that step has
-    written to it before any later step runs.
-    """
+    """Owns the model, the KV pages and the last-token buffer. Executes plans in order, never two at a time, as
+    scheduler.py requires."""
 
     def __init__(
         self,
@@ -95,7 +92,7 @@ class Runner:
         self._launched: Future[Readout] | None = None
 
     def follow(self, drafter: Drafter | None) -> None:
-        """From now on `drafter` reads every step and drafts; None: no draft model does. No step may be in flight."""
+        """Selects the draft model that runs with the following steps; None: none. No step may be in flight."""
         if self._ranks is not None:
             self._ranks.order("drafter", int(drafter is not None))
         self.drafter = drafter
@@ -104,7 +101,7 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
         """Runs the plan after those launched before. A CUDA graph is launched on the caller's thread, because handing
-        it to the worker takes as long as launching it; first the worker must have queued the step before."""
+        it to the worker takes as long as launching it; the worker must have queued the previous step first."""
         plan = self.ordered(plan)
         if self._graphed(plan):
             if self._launched is not None:
@@ -157,7 +154,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits for the queued steps, then ends graphs, ranks and workspaces."""
         if self.graphs is not None:
             self.call(self.graphs.close)
         self._worker.shutdown()
@@ -191,7 +188,7 @@ class Runner:
             return self._run_calls(self._caught_up(plan) if any(w.chained for w in plan.work) else plan)
 
     def _graphed(self, plan: StepPlan) -> bool:
-        """Whether the step may be a CUDA graph."""
+        """Whether to try the step as a CUDA graph."""
         if self.graphs is None or not plan.work or any(w.media for w in plan.work):
             return False
         return self.graphs.takes(plan)
@@ -267,7 +264,7 @@ class Runner:
         return self.graphs.draft(start, length)
 
     def _replay(self, plan: StepPlan) -> Readout | None:
-        """The step through CUDA graphs; None if its size cannot be captured on this machine."""
+        """Runs the step as CUDA graphs; None if its size cannot be captured on this machine."""
         assert self.graphs is not None
         if self.needs_no_host(plan):
             arriving = self.graphs.run(plan)

@@ -88,7 +88,7 @@ def to_host(x: Tensor) -> Tensor:
 
 
 def done_event(device: torch.device) -> torch.cuda.Event | None:
-    """A point in the device's queue, after all that is queued so far; None on a CPU."""
+    """An event recorded after everything queued so far on the current stream; None on a CPU."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()
@@ -153,8 +153,8 @@ def _pieces(hidden: Tensor, wanted: int, head: Callable[[Tensor], Tensor]) -> It
 
 
 def _table(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """[rows, 2 + 2 most] on its way to the host: token, its log-probability, the most likely ids, theirs. float64 holds
-    ids and float32 values alike, so one copy is enough."""
+    """[rows, 2 + 2 most] float64, being copied to the host: token, its log-probability, the most likely ids, their
+    log-probabilities. float64 holds ids and float32 values alike, so one copy is enough."""
     lp, top_ids, top_lp = logprobs(logits, tokens, most)
     return to_host(torch.cat([x.double() for x in (tokens.unsqueeze(1), lp.unsqueeze(1), top_ids, top_lp)], 1))
 

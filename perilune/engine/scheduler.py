@@ -1,30 +1,30 @@
 """Which request advances by how many tokens in the next step, on which KV blocks. Pure policy: no tensors.
 
 Requests have a rank: priority, then deadline, then arrival. Running requests go first, by rank; then waiting requests
-are admitted by rank. When a running request cannot get a block, the last running one is preempted: it gives back its
-slot and all blocks, and is computed again later. No request is preempted only because another one waits. So among
-requests of one priority none overtakes an older one, and the first is never held up: in the worst case it has the whole
-pool, and `submit` made sure that the pool is large enough for it. Requests of a later priority may wait without bound
-while earlier ones keep coming; a deadline is what ends them.
+are admitted by rank. When a running request cannot get a block, the running request of the last rank is preempted: it
+gives back its slot and all blocks, and is computed again later. No request is preempted only because another one waits.
+So among requests of one priority none overtakes an older one, and the first always advances: in the worst case it gets
+the whole pool, and `submit` has refused requests that do not fit the whole pool. Requests of a later priority may wait
+without bound while earlier ones keep coming; only a deadline ends such a wait.
 
 Steps overlap: step N+1 is planned while step N runs, assuming that no request ends in N. A token that N samples is
 planned as PENDING at its position. If the request ends in N, its part of N+1 is computed and ignored.
 
-Drafts take only what is left over: `add_drafts` gives them blocks and step tokens that no request needs in this step.
+Drafts use only free capacity: `add_drafts` gives them blocks and step tokens that no request needs in this step.
 `plan` leaves out a request with drafts in flight, because the number of tokens it will get is unknown. `plan_chained`
 does not: it plans as if the step in flight brought one token and reserves blocks for the case that all drafts are
 accepted; the device computes the real positions (ops/drafts/advance_inputs.py).
 
 The prompt tokens of a step are split among several prompts, so that a short prompt need not wait for a long one before
-it (engine/step_times/prompt_turns.py). Their number beside requests that decode, which may be 0, comes from the pacer
-(engine/step_times/pacing.py).
+it (engine/step_times/prompt_turns.py). While requests decode, the pacer (engine/step_times/pacing.py) limits the number
+of prompt tokens per step; the limit may be 0.
 
 A request that next needs a picture that is not encoded yet (engine/vision/encoder.py) keeps its slot, its
 blocks and its place before younger requests, but gets no work.
 
-Steps execute in the order in which they were planned, each after the whole of the one before. So blocks and slots are
-given back at once, even while a step in flight still uses them: the next owner is planned in a later step, which
-overwrites them only after the step in flight has run.
+Steps execute one at a time, in the order in which they were planned. So blocks and slots are given back at once, even
+while a step in flight still uses them: the next owner is planned in a later step, which overwrites them only after the
+step in flight has run.
 """
 
 import heapq
@@ -51,8 +51,8 @@ SPARE_REQUESTS = 64  # The heap of deadlines is rebuilt when it has 2 entries pe
 
 @dataclass(slots=True)
 class _Flight:
-    """One request's work in a step that is not committed yet. `life`: the request's `life` when it was planned. `void`:
-    its result is ignored, because the token before it could not be sampled."""
+    """One request's work in a step that is not committed yet. `life`: Request.life when the work was planned. `void`:
+    the result is ignored, because the token that the work continues from could not be sampled."""
 
     request: Request
     life: int
@@ -68,8 +68,8 @@ class Scheduler:
     max_step_tokens  tokens computed in a step; longer prompts are split into chunks
     max_model_len    prompt and output tokens of a request
     prefix_cache     whether blocks of equal prefixes are kept and shared
-    tiers            where cached blocks go that the pool has no room for; None: nowhere
-    pacer            prompt tokens of a step beside requests that decode; None: as many as there is room for
+    tiers            store cached blocks that the pool evicts; None: evicted blocks are lost
+    pacer            limits prompt tokens of steps in which requests decode; None: only max_step_tokens does
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Scheduler:
         pacer: Pacer | None = None,
     ) -> None:
         assert min(num_blocks, block_size, max_num_seqs, max_step_tokens) >= 1 and max_model_len >= 2
-        # Two steps of prompts, and a block for each request that decodes.
+        # Blocks to keep free: for two steps full of prompt tokens, and one for each request that decodes.
         spare = 2 * -(-max_step_tokens // block_size) + max_num_seqs
         self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache=prefix_cache, tiers=tiers, spare_blocks=spare)
         self.offload = self.blocks.offload
@@ -95,7 +95,7 @@ class Scheduler:
         self.encoder: Encoder | None = None  # None: the model takes no pictures
         self._live: dict[int, Request] = {}
         self._running: list[Request] = []  # by rank
-        self._queue = RequestQueue(self.blocks, max_model_len)  # of those that wait to run
+        self._queue = RequestQueue(self.blocks, max_model_len)  # waiting requests
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, rid); entries of ended requests are stale
         self._flying: deque[tuple[int, list[_Flight]]] = deque()  # steps planned and not committed: at most two
         self._slots = list(range(max_num_seqs))  # a heap: low rows first
@@ -135,12 +135,12 @@ class Scheduler:
         self._queue.add(request)
         if deadline < math.inf:
             heapq.heappush(self._deadlines, (deadline, request.rid))
-            if len(self._deadlines) > 2 * len(self._live) + SPARE_REQUESTS:  # most entries are stale: bound the heap
+            if len(self._deadlines) > 2 * len(self._live) + SPARE_REQUESTS:
                 self._deadlines = [(r.rank[1], r.rid) for r in self._live.values() if r.rank[1] < math.inf]
                 heapq.heapify(self._deadlines)
 
     def expire(self, now: float) -> list[Delta]:
-        """Ends the requests with a deadline before `now`: their last deltas."""
+        """Ends the requests with a deadline up to `now`; returns their last deltas."""
         deltas = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, rid = heapq.heappop(self._deadlines)
@@ -163,7 +163,8 @@ class Scheduler:
             self._end(request)
 
     def take_transfers(self) -> None:
-        """Takes in copies to and from the KV tiers that have ended; called before a step is planned."""
+        """Handles ended copies to and from the KV tiers; requests with an ended restore are queued again. Called before
+        a step is planned."""
         for request in self.blocks.take_restored(self._steps, self._running):
             if not request.finished:
                 self._queue.add(request)
@@ -171,7 +172,7 @@ class Scheduler:
     def plan(self, chain: int = 0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a result arrives (or at all).
 
-        At most one step may be in flight. `chain` is the plan's (see StepPlan).
+        At most one step may be in flight. `chain` as in StepPlan.
         """
         assert len(self._flying) <= 1, "commit a step before planning a third"
         budget = self._max_step_tokens
@@ -269,13 +270,13 @@ class Scheduler:
     def plan_chained(self, drafts: int) -> StepPlan | None:
         """The next step, planned before the result of the step in flight is known, also where that step has drafts.
         Every request continues after the tokens that the step in flight will bring, with up to `drafts` drafts of the
-        chain that the draft model drafts at the end of that step. A request that may end in it is left out.
+        chain that the draft model drafts at the end of that step. A request that may end in that step is left out.
 
         None if the step in flight must be committed first: a prompt could be computed or brought back from a tier, a
         request wants prompt log-probabilities, or blocks are short. Prompts that wait for the pacer are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
-        turns: PromptTurns | None = None  # computed once, at the first prompt
+        turns: PromptTurns | None = None
         if self._queue.requests and self._slots:
             turns = self._prompt_turns()
             if turns.tokens or self._queue.waits_for_tier():
@@ -314,7 +315,7 @@ class Scheduler:
         return self._planned(flights)
 
     def commit(self, result: StepResult) -> list[Delta]:
-        """Takes in the result of the oldest step in flight; returns the deltas for the front end."""
+        """Applies the result of the oldest step in flight; returns the deltas for the front end."""
         assert self._flying and self._flying[0][0] == result.step, f"step {result.step} is not the oldest in flight"
         _, flights = self._flying.popleft()
         outputs = {output.rid: output for output in result.outputs}
@@ -358,7 +359,7 @@ class Scheduler:
     # ---- planning
 
     def _planned(self, flights: list[_Flight], chain: int = 0) -> StepPlan | None:
-        """The plan of this work and of the slices of pictures to encode; None if there is neither."""
+        """The plan of `flights` and of the slices of pictures to encode; None if it would be empty."""
         slices: tuple[Slice, ...] = ()
         dropped: tuple[bytes, ...] = ()
         if self.encoder is not None and self.encoder.busy:
@@ -385,8 +386,8 @@ class Scheduler:
             self._cached_tokens += request.computed
 
     def _launch(self, request: Request, count: int, chained: int | None = None) -> _Flight:
-        """The request's next `count` positions as work of the step. `chained` not None: one position after the tokens
-        of the step in flight, with this many drafts."""
+        """The request's next `count` positions as work of the step. `chained` not None: the work is chained to the step
+        in flight and has one position and this many drafts."""
         self.blocks.extend(request, request.planned + count)
         slot, start, horizon = request.slot, request.planned, len(request.tokens) + request.pending
         assert slot is not None
@@ -440,7 +441,7 @@ class Scheduler:
     def _land(self, flight: _Flight, output: Output | None) -> Delta | None:
         request, work = flight.request, flight.work
         if request.finished or flight.void:
-            return None  # the request ended, or the token before this work failed, after this step was planned
+            return None  # after this step was planned, the request ended or the token before this work failed
         request.pending -= work.sample
         brought, again, error = ((), False, None) if output is None else (output.tokens, output.again, output.error)
         accepted = len(brought) if again else max(len(brought) - 1, 0)
@@ -459,7 +460,7 @@ class Scheduler:
         scores: tuple[TokenLogprob, ...] = ()
         if error is None:
             assert brought or again or not work.sample, f"request {work.rid}: step brought no token"
-            if request.life == flight.life:  # else preempted since: its tokens are valid, but its blocks are released
+            if request.life == flight.life:  # else preempted since: the tokens are valid, the blocks are released
                 if again:
                     self._void(request)
                 request.land(work.count - work.drafts, work.drafts, accepted, again)

@@ -1,8 +1,8 @@
 """Copies KV blocks between the pages of a device and rows of host memory.
 
 A row holds a block's bytes of all layers, one after the other. In the pages a block's bytes of one layer are
-contiguous, and the next layer's begin one pitch further on: a two-dimensional copy, which a GPU's copy engines do in
-one command without a kernel, so that steps running meanwhile keep all SMs. On a CPU the calling thread copies, with
+contiguous, and the next layer's begin one pitch further on. So each cache's block is one two-dimensional copy: a GPU's
+copy engine does it in one command, without a kernel, and steps keep all SMs. On a CPU the calling thread copies, with
 numpy: torch would start a second team of OpenMP threads, which halves the speed of steps on few cores.
 """
 
@@ -24,8 +24,8 @@ Pair = tuple[int, Bytes]  # (block, row)
 class Copier(Protocol):
     """One direction's queue; used by one thread.
 
-    block_seconds  smallest time from one block's copy to the next; 0: no pacing. With pacing the queue stays short, so
-                   that a step's own copies wait behind few blocks, and other threads behind few calls of the driver
+    block_seconds  least time between the starts of two blocks' copies; 0: no pacing. With pacing the queue stays short:
+                   a step's own copies wait behind few blocks, and other threads behind few calls of the driver
     """
 
     block_seconds: float

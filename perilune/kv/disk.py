@@ -1,4 +1,4 @@
-"""A directory of KV blocks: one file each, named by its digest, with a header that says what may read it.
+"""A directory of KV blocks: one file each, named by its digest, with a header that identifies model and block.
 
     DIR/perilune-kv.lock                     held by the one engine that uses the directory
     DIR/FINGERPRINT/ab/DIGEST-FIRST.kv       blocks of one model, format, layout and block size
@@ -34,7 +34,7 @@ _MAGIC = b"PRLNKV01"
 _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sQQ")
 _CRC = struct.Struct("<I")
 _local = threading.local()
-ENDED = -1  # instead of a file's size
+ENDED = -1  # returned instead of a file's size: the file was truncated while it was read
 Reader = Callable[[Path, memoryview, memoryview], int]
 
 
@@ -210,8 +210,8 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
 
 
 def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
-    """The size of a regular file; ENDED if it became shorter meanwhile. A file that is as long as both is read into
-    `header` and `payload`, and its time of last use is now, from which its age counts after a restart. OSError."""
+    """The size of a regular file; ENDED if it became shorter meanwhile. Reads a file with the size of `header` and
+    `payload` together into both, and sets its time to now: after a restart its age counts from there. OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size == len(header) + len(payload):
@@ -224,7 +224,7 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
     """Reads a file's header and payload; False if the file is shorter. With O_DIRECT: the kernel's read-ahead of 128 KB
-    is slower (docs/LOG.md has the speeds). A try whether the page cache has the file (RWF_NOWAIT) would start it."""
+    is slower (docs/LOG.md). RWF_NOWAIT, which asks whether the page cache has the file, would start read-ahead."""
     total = len(header) + len(payload)
     for direct in (True, False):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -245,8 +245,8 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
 
 
 def _header_of_thread() -> memoryview:
-    """Memory for a header, one per thread: mapping new memory for each file stops the threads of the process briefly.
-    Aligned to a page, as O_DIRECT needs it."""
+    """Memory for a header, one per thread: mapping new memory for each file would briefly stop the process's threads.
+    Page-aligned for O_DIRECT."""
     if not hasattr(_local, "header"):
         _local.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
     header: memoryview = _local.header

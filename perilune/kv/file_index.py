@@ -1,5 +1,5 @@
-"""The index of the files that hold KV blocks on disk: which are dropped for lack of room or for their age. Policy only;
-the files are kv/disk.py."""
+"""The index of the files that hold KV blocks on disk: which to delete for lack of room or for age. Policy only;
+kv/disk.py reads and writes the files."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from perilune.kv.mover import Name
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A block's file. `users`: restores that read it; a file dropped meanwhile is deleted when the last has ended."""
+    """A block's file. `users`: restores that read it; a dropped file is deleted when the last of these has ended."""
 
     name: Name
     used: float
@@ -22,7 +22,7 @@ class FileIndex:
     """The files, by the digest of their block, the least recently used first.
 
     files   (name, time of last use), the least recently used first
-    limit   files, at most; 0: no disk, or none any more
+    limit   files, at most; 0: there is no disk, or its directory was deleted
     delete  called with the name of each file that is dropped, when no restore reads it
     """
 
@@ -58,7 +58,7 @@ class FileIndex:
         return file
 
     def release(self, file: File) -> None:
-        """The restore has ended."""
+        """Ends a restore's use."""
         file.users -= 1
         if file.dropped and not file.users:
             self._delete(file.name)
@@ -92,6 +92,6 @@ class FileIndex:
             self.drop(digest)
 
     def close(self) -> None:
-        """The directory is gone: nothing is deleted, and no file is added any more."""
+        """The directory was deleted: from now on no file is added or deleted."""
         self.limit = 0
         self._files.clear()

@@ -1,8 +1,7 @@
 """The records between the index of the KV tiers (kv/tiers.py) and the `Mover` that copies the bytes (kv/transfer.py).
 
-With several ranks, rank 0 keeps the index, every rank gets the same records and has a mover of its own, with its own
-rows, its own pages and its own directory; a record is complete when every rank has reported it, and failed if one of
-them failed. So rows and files of different ranks stay parallel, and a rank stores the shard of a block that it holds.
+With several ranks, rank 0 keeps the index, and every rank gets the same records and has its own mover, rows, pages and
+directory (engine/kv_tiers/ranked.py). So row and file numbers agree on all ranks, and each stores its shard of a block.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One block of a restore: from host memory's `row`, None: from its file, to the pages of `block`."""
+    """One block of a restore, to the pages of `block`: from host memory's `row`; None: from its file."""
 
     name: Name
     row: int | None
@@ -36,7 +35,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The row holds its block, checksum included; with `error` it does not."""
+    """The row has its block and checksum, unless there is an `error`."""
 
     row: int
     error: str | None = None
@@ -54,7 +53,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A row was written to its file, or not: `gone` with the directory, or for want of space or another `error`."""
+    """The write of a row to its file has ended, or failed with `error`; `gone`: because the directory was deleted."""
 
     name: Name
     error: str | None = None
@@ -65,7 +64,7 @@ Done = Copied | Stored | Restored | Written
 
 
 class Mover(Protocol):
-    """Copies bytes in the background. `poll` returns the answers, in any order."""
+    """Copies bytes in the background. `poll` returns the answers: records, in any order."""
 
     @property
     def rows(self) -> int:
@@ -73,21 +72,21 @@ class Mover(Protocol):
         ...
 
     def store(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        """(name, block, row) each: Copied, then Stored."""
+        """Copies pages to rows, each (name, block, row). Answers: Copied, then Stored."""
         ...
 
     def restore(self, ticket: int, pieces: Sequence[Piece]) -> None:
-        """All of the pieces, or the restore has failed: Restored."""
+        """Copies blocks back to the pages; fails if one piece fails. Answer: Restored."""
         ...
 
     def write(self, name: Name, row: int) -> None:
-        """The row to the block's file: Written."""
+        """Writes the row to the block's file. Answer: Written."""
         ...
 
     def delete(self, name: Name) -> None:
-        """The block's file, without an answer; a later `write` of it comes after."""
+        """Deletes the block's file, before any later `write` of it. No answer."""
         ...
 
     def poll(self) -> list[Done]:
-        """What has ended since the last call."""
+        """The answers that have come since the last call."""
         ...

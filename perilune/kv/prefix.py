@@ -120,7 +120,7 @@ class PrefixTree:
         return self._pool.allocate()
 
     def turn(self, block: int) -> int:
-        """The turn that a block was registered with; 0 if it is not registered."""
+        """The turn with which a block was registered; 0 if it is not registered."""
         node = self._by_block.get(block)
         return 0 if node is None else node.turn
 

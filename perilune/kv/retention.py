@@ -1,22 +1,22 @@
-"""What to drop from host memory: least recently used, corrected by how often blocks of the same kind came back.
+"""Which blocks host memory drops: least recently used, corrected by how often blocks of the same kind came back.
 
-What host memory drops is written to disk only where blocks of its kind are asked for again after they were dropped: of
-all files written for 48 agents among 1,500 single questions 87 % were never read.
+A block comes back when a request asks for it again. A dropped block has a file only if blocks of its kind come back
+after a drop: of all files written for 48 agents among 1,500 single questions 87 % were never read.
 
 A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a first prompt of
-which nothing was known, 1 for what follows a known text, and so on. In a tool loop a session that has come back a few
-times comes back again, while most first prompts never do, and LRU keeps both equally long. So each kind's idle time
-counts in units of its learned chance to come back. Where all kinds come back alike this is LRU.
+which nothing was cached, 1 for what follows a cached text, and so on. In a tool loop a session that has come back a few
+times comes back again, while most first prompts never do, and LRU keeps both equally long. So a block's idle time is
+divided by its kind's learned chance to come back. If all kinds have the same chance, this is LRU.
 """
 
 from collections import OrderedDict
 
-KINDS = 4  # The last is for that turn and all later ones.
-REMEMBERED = 1 << 16  # Dropped blocks that are recognised when they are asked for again: they were dropped too soon.
-MAX_COUNT = 1 << 14  # Both counts of a kind are halved beyond: what happened long ago matters less.
+KINDS = 4  # The last kind is for that turn and all later ones.
+REMEMBERED = 1 << 16  # Digests of dropped blocks that are kept, to see which blocks come back after a drop.
+MAX_COUNT = 1 << 14  # Counts of a kind are halved above this: old events matter less.
 MIN_CHANCE = 1 / 16  # Lower: kinds that hardly ever came back are dropped sooner still.
 MIN_LATE_CHANCE = 1 / 16  # Higher: fewer files are written, and fewer blocks are found on disk.
-TRUSTED_DROPS = 1 << 12  # Of a kind; with fewer all are written, because what comes back comes back later.
+TRUSTED_DROPS = 1 << 12  # With fewer drops of a kind, all its blocks are written: blocks come back later.
 
 
 class Retention:
@@ -26,18 +26,18 @@ class Retention:
         self._back = [1.0] * KINDS
         self._gone = [1.0] * KINDS
         self._dropped: OrderedDict[bytes, int] = OrderedDict()
-        self._drops, self._late = [0.0] * KINDS, [0.0] * KINDS  # dropped blocks; those that were asked for afterwards
+        self._drops, self._late = [0.0] * KINDS, [0.0] * KINDS  # dropped blocks; those of them that came back
 
     def chance(self, kind: int) -> float:
-        """That a block of this kind comes back, as learned so far."""
+        """Learned probability that a block of this kind comes back."""
         return max(self._back[kind] / (self._back[kind] + self._gone[kind]), MIN_CHANCE)
 
     def worth_writing(self, kind: int) -> bool:
-        """Whether blocks of this kind are asked for after host memory has dropped them, as far as is known."""
+        """Whether blocks of this kind come back after host memory has dropped them, as far as is known."""
         return self._drops[kind] < TRUSTED_DROPS or self._late[kind] >= MIN_LATE_CHANCE * self._drops[kind]
 
     def returned(self, kind: int) -> None:
-        """A block that is held was asked for."""
+        """A request found a block in host memory."""
         self._back[kind] += 1
         self._fade(kind)
 
@@ -53,7 +53,7 @@ class Retention:
         self._fade(kind)
 
     def stored(self, digest: bytes) -> None:
-        """A block arrives; one that was dropped before has come back."""
+        """A block enters host memory: if it was dropped before, it has come back."""
         kind = self._dropped.pop(digest, None)
         if kind is not None:
             self._back[kind] += 1

@@ -1,11 +1,11 @@
 """The index of the KV tiers: which blocks host memory and disk hold, and which to copy next. Policy only.
 
 A block leaves the pages when it is evicted from the prefix tree: it is copied to a row of host memory (`evict`), and
-its pages are free once the copy is complete. Rows that fall out of host memory are written to files ahead of need. A
-request that misses the pages but finds its digests here has them copied back (`restore`), all or none of them. Rows of
-restored blocks are dropped before all others until their blocks are evicted again: the pages hold the same bytes.
+its pages are free once the copy is complete. Rows that will be dropped next are written to files ahead of need. If a
+request finds blocks of its prefix here, they are copied back (`restore`), all or none. Rows of restored blocks are
+dropped before all others until their blocks are evicted again: the pages hold the same bytes.
 
-The bytes are copied by a `Mover` (kv/mover.py), to which this module only sends records: (digest, block, row).
+A `Mover` (kv/mover.py) copies the bytes; this module only sends it records: (digest, block, row).
 """
 
 import logging
@@ -23,11 +23,11 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 128  # Files that the disk is given at a time: blocks of a step of 8,192 tokens. More: more rows wait.
-# Rows written to disk before rows run out. Fewer than two steps evict: blocks are dropped without a file, however fast
-# the disk is, because files are begun between steps. More: each poll looks at more rows.
+WRITES_AT_ONCE = 128  # Files being written at a time: the blocks of 8,192 tokens. More: more rows cannot be dropped.
+# Rows that are written to files before rows run out. If two steps evict more, blocks are dropped without a file,
+# however fast the disk is, because writes begin between steps. More: each poll looks at more rows.
 WRITE_AHEAD_ROWS = 256
-SEARCHED_ROWS = 64  # of each queue that are looked at for one that has a file, besides those that are being written
+SEARCHED_ROWS = 64  # rows searched in each queue for a block that has a file, besides rows being written
 PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
@@ -35,7 +35,7 @@ EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live 
 @dataclass(slots=True, eq=False)
 class _Row:
     """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end.
-    `turn`: that of kv/retention.py; `in_pages`: the pages have the block too, since a restore."""
+    `turn`: as in kv/retention.py; `in_pages`: after a restore, the pages have the block too."""
 
     name: Name
     row: int
@@ -91,13 +91,13 @@ class Tiers:
         self._mover, self._rows, self._ttl, self._clock = mover, rows, ttl_seconds, clock
         now = clock()
         self._host: dict[bytes, _Row] = {}
-        # The same in queues, least recently used first: the row dropped next is the first of one of them.
+        # The rows of _host by turn, least recently used first: the row dropped next is near the front of a queue.
         self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
         self._in_pages: OrderedDict[bytes, _Row] = OrderedDict()  # rows of blocks that the pages have too
         self._retention = retention or Retention()
         aged = [(name, now - age) for name, age in files or ()]
         self._disk = FileIndex(aged, file_limit if files is not None else 0, mover.delete)
-        self._known_rows = 0  # rows the mover has ever offered
+        self._known_rows = 0  # rows that the mover has offered so far
         self._free: list[int] = []
         self._filling: dict[int, _Row] = {}  # by row: stores in flight
         self._limbo: dict[int, _Row] = {}  # by row: forgotten, but a transfer still uses the row
@@ -105,7 +105,7 @@ class Tiers:
         self._leaving: set[int] = set()  # blocks with pages that are being copied
         self._stores: list[tuple[Name, int, int]] = []  # not sent yet
         self._restores: dict[int, _Restore] = {}
-        self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # files that are too old are never read
+        self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # the first poll drops files that are too old
         self._warned: set[str] = set()
         self.dropped = 0  # blocks dropped for lack of a row or of disk space
         self.damaged = 0  # blocks found damaged or missing when they were restored
@@ -153,12 +153,12 @@ class Tiers:
         return found
 
     def turn(self, digest: bytes) -> int:
-        """The turn that a block was evicted with; 0 where that is not known."""
+        """The turn of a block in host memory; 0 if it is not there."""
         held = self._host.get(digest)
         return 0 if held is None else held.turn
 
     def loses(self) -> bool:
-        """Whether `evict` would drop a block now that would have a row or a file if it came a little later."""
+        """Whether `evict` would now lose a block that could be kept once transfers in flight have ended."""
         if self._free or not (self._writing or self._filling):
             return False
         return not self._next_row()[1]
@@ -171,8 +171,8 @@ class Tiers:
             self._disk.touch(digest, self._clock())
 
     def evict(self, name: Name, block: int, turn: int = 0) -> bool:
-        """The tree has dropped this block, which it had with this turn (kv/retention.py). True: its pages are kept
-        until `poll` returns it; False: they are free."""
+        """Stores a block that the prefix tree has evicted; `turn` as in kv/retention.py. True: its pages must not be
+        overwritten until `poll` returns the block; False: they are free."""
         held = self._host.get(name.digest)
         if held is not None:
             self._touch(held)
@@ -209,8 +209,8 @@ class Tiers:
         self._restores[ticket] = restore
 
     def poll(self) -> tuple[list[int], list[Outcome]]:
-        """Takes in what the mover has completed and gives it what can begin. Returns the blocks that are free
-        now, and the restores that ended."""
+        """Handles the mover's answers and begins the copies that can begin. Returns the blocks that are free now, and
+        the restores that ended."""
         freed: list[int] = []
         ended: list[Outcome] = []
         for done in self._mover.poll():
@@ -278,14 +278,14 @@ class Tiers:
         self._queue(held)[held.name.digest] = held
 
     def _next_row(self) -> tuple[_Row | None, bool]:
-        """The row to reuse when none is free, and whether that loses nothing: that of a block the pages have too, or
-        that of the least recently used block that may be dropped. None: all are in use."""
+        """The row to reuse when none is free, and whether reusing it loses nothing: preferably a row of a block that
+        the pages have too, else of the least recently used block. None: all rows are in use."""
         now, best, best_score, best_lossless = self._clock(), None, -1.0, False
         for queue in (self._in_pages, *self._kinds):
             for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):
                 if held.users or not held.complete:
                     continue
-                # What the pages have, what has its file, or will have none, costs nothing more to drop.
+                # Nothing is lost if the pages have the block, it has a file, or no file would be written.
                 lossless = held.in_pages or held.name.digest in self._disk
                 lossless = lossless or not (self._disk.limit and self._retention.worth_writing(held.turn))
                 score = inf if held.in_pages else (now - held.used) / self._retention.chance(held.turn)
@@ -296,7 +296,7 @@ class Tiers:
         return best, best_lossless
 
     def _take_row(self) -> int | None:
-        """A free row, or the next; None: all are in use."""
+        """A free row, made free by `_next_row` if necessary; None: all rows are in use."""
         if self._free:
             return self._free.pop()
         best, _ = self._next_row()
@@ -317,7 +317,7 @@ class Tiers:
             self._free.append(held.row)
 
     def _leave(self, held: _Row) -> None:
-        """A transfer no longer uses the row."""
+        """Ends a transfer's use of the row."""
         held.users -= 1
         if held.forgotten and not held.users:
             del self._limbo[held.row]
@@ -338,7 +338,7 @@ class Tiers:
         complete = done.error is None and not lost
         for held in restore.rows:
             self._leave(held)
-            if held.in_pages and not held.forgotten and not complete:  # the pages have nothing
+            if held.in_pages and not held.forgotten and not complete:  # the pages do not have the block
                 self._touch(held)
         for file in restore.files:
             self._disk.release(file)
@@ -354,7 +354,7 @@ class Tiers:
     # ---- disk
 
     def _write_ahead(self) -> None:
-        """Begins to write the rows that would be dropped next, if rows are about to run out."""
+        """Begins to write the rows that would be dropped next, if few rows are free."""
         ahead = min(WRITE_AHEAD_ROWS, self._rows)
         if not self._disk.limit or len(self._free) >= ahead or self._clock() < self._pause_until:
             return

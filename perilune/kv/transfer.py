@@ -1,10 +1,10 @@
 """Moves KV blocks in the background: pages to host memory and back, host memory to files and back.
 
 Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
-checksum is computed when it has arrived and compared whenever it is read, by several threads, because one thread does
-about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: one is copied while the thread waits for the one
-before. Blocks from files go through staging rows: most of these are filled from files while COPIED_ROWS are copied to
-the pages.
+checksum is computed once the row is filled and compared whenever it is read, by several threads, because one thread
+checks about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: the thread queues the next window before it
+waits for the last one. Blocks from files go through staging rows: most of these are filled from files while COPIED_ROWS
+are copied to the pages.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Writt
 from perilune.ops.rows import host_rows
 
 STAGED_ROWS = 64  # staging rows for blocks from files
-# Staging rows of blocks that are being copied to the pages; the others are being read or wait for a reading thread.
-# Blocks are copied in order, so reads that end early must not leave their threads without work.
+# Staging rows being copied to the pages; the others are being filled from files or wait for a reading thread. Blocks
+# are copied in order, so there must be more rows than READING_THREADS: a read that ends early frees its thread.
 COPIED_ROWS = 8
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
 CHECKING_THREADS = 8  # threads that compute checksums: at most so many, and half of the processors
 READING_THREADS = 32  # Fewer: fewer reads in flight, so a slower disk.
-MIN_SHARE_BLOCKS = 16  # Blocks for a checksum thread, at least. Fewer: it mostly waits for the GIL.
+MIN_SHARE_BLOCKS = 16  # Blocks per task of a checksum thread, at least. Fewer: it mostly waits for the GIL.
 MEASURED_BLOCKS = 64  # blocks copied in each direction at the start, to measure the link
 MEASUREMENTS = 3  # measurements of which the fastest counts
 # Share of the link's measured speed that copies use while steps run. Larger: the steps' own copies wait longer.
@@ -249,7 +249,7 @@ class Transfer:
         return _Read(piece, row, self._reading.submit(self._read, piece.name, row))
 
     def _read(self, name: Name, row: Bytes) -> str | None:
-        """Reads a block's file into a row; what is wrong with the file, None: nothing."""
+        """Reads a block's file into a row. Returns what is wrong with the file; None: nothing."""
         assert self._directory is not None
         try:
             stored = self._directory.read(name, row.data, self._reader)

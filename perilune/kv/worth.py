@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from perilune.kv.tiers import DISK, HOST
 
-MEASUREMENTS = 9  # The median of so many counts. More: one slow disk access matters less, a change is noticed later.
+MEASUREMENTS = 9  # The median of so many is used. More: one slow disk access matters less, a change is seen later.
 TRUSTED_MEASUREMENTS = 5  # With fewer there is no estimate: the first restores and prompts warm caches up.
 RETRY_AFTER_RESTORES = 64  # After so many refusals of a tier one restore is made anyway, to measure it again.
 
@@ -38,7 +38,7 @@ class Worth:
     saved_seconds: float = 0.0
 
     def computed(self, blocks: float, seconds: float) -> None:
-        """Learns from a step that computed `blocks` blocks of prompts, and hardly anything else, in `seconds`."""
+        """Learns from a step of `seconds` that computed `blocks` blocks of prompts and little else."""
         self.compute.learn(seconds / blocks)
 
     def restored(self, host: int, disk: int, seconds: float) -> None:
@@ -51,7 +51,7 @@ class Worth:
 
     @property
     def block_seconds(self) -> float:
-        """What computing a block takes, from the first measurement on; 0 before."""
+        """Seconds to compute a block: the median so far; 0 without a measurement."""
         return statistics.median(self.compute.latest) if self.compute.latest else 0.0
 
     def pays(self, tier: str) -> bool:
@@ -60,7 +60,7 @@ class Worth:
         return moved is None or made is None or moved < made
 
     def beginning(self, found: Sequence[str]) -> int:
-        """How many of these blocks, found in this order in HOST or DISK, to restore: those before the first that is
+        """How many of these blocks, found in this order in HOST or DISK, to restore: those before the first one that is
         faster to compute. Every RETRY_AFTER_RESTORES refusals a tier is used anyway, to measure it again."""
         for count, tier in enumerate(found):
             if self.pays(tier):

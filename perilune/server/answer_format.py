@@ -50,9 +50,9 @@ async def enforced(
     begun: Beginning = PLAIN_TEXT,
     budget: int | None = None,
 ) -> Constraint | None:
-    """The constraint of an answer, checked against `params`; RequestError for a form they leave no room for.
+    """The constraint of an answer, checked against `params`; RequestError for a form that they leave no room for.
 
-    `begun`: what the prompt holds of the answer. `budget`: tokens that the thought may take; None: no bound.
+    `begun`: the part of the answer that is in the prompt. `budget`: tokens that the thought may take; None: no bound.
     """
     make = functools.partial(
         constrain,
@@ -158,7 +158,7 @@ def answer_format(
 
 
 def thinking_budget(limits: Mapping[str, int | None], effort: Effort | None) -> int | None:
-    """How many tokens a thought may take; None: no bound. `limits` are the fields that say it as a number."""
+    """How many tokens a thought may take; None: no bound. `limits` are the fields that give a number."""
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():
         if limit < 0:

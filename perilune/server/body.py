@@ -169,7 +169,7 @@ def _taken_apart(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
     except RecursionError as e:
         raise not_json(str(e), b"") from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        if (half := _half(raw)) is not None:  # the error itself may say anything
+        if (half := _half(raw)) is not None:  # the decoder's own error may name something else
             spelled = raw[half : half + 6].decode().lower()
             raise RequestError(f"lone surrogate {spelled} at byte {half}: not Unicode text", code="invalid_json") from e
         raise not_json(str(e), bytes(raw[:4])) from e

@@ -75,7 +75,6 @@ class Call:
         return made
 
     def total(self, name: str) -> int:
-        """The sum of a count over all runs."""
         return sum(getattr(run, name) for run in self.runs)
 
 

@@ -1,8 +1,8 @@
 """One client's connection: HTTP/1.1 in, ASGI out, with a bound on how long and how large everything may be.
 
-h11 parses the head of one request at a time, and is given it only when it is complete and unambiguous: what two
-programs in a row could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the
-connection is closed, so that no proxy and this server can disagree where a request ends.
+h11 parses one request's head at a time, and only a complete and unambiguous head. A head that a proxy and this server
+could read in two ways (bare line feeds, folded lines, a length beside chunks) is refused and the connection is closed,
+so that both always agree where a request ends.
 """
 
 import asyncio
@@ -180,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._served += 1
         self.exchange = Exchange(self, parser, request)
-        self.exchange.feed(memoryview(parser.trailing_data[0]))  # what came with the head
+        self.exchange.feed(memoryview(parser.trailing_data[0]))  # bytes that came after the head
         self.exchange.start()
 
     # ---- writing
@@ -371,7 +371,7 @@ class Exchange:
             self.connection.pause_reading()
 
     def check(self, now: float, limits: Timeouts) -> None:
-        """The handler's next `receive` fails if the body comes too slowly."""
+        """Makes the handler's next `receive` fail if the body comes too slowly."""
         if len(self._body) > READ_AHEAD_BYTES:  # the socket is not read: the handler is slow, not the client
             self._begun, self._last_byte, self._received = now, now, 0
             return

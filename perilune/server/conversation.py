@@ -105,7 +105,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> Content:
-    """Chat's parts, as one text if they are no more than that."""
+    """Chat's parts; one text if all of them are text."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return list(parts)
@@ -125,9 +125,9 @@ def wrong(where: str, what: str, *, code: str = "invalid_value") -> RequestError
 
 @contextlib.contextmanager
 def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Errors of the chat machinery that arise inside name the fields of the API the client uses.
+    """Within the block, errors of the chat code name the fields of the API that the client uses.
 
-    `names` are pairs (chat's spelling, the client's); each applies to the field an error is about.
+    `names` are pairs (chat's spelling, the client's), applied to the field that an error is about.
     """
     try:
         yield

@@ -18,7 +18,7 @@ from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
 
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # LE: as UTF-16
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32 LE: as UTF-16 LE's
 MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",
@@ -96,8 +96,8 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Logs one line for an expected failure, a traceback for a bug, nothing for a client's mistake or a request that an
-    engine without a process refuses or has lost: the access log has these."""
+    """Logs one line for an expected failure, a traceback for a bug. Nothing for a client's mistake, or for a request
+    refused or lost because no engine process runs: the access log has these."""
     if isinstance(error, RequestError | EngineUnavailable):
         return
     if isinstance(error, PeriluneError):
@@ -125,7 +125,7 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
 
 
 def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
-    """What is wrong with a body, or with its part `at`, that the parser of JSON refuses for a reason."""
+    """The error for a body, or its part `at`, that the JSON parser refused with `reason`."""
     if text.startswith(_MARKS):
         return RequestError("the body begins with a byte order mark: send UTF-8 without one", code="invalid_json")
     if reason.lower().startswith(("recursion limit", "maximum recursion")):
@@ -134,7 +134,7 @@ def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
             f"the JSON of the body is nested deeper than {MAX_LEVELS} levels {place}".rstrip(), code="invalid_json"
         )
     try:
-        check_text(json.loads(text), at)  # which takes halves of surrogate pairs
+        check_text(json.loads(text), at)  # accepts half surrogate pairs
     except RequestError as error:
         return error
     except (ValueError, RecursionError):

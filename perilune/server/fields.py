@@ -18,7 +18,7 @@ from perilune.core.errors import RequestError
 
 log = logging.getLogger("perilune.server")
 
-MAX_WARNED_NAMES = 256  # names, because they come from clients
+MAX_WARNED_NAMES = 256  # bounded, because clients choose the names
 MAX_NAME_CHARS = 64  # characters of a client's name in a message
 TYPO_RATIO = 0.85  # likeness from which a name in an open object is a misspelt one, not one of another program
 _warned: set[str] = set()
@@ -130,7 +130,7 @@ _IDLE_AT_CHAT: Mapping[str, tuple[Any, ...]] = {
 
 
 def of_chat(declared: Iterable[str]) -> Fields:
-    """For an API that is translated to chat: the chat body's fields, `declared`, and what the chat table has."""
+    """The table of an API that is translated to chat: the chat table; the chat body's `declared` fields are refused."""
     here = {name: Refused(_AT_CHAT, _IDLE_AT_CHAT.get(name, Refused("").idle)) for name in declared}
     return {**CHAT, **here}
 

@@ -84,7 +84,7 @@ class Admission:
             raise EngineUnavailable(why, retry_seconds=self.engine.retry_seconds)
 
     def take(self, count: int, param: str) -> Callable[[], None]:
-        """Takes room for `count` generations and returns what gives it back; RequestError 429 when there is none.
+        """Takes room for `count` generations and returns the function that frees it; RequestError 429 if there is none.
 
         `param` is the request field that asks for so many.
         """
@@ -136,7 +136,7 @@ class Generation:
         constraint: Constraint | None,
         first: bool = True,
     ) -> None:
-        """`first` of the answers to its prompt, which counts once."""
+        """`first`: the first answer to its prompt, which counts the prompt's tokens."""
         self.order = left = prompt.order
         if left.deadline_seconds is not None:
             left = dataclasses.replace(left, deadline_seconds=left.deadline_seconds - prompt.seen_seconds)
@@ -225,6 +225,6 @@ class Generation:
 
     @property
     def marks(self) -> dict[str, bool]:
-        """What a choice says besides finish_reason "length": `closed_by_grammar` if its form (a structured answer, a
-        call) is complete, but only because the grammar completed it where max_tokens ran out."""
+        """Extra field of a choice with finish_reason "length": `closed_by_grammar` if the grammar completed its form (a
+        structured answer, a call) where max_tokens ran out."""
         return {"closed_by_grammar": True} if self._closed and self.finish_reason == "length" else {}

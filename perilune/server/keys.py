@@ -134,7 +134,7 @@ class Keyring:
         """ConfigError for a file that cannot be used."""
         self.file = None if file is None else Path(file)
         self.since = int(time.time())
-        self.open = Account(Grant("", operator=True))  # without keys: all requests; else those that need none
+        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of keyless ones
         self._accounts: dict[str, Account] = {}
         if key is not None:
             self._take([Grant("default", (digest(key),), operator=True)])

@@ -1,6 +1,6 @@
 """Limits of each client, the client's address behind proxies, and the memory that all bodies together may take.
 
-A client is an API key (keys.py) or an address (middleware.py). What each may have in flight and use is one Meter.
+A client is an API key (keys.py) or an address (middleware.py). A Meter counts its requests in flight and its usage.
 """
 
 import ctypes
@@ -219,7 +219,7 @@ class BodyShare:
         self.released = False
 
     def hold(self, size: int) -> None:
-        """The body has `size` bytes in all."""
+        """Holds `size` bytes, the whole body, instead of the part held before."""
         if size > self._limit:
             raise RequestError(
                 f"the body is larger than {self._limit / 2**20:g} MiB", code="body_too_large", status=413
@@ -250,7 +250,7 @@ class Proxies:
     """Addresses and networks that may name the client they speak for in X-Forwarded-For; "unix" for a Unix socket."""
 
     def __init__(self, trusted: Iterable[str]) -> None:
-        """ConfigError for what is no address or network."""
+        """ConfigError for a name that is no address or network."""
         self._unix = False
         self._networks: list[Network] = []
         for name in trusted:
@@ -265,10 +265,10 @@ class Proxies:
                 ) from e
 
     def client(self, peer: str, forwarded: str) -> str:
-        """The client's address: `peer`, or where that is trusted the last address of `forwarded` that is not.
+        """The client's address: `peer`, or if `peer` is trusted, the last untrusted address of `forwarded`.
 
-        `peer` is "unix" for a Unix socket. Entries to the left of the first untrusted address are the client's own
-        claims and are not read.
+        `peer` is "unix" for a Unix socket. Entries to the left of that address are the client's own claims and are not
+        read.
         """
         client = peer
         for entry in reversed(forwarded.split(",")):
@@ -290,7 +290,7 @@ class Proxies:
 
 
 def _address(entry: str) -> str | None:
-    """The address of an entry of X-Forwarded-For, without its port; None if it is none."""
+    """The address of an entry of X-Forwarded-For, without its port; None if the entry is no address."""
     text = entry.strip().strip('"')
     if text.startswith("["):
         text = text[1:].partition("]")[0]

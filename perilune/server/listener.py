@@ -1,4 +1,4 @@
-"""The server's socket and all its connections: accepts, ends what takes too long, drains."""
+"""The server's socket: accepts connections, ends those that time out, drains."""
 
 import asyncio
 import resource

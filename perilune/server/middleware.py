@@ -1,5 +1,5 @@
-"""Small ASGI wrappers: who may enter, how large a body may be, what every answer carries and what every request leaves
-behind in logs and metrics."""
+"""Small ASGI wrappers: API keys, limits of clients and bodies, headers of every answer, logs and metrics of every
+request."""
 
 import logging
 import time
@@ -34,8 +34,8 @@ access = logging.getLogger("perilune.access")
 
 
 class Observe:
-    """Gives each request its id and its headers, and says afterwards what became of it: to the log, the metrics and the
-    service's observers. Never headers, query strings or contents."""
+    """Gives each request its id and its answer's headers. Reports its outcome to the log, the metrics and the service's
+    observers; never headers, query strings or contents."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Mapping[Any, str]) -> None:
         """`paths` names the route of each endpoint."""
@@ -75,7 +75,7 @@ class Observe:
                 raise  # for the log
             finally:
                 # Unknown paths share one label: clients must not be able to grow the metrics without bound.
-                # What is refused before it is routed has the path of a route, or not.
+                # A request that was refused before it was routed has no endpoint, but may have the path of a route.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
                 # Probes of one status every second would fill the log: a probe is logged if its status has changed.
@@ -86,9 +86,9 @@ class Observe:
 
 
 def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
-    """The answer to what never became a request, with the headers, log line and metrics of every answer.
+    """The answer to a connection without a valid request, with the headers, log line and metrics of every answer.
 
-    `scope` has what is known of the connection: client, scheme and an empty path.
+    `scope` has only client, scheme and an empty path.
     """
     call = Call(service.keys.open, client=scope["client"][0], method="-", route="other")
     with entered(call):
@@ -174,7 +174,7 @@ class ApiKey:
 
 
 class ClientLimit:
-    """Bounds the requests of each client address, see limits.Proxies. What is open to probes is not counted."""
+    """Bounds the requests of each client address, see limits.Proxies. Requests for paths in OPEN are not counted."""
 
     def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app
@@ -199,8 +199,8 @@ class BodyLimit:
     """Refuses a body above `limit` bytes with 413, and one that the budget has no room for with 503: by its declared
     length before anything is read, else when that many bytes have come.
 
-    What is left of the body's share in the budget is `scope["body_share"]`, which Service.receive releases when the
-    bytes are no longer needed.
+    `scope["body_share"]` is the body's share of the budget, which Service.receive releases when the bytes are no longer
+    needed.
     """
 
     def __init__(self, app: ASGIApp, limit: int, budget: BodyBudget) -> None:

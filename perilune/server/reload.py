@@ -47,7 +47,6 @@ class Watched:
 
 
 def again(files: Sequence[Watched]) -> None:
-    """Reads all files again, changed or not."""
     for file in files:
         file.poll(force=True)
 

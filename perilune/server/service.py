@@ -49,8 +49,7 @@ class ModelText:
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
 
     def described(self, info: EngineInfo) -> dict[str, Any]:
-        """What the list of models says: what can be asked for, and the samplings of requests that send none, by
-        mode."""
+        """The model's entry in the list of models: capabilities, and sampling defaults by mode."""
         chat, thinking = not isinstance(self.template, NoChatTemplate), self.template.member.thinking
         modes = {"thinking": True} if thinking != "never" else {}
         modes |= {"instant": False} if thinking != "always" else {}
@@ -166,8 +165,7 @@ class Service:
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:
         """Runs `work` on an input of `size` bytes: from OFFLOAD_BYTES on, on a thread, because it would stall all
-        streams of the event loop. Of the largest inputs one runs at a time: each needs several times its bytes of
-        memory."""
+        streams of the event loop. From WHOLE_BYTES on, one at a time: each needs several times its bytes of memory."""
         if size < OFFLOAD_BYTES:
             return work()
         if size < WHOLE_BYTES:

@@ -8,7 +8,7 @@ from perilune.core.errors import ConfigError
 from perilune.server.audit import UNSEEN
 from perilune.server.call import Call, Run
 
-EXPORT_SECONDS = 5.0  # that the collector may take for a batch; meanwhile at most 2048 spans wait, more are dropped
+EXPORT_SECONDS = 5.0  # limit of sending a batch to the collector; meanwhile 2048 spans wait at most, others are lost
 CLOSE_SECONDS = 1.0
 SERVER_ERRORS = 500  # a status below is the client's mistake
 

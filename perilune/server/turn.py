@@ -33,7 +33,7 @@ NO_FORMS: Forms = {}
 
 
 class Turn:
-    """An assistant turn as it is generated: tokens in, events of the turn out, with what its answer reports."""
+    """An assistant turn while it is generated: makes events of tokens, and counts what its answer reports."""
 
     def __init__(
         self, generation: Generation, stream: ChatStream, *, ends: frozenset[int], echo: Sequence[Event] = ()
@@ -111,7 +111,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A chat body after all work that takes time in proportion to the conversation: rendered and tokenized once.
+    """A chat body, rendered and tokenized: the work that takes time in proportion to the conversation is done.
 
     ids        the prompt's token ids, including the beginning of the answer if the client sent one
     beginning  the part of the answer that is in the ids
@@ -135,7 +135,7 @@ def read(
 ) -> ReadRequest:
     """Validates and renders a conversation. RequestError names the field that is wrong.
 
-    `forms`: by the name of a tool, of those with calls that hold text instead of JSON.
+    `forms`: by name, the grammars of tools with calls that hold text instead of JSON.
 
     Takes about 70 ms per MB of text: to be called on a thread if the body is large (Service.offload).
     """
@@ -176,7 +176,7 @@ def read(
 def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context | None = None) -> RenderedPrompt:
     """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`.
 
-    `context`: what is too long for it is refused before it is tokenized, or before it is tokenized to its end.
+    `context`: a prompt that is too long for it is refused before it is tokenized, or before its end is.
     """
     options: PromptOptions = {**body.prompt_options(), "tools": tools}
     if context is None:
@@ -191,8 +191,8 @@ def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context 
 async def see(
     service: Service, request: Request, body: ChatBody, held: contextlib.ExitStack
 ) -> Sequence[Picture | Video]:
-    """Decodes the pictures and videos of a body and puts their tokens in their place in its messages; `held` counts
-    their memory.
+    """Decodes the pictures and videos of a body and replaces them in its messages by their tokens; `held` counts their
+    memory.
 
     RequestError names the part that is wrong. A client that leaves meanwhile ends the work (ClientGone).
     """

@@ -1,7 +1,7 @@
 """Decode and verify steps as CUDA graphs: one launch from token ids to accepted tokens.
 
 A graph is captured for a number of requests, a number of tokens for each and a width of the block tables, when a step
-first needs this size. If no request of the step needs the host, the graph is the whole step: forward pass, sampling,
+first needs this size. If the device alone can sample the step, the graph is the whole step: forward pass, sampling,
 accepting drafts (ops/drafts/accept_drafts), writing the last-token buffer. If a request is masked, penalized or wants
 log-probabilities, the graph ends with the logits, and the rest is queued op by op (`forward`, then `finish`).
 
@@ -10,8 +10,8 @@ that the next step starts from also stays on the device, by slot: the last token
 chain drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
 before its graph (ops/drafts/advance_inputs) corrects token ids, positions and cache slots for what was accepted.
 
-A draft model's graphs (draft.py) run after the step's. All graphs share one memory pool (recorder.py). When they hold
-more than MAX_BYTES all are dropped; those that steps still need are captured again.
+A draft model's graphs (draft.py) run after the step's. All graphs share one memory pool (recorder.py). When the graphs
+hold more than MAX_BYTES, all are dropped; a graph that a later step needs is captured again.
 """
 
 import logging
@@ -43,19 +43,17 @@ from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 log = logging.getLogger("perilune.engine")
 
 MAX_GRAPHS = 128  # the least recently used is dropped first
-MAX_BYTES = 1 << 30  # engine/resolve.py leaves so many free
-MAX_REQUESTS = 256
+MAX_BYTES = 1 << 30  # of all graphs; engine/resolve.py keeps so many free. Larger: a smaller KV cache.
+MAX_REQUESTS = 256  # of a graph; larger steps run op by op
 MAX_ROWS = 512
 GRAPH_TOKENS = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
-CHAIN_COLUMN = (
-    max(GRAPH_TOKENS) + 2
-)  # first column of a chain's ids in a step's results; MAX_DRAFTS further, its probabilities
+# First column of a chain's ids in a step's results; the chain's probabilities begin MAX_DRAFTS columns later.
+CHAIN_COLUMN = max(GRAPH_TOKENS) + 2
 COLUMNS = CHAIN_COLUMN + 2 * MAX_DRAFTS
 # Table width of the smallest graphs: 24 blocks of 64 positions, the most that mla_decode.attend_one has room for.
 MIN_TABLE_BLOCKS = 24
-TABLE_WIDTH_RATIO = (
-    4  # ratio of one table width to the next. Larger: fewer graphs, but short contexts use wider tables.
-)
+# Ratio of one table width to the next. Larger: fewer graphs, but short contexts use wider tables.
+TABLE_WIDTH_RATIO = 4
 
 
 def rounded_up(requests: int) -> int:
@@ -65,7 +63,7 @@ def rounded_up(requests: int) -> int:
 
 
 def table_width(blocks: int, max_blocks: int) -> int:
-    """The width of the graph for tables of so many blocks, of requests that have `max_blocks` at most."""
+    """The graph's table width, at most `max_blocks`, for a step with tables of up to `blocks` blocks."""
     width = MIN_TABLE_BLOCKS
     while width < blocks:
         width *= TABLE_WIDTH_RATIO
@@ -125,7 +123,7 @@ class Arriving:
              request gets, whether the logits after these are not finite, and from CHAIN_COLUMN on a chain of `chain`
              ids and their probabilities. Read it before the step after the next is queued, which overwrites it
     done     CUDA event after which the table is complete; None on a CPU
-    lengths  [S] float64 on the device: the column of how many are accepted; valid until the next step
+    lengths  [S] float64 on the device: how many tokens each request gets; valid until the next step
     """
 
     table: Tensor
@@ -168,15 +166,15 @@ class DecodeGraphs:
         self._continuation = Continuation(last_tokens, self.shifts, self.draft_buffer)
         self._on_gpu = device.type == "cuda"
         self._out = torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, device=device)
-        # Two: while the device writes to one, the host reads the other.
+        # Steps use the two in turn: while the device writes to one, the host reads the other.
         self._host = [torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, pin_memory=self._on_gpu) for _ in "01"]
         self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]
         self._turn = 0
         self._arrays = Arrays()
         self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
-        self._drafts: DraftGraphs | None = None  # of the draft model that reads steps now
-        self._known: DraftGraphs | None = None  # of the one that read them last, for when it is used again
+        self._drafts: DraftGraphs | None = None  # of the selected draft model
+        self._known: DraftGraphs | None = None  # of the draft model selected last, kept for its next use
         self._max_rows = MAX_ROWS  # lowered when a capture fails
         self.broken: str | None = None  # why not even a step of one row can be captured on this machine
 
@@ -184,7 +182,7 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def follow(self, drafter: Drafter | None) -> None:
-        """From now on `drafter` reads every step and drafts; None: no draft model does. No step may be in flight."""
+        """As Runner.follow."""
         self._drafts = None
         if drafter is not None:
             if self._known is None or drafter is not self._known.drafter:
@@ -217,13 +215,13 @@ class DecodeGraphs:
         return True
 
     def run(self, plan: StepPlan) -> Arriving | None:
-        """The whole step; its requests must not need the host. None if this size cannot be captured on this machine;
-        `takes` then refuses it from now on."""
+        """Runs the whole step, which must satisfy Runner.needs_no_host. None if this size cannot be captured on this
+        machine; `takes` then refuses it from now on."""
         found = self._replay(plan, whole=True)
         return None if found is None else self._send(found[1], found[0], plan)
 
     def forward(self, plan: StepPlan) -> Run | None:
-        """The step as far as its logits; None as with `run`."""
+        """Runs the step up to its logits; None as in `run`."""
         found = self._replay(plan, whole=False)
         if found is None:
             return None
@@ -238,8 +236,8 @@ class DecodeGraphs:
         return Run(key, logits, rows)
 
     def finish(self, run: Run, plan: StepPlan, sampled: Tensor, cut: Mapping[int, int]) -> Arriving:
-        """The rest of a step that sampled its tokens outside the graph. `sampled` [R] int64, negative where logits
-        were not finite. cut[i] = n: only the first n drafts of work i may be accepted."""
+        """Finishes a step after `forward`: accepts drafts, runs the draft model. `sampled` [R] int64, negative where
+        logits were not finite. cut[i] = n: only the first n drafts of work i may be accepted."""
         graph, each = self._graphs[run.key], run.key.each
         fields = graph.inputs.fields
         grid = torch.zeros_like(graph.following)
@@ -272,7 +270,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def latest(self) -> Graph:
-        """The graph that ran last; its `replay` runs the step once more, on the same tokens: for measurements."""
+        """The graph that ran last, for measurements: its `replay` repeats the step, on the same tokens."""
         graph = next(reversed(self._graphs.values()))
         ids, rows = graph.step.tokens, graph.inputs.fields.rows.flatten()
         ids.copy_(torch.where(ids < 0, self._last_tokens[rows], ids))
@@ -328,7 +326,7 @@ class DecodeGraphs:
         return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
 
     def _capture(self, key: Key, plan: StepPlan) -> Graph:
-        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # on all ranks or none: a capture exchanges
+        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # alike on all ranks: captures run collectives
             log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
             self.close()
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
@@ -339,7 +337,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
-        # Recording runs the step once more than the replay below: that run must not change the last tokens.
+        # `record` runs the step once before it captures: that run must not change the last tokens.
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()

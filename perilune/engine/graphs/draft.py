@@ -88,7 +88,7 @@ class DraftGraphs:
                 ids[:, :length], probabilities[:, :length] = drafts.tokens, drafts.confidence
                 self._buffer[:, :length].index_copy_(0, chains.slots, drafts.tokens)
 
-            kept = chains.start.features.clone()  # drafting overwrites them, and recording drafts once more
+            kept = chains.start.features.clone()  # `record_or_run` drafts once, which overwrites them
             name = f"chains of {length} for {requests} requests, tables {width} wide"
             replay = self._recorder.record_or_run(draft, name)
             chains.start.features.copy_(kept)

@@ -5,8 +5,8 @@ are padding: they repeat the first request, so that no more experts are read for
 Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
 token at the positions before it and write no cache; these positions are computed already, so attention may read them.
 
-Where works are chained to a step and the host has not seen its tokens, the device completes the
-numbers (ops/drafts/advance_inputs).
+For works chained to a step with a result that the host has not read, the device completes the numbers
+(ops/drafts/advance_inputs).
 """
 
 from collections.abc import Sequence
@@ -120,8 +120,8 @@ class Arrays:
 
 
 class Inputs:
-    """The buffer on the device, and two like it in pinned host memory: while one is copied, the next step is written to
-    the other. So the step before may still run when a step is written; the one before that must have ended.
+    """The buffer on the device, and two pinned host buffers that steps fill in turn. `fill` for step N+1 may run while
+    step N's copy reads the other host buffer; step N-1, which used the same one, must have ended.
 
     `padding_row` is the row of the last-token buffer that padding rows write to; it is never read.
     """

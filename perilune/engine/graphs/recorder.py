@@ -24,7 +24,7 @@ class Recorder:
     captured, capture_seconds  since the start
     longest_test_seconds       of one graph's self-test (its first replay and the comparison) since the start
     nbytes                     device memory that the graphs hold, as the device's free memory shows it
-    needed                     a failed capture is an error: with several ranks the others would replay their graphs
+    needed                     a failed capture is an error, as with several ranks: the others would replay their graphs
     """
 
     def __init__(self, device: torch.device, *, needed: bool = False) -> None:

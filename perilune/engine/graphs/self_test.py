@@ -37,7 +37,7 @@ def check(eager: Probe, replayed: Probe, group: Group, name: str) -> None:
 
 def check_chains(eager: Tensor, replayed: Tensor, group: Group, name: str) -> None:
     """As `check`, for chains [B, 2 L] float64: L ids, then their probabilities, rows in the same order on all ranks. A
-    chain is compared up to its first token that differs, which two almost equal probabilities may cause."""
+    chain is compared up to its first differing token: two almost equal probabilities may change the token."""
     (ids, right), (drafted, found) = (t.nan_to_num(0.0, 0.0, 0.0).chunk(2, 1) for t in (eager, replayed))
     same = (ids == drafted).long().cumprod(1)
     comparable = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)

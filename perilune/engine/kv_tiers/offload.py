@@ -24,9 +24,9 @@ log = logging.getLogger("perilune.kv")
 
 SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
 MAX_RESTORES = 3  # of one request. If others need its blocks each time before it runs, it is then computed instead.
-# What leaves the pages for a restore needs rows, which may have to be written to files first. The restore waits for
-# that at most this share of what computing its blocks takes. Larger: later first tokens where the disk is slow.
-# Smaller: more blocks are dropped.
+# Blocks evicted to make room for a restore need host rows, which may first have to be written to files. The restore
+# waits for that at most this share of the time of computing its blocks. Larger: later first tokens where the disk is
+# slow. Smaller: more blocks are dropped.
 ROOM_SHARE = 0.25
 LIMIT_SECONDS = 60.0  # A restore that takes longer is given up, and the request computed: its disk may never answer.
 
@@ -49,8 +49,8 @@ class Restoring:
 
 @dataclass(slots=True)
 class Asking:
-    """The request, by arrival, that waits for room for a restore of `digests`: before `until`, only room for which no
-    block is lost."""
+    """The request (its arrival number) that waits for room to restore `digests`. Before `until`, only evictions that
+    lose no block make room."""
 
     arrival: int = -1
     until: float = 0.0
@@ -71,7 +71,7 @@ class Offload:
         self._off = False
         self._asking = Asking()
         self.worth = Worth()
-        self._hits = {HOST: 0, DISK: 0}  # prompt tokens that each tier brought
+        self._hits = {HOST: 0, DISK: 0}  # prompt tokens restored from each tier
         self._seconds = 0.0
 
     @property
@@ -99,14 +99,14 @@ class Offload:
             return []
         asking = self._asking
         if request.arrival == asking.arrival and digests[0] == asking.digests[0] and time.monotonic() < asking.until:
-            return asking.digests  # found before; asked for again each time a file is written
+            return asking.digests  # found before: a request that waits for room asks again before every step
         found = self._tiers.match(digests)
         count = self.worth.beginning(found)
         request.refused = bool(found) and not count  # decided once: waiting requests are looked at before every step
         return list(digests[:count])
 
     def has_room(self, blocks: int) -> bool:
-        """Whether to take blocks now instead of waiting: `blocks` are free, or no copy is under way to free more."""
+        """Whether to take blocks now: `blocks` are free, or no copy is in flight that would free more."""
         if not self._off and blocks <= self._tree.available:
             self._make_room(blocks)
         return self._tree.num_free >= blocks or not self._tiers.leaving
@@ -131,9 +131,9 @@ class Offload:
         return True
 
     def poll(self, committed_steps: int, soon: int) -> list[tuple[Request, list[int]]]:
-        """Takes in finished copies and begins others; returns the requests that go back to the queue, each with the
-        blocks of its prefix, to which the caller now has the reference; none if the restore failed. `soon`: number of
-        blocks that running requests will want."""
+        """Handles ended copies and begins others. Returns the requests that go back to the queue, each with the blocks
+        of its prefix, which the caller now references; no blocks if the restore failed. `soon`: number of blocks that
+        running requests will need."""
         for ticket, restoring in self._restoring.items():
             if not restoring.sent and committed_steps >= restoring.after:
                 restoring.sent = self._send(ticket, restoring)
@@ -163,13 +163,13 @@ class Offload:
         return back
 
     def count(self, request: Request) -> None:
-        """Counts the cached tokens with which a request starts, by the tier that brought them."""
+        """Counts the cached tokens with which a request starts, by the tier they were restored from."""
         host = min(request.restored[0], request.computed)
         self._hits[HOST] += host
         self._hits[DISK] += min(request.restored[1], request.computed - host)
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from a step that took `seconds` what computing a block takes, if most of its tokens are prompts'."""
+        """Learns the time of computing a block from a step of `seconds`, if most of its tokens are prompt tokens."""
         prompts = sum(w.count for w in plan.work if w.count >= self._block_size)
         if prompts >= 2 * self._block_size and 2 * prompts >= plan.tokens:
             self.worth.computed(prompts / self._block_size, seconds)
@@ -229,7 +229,7 @@ class Offload:
         return back
 
     def _register(self, restoring: Restoring) -> bool:
-        """Inserts the restored blocks into the prefix tree, after the hits. False: these were forgotten meanwhile."""
+        """Inserts the restored blocks into the prefix tree, after the hits. False: the tree has forgotten the hits."""
         above = restoring.hits[-1] if restoring.hits else None
         for index, digest in enumerate(restoring.digests):
             block = self._tree.insert(above, digest, restoring.blocks[index], self._tiers.turn(digest))
@@ -239,8 +239,8 @@ class Offload:
         return True
 
     def _make_room(self, blocks: int, *, patient: bool = False) -> None:
-        """Evicts cached blocks until `blocks` are free or being copied to a tier. `patient`: only those for which no
-        other is lost, while rows are being filled or written to files, if the disk pays."""
+        """Evicts cached blocks until `blocks` are free or being copied to a tier. `patient`: stops where an eviction
+        would lose a block that a transfer in flight can save (Tiers.loses), if restoring from disk pays."""
         patient = patient and self.worth.pays(DISK)
         while self._tree.num_free + len(self._tiers.leaving) < blocks and not (patient and self._tiers.loses()):
             oldest = self._tree.take_oldest()

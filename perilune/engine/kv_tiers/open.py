@@ -62,8 +62,8 @@ def _require_host(wanted_gb: float, free_bytes: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """transfer  copies this rank's bytes; that of rank 0 also orders the copies of the other ranks
-    tiers     the index of what is stored, on rank 0; None on the other ranks
+    """transfer  copies this rank's bytes; on rank 0 it also orders the copies of the other ranks
+    tiers     the index of stored blocks, on rank 0; None on the other ranks
     """
 
     transfer: Transfer | RankedTransfer
@@ -79,9 +79,9 @@ def open_tiers(
     ranks: Ranks | None,
     tower: Tower | None = None,
 ) -> Opened:
-    """Opens the tiers; called by all ranks. Raises ConfigError, on all of them. The draft model's KV is stored with the
-    target's: computing it again would need the target's hidden states, and a hit without it would leave KV of another
-    text in its blocks. With several ranks each stores its own pages; sizes are those of all ranks together."""
+    """Opens the tiers; called by all ranks. Raises ConfigError on all ranks. The draft model's KV is stored with the
+    target's: computing it again would need the target's hidden states, and without it the draft model would read KV of
+    another text after a hit. Each rank stores its own pages; configured sizes are those of all ranks together."""
     group = model.group
     caches = [pages.data, *([] if drafter is None else [drafter.cache()])]
     size = largest(group, row_bytes(caches))
@@ -178,8 +178,8 @@ def _host_rows(config: EngineConfig, size: int, pages: Tensor, choices: Choices)
 
 
 def _file_limit(config: EngineConfig, directory: Directory, own: int, group: Group, choices: Choices) -> int:
-    """How many files of blocks each rank may have, of which `own` exist. `kv_disk_gb` covers all ranks and all models
-    in the directory. Rank 0 decides for all."""
+    """How many files each rank may have, of which `own` exist. `kv_disk_gb` covers all ranks and all models in the
+    directory. Rank 0 decides for all."""
     every, decided = everyone(group, directory.fingerprint), -1
     with _on_all_ranks(group):
         if group.slicing.rank == 0:

@@ -1,9 +1,9 @@
 """KV tiers of several ranks: rank 0 has the index and decides; every rank copies its own part of a block.
 
 Each copy that rank 0 begins goes to the other ranks as an order between plans (engine/plan_wire.py). The order has the
-number of steps that rank 0 has no result of yet: a rank first waits until no more steps than that are in flight,
-because an earlier step may still read or write the blocks. A copy has ended when it has ended on every rank, and has
-failed if it failed on one, so a block is in a tier on all ranks or on none.
+number n of steps that rank 0 has no result of yet: a rank first waits until at most n steps are in flight, because an
+earlier step may still read or write the blocks. A copy has ended when it has ended on every rank, and has failed if it
+failed on one, so a block is in a tier on all ranks or on none.
 """
 
 import threading
@@ -18,7 +18,7 @@ from perilune.engine.ranks import Ranks
 from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 
-REPORT_SECONDS = 0.5  # While no copy ends, a rank reports this often how much of its host memory is pinned so far.
+REPORT_SECONDS = 0.5  # While no copy ends, a rank looks this often whether more host memory is pinned, and reports it.
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True, tag="store"):
@@ -131,7 +131,7 @@ class RankedTransfer:
 
 
 class Follower:
-    """The end of a rank other than 0: runs copies on its own Transfer; a thread reports those that have ended."""
+    """On a rank other than 0: runs copies on its own Transfer; a thread reports those that have ended."""
 
     def __init__(self, own: Transfer, send: Callable[[bytes], None]) -> None:
         self.own, self._send = own, send

@@ -47,7 +47,7 @@ class RequestBlocks:
     # ---- of a running request
 
     def missing(self, request: Request, tokens: int) -> int:
-        """Number of blocks that the request lacks for its first `tokens` positions; 0 or less: none."""
+        """Number of blocks missing for the request's first `tokens` positions; 0 or less: none."""
         return -(-tokens // self._block_size) - len(request.blocks)
 
     def extend(self, request: Request, tokens: int) -> None:
@@ -71,7 +71,7 @@ class RequestBlocks:
 
     def waits(self, blocks: int, *, alone: bool) -> bool:
         """Whether a running request that lacks blocks should wait for copies that free some, instead of preempting the
-        last request. `alone`: it is the only running one, so it would preempt itself."""
+        last request. `alone`: it is the only running request and would preempt itself."""
         if self.offload is None:
             return False
         if self.offload.leaving and blocks <= self.tree.available + self.offload.leaving:
@@ -97,7 +97,7 @@ class RequestBlocks:
         return self.tree.count_known(self._readable(request)) * self._block_size
 
     def lacking(self, request: Request, hits: list[int], reserve: int) -> int:
-        """How many blocks lack for all known tokens of a waiting request, besides `reserve` blocks; 0: it fits.
+        """Number of blocks missing for all known tokens of a waiting request and `reserve` more blocks; 0: it fits.
 
         Its first chunk would need fewer; but if blocks ran out in the middle of a prompt, it would be preempted.
         """
@@ -116,11 +116,11 @@ class RequestBlocks:
         assert self.offload is not None
         request.restoring = self.offload.begin(request, hits, stored, planned_steps)
         if request.restoring:
-            self.drop_kept(request)  # those of an earlier restore are among the hits, to which this one has a reference
+            self.drop_kept(request)  # `hits` include blocks of an earlier restore, and `begin` has referenced `hits`
         return request.restoring
 
     def take_restored(self, committed_steps: int, running: Sequence[Request]) -> list[Request]:
-        """Takes in finished copies to and from the tiers; returns the requests that no longer wait for one."""
+        """Handles ended copies to and from the tiers; returns the requests that no longer wait for a restore."""
         if self.offload is None:
             return []
         back = self.offload.poll(committed_steps, sum(map(self.lookahead, running)))
@@ -139,9 +139,9 @@ class RequestBlocks:
             request.kept = []
 
     def take_kept(self, rank: tuple[float, ...] = (), lacking: int = 1) -> bool:
-        """Releases the restored blocks of the waiting request of the latest rank, because one of this rank, or a
-        running one (no rank), lacks blocks. False, and nothing is released: waiting requests of later ranks have fewer
-        than `lacking`, so theirs would be restored again for nothing; running requests give theirs when they end."""
+        """Releases the restored blocks of the waiting request of the last rank, for a request of `rank` (empty: a
+        running one) that lacks `lacking` blocks. False, and nothing is released, if all requests of later ranks have
+        too few together: theirs would be restored again for nothing. The request then waits for running ones to end."""
         later = [request for request in self._kept if request.rank > rank]
         if not later or sum(len(request.kept) for request in later) < lacking:
             return False
@@ -152,7 +152,7 @@ class RequestBlocks:
         """Whether the blocks for the first step of a waiting request, of up to `budget` tokens, are free. Its hits are
         not evicted for them."""
         if self.offload is None:
-            return True  # `fits` has checked it: without tiers `allocate` evicts cached blocks at once
+            return True  # `lacking` has checked it: without tiers `allocate` evicts cached blocks at once
         end = min(len(hits) * self._block_size + budget, request.known)
         self.tree.acquire(hits)
         ready = self.offload.has_room(-(-end // self._block_size) - len(hits))
@@ -190,14 +190,14 @@ class RequestBlocks:
 
     def forget(self, request: Request) -> None:
         """Removes the request's blocks, and all that follow them, from the prefix cache and the tiers: any of them may
-        hold the non-finite values with which it failed."""
+        hold the non-finite values that made the request fail."""
         if request.digests:
             first = request.digests[0]
             self.tree.forget(first)
             if self.offload is not None:
                 self.offload.forget(first)
             for waiting in [r for r in self._kept if r.digests[0] == first]:
-                self.drop_kept(waiting)  # they are no hits any more: the request may not fit beside them
+                self.drop_kept(waiting)  # no longer prefix hits: the request may not fit beside its own kept blocks
 
     def check(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Asserts that every block is accounted for exactly once. Slow: for tests."""
@@ -214,8 +214,7 @@ class RequestBlocks:
     def _readable(self, request: Request) -> list[bytes]:
         """Digests of the blocks that a request may take from the cache.
 
-        Not of the last token, which is computed for its logits; with prompt log-probabilities none, because all tokens
-        are computed.
+        Not the last token's: it is computed for its logits. None with prompt log-probabilities: they need all tokens.
         """
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []

@@ -1,11 +1,11 @@
 """The requests that wait to run, and which of them the next step admits. Pure policy: no tensors.
 
-The first of the queue is admitted when the pool has blocks for all of its known tokens, besides those that running
-requests want soon. While it does not fit, no younger request of its priority is admitted: none overtakes an older one.
+The first request is admitted when the pool has blocks for all of its known tokens, besides those that running requests
+will need soon. While it does not fit, no younger request of its priority is admitted: none overtakes an older one.
 
-With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in one leaves the queue until its KV is back in
-the pages, and younger requests go on: then a running request may be younger than a waiting one. Each queue is still in
-order, and no request is admitted before an older one of its priority that waits.
+With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in a tier leaves the queue until its KV is back
+in the pages, and younger requests are admitted meanwhile: a running request may then be younger than a restoring one.
+The queue stays in order: no request is admitted before an older one of its priority that is in it.
 """
 
 import math
@@ -64,7 +64,6 @@ class RequestQueue:
         insort(self.requests, request, key=by_rank)
 
     def remove(self, request: Request) -> None:
-        """Takes out a waiting request that has ended."""
         self.requests.remove(request)
 
     def take(
@@ -76,7 +75,7 @@ class RequestQueue:
 
         shares         tokens of the step for a request, by rid; one that is not in it may have all `tokens`
         tokens         left in the step for prompts; with 0 only restores begin, and no request is admitted
-        reserve        blocks that running requests want soon
+        reserve        blocks that running requests will need soon
         planned_steps  steps planned so far: KV from a tier is written to blocks that these may still use
         """
         while self.requests:
@@ -107,7 +106,7 @@ class RequestQueue:
         ranks = [r.rank for r in self.requests]
         assert ranks == sorted(set(ranks)), "waiting requests are not in their order"
         latest = {r.rank[0]: r.arrival for r in running if r.rank[1] == math.inf}  # of each priority
-        overtaking = self._blocks.offload is not None  # one that waits for a tier may be overtaken
+        overtaking = self._blocks.offload is not None  # a request that waits for a tier may be overtaken
         for request in self.requests:
             request.check()
             assert request.slot is None and request.planned == 0, request

@@ -31,8 +31,8 @@ log = logging.getLogger("perilune.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS = (256, 1024, 4096)  # Prompts that are timed, besides one of max_step_tokens. More: a slower start.
-# Graphs for 1 up to so many requests are captured at start. More: a slower start. Fewer: the first step with a number
-# of requests waits for its capture, 0.3 s or more.
+# Graphs for 1 up to so many requests are captured at start. More: a slower start. Fewer: more steps wait for a capture,
+# 0.3 s or more.
 FIRST_REQUESTS = 8
 
 
@@ -64,10 +64,10 @@ def measure_costs(runner: Runner, config: EngineConfig) -> step_cost.Costs:
 
 
 def _digest(runner: Runner, config: EngineConfig) -> str:
-    """A digest of everything that the time of a step depends on."""
+    """A digest of everything that step times depend on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    # These two differ from start to start, and the time of a step does not depend on them.
+    # These two differ from start to start; step times do not depend on them.
     config = replace(config, kv_blocks=None, seed=None)
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
@@ -178,7 +178,7 @@ class _Timer:
         )
         begin = time.perf_counter()
         before = None
-        for _ in range(ahead):  # as the engine does: queue a step before the step before it is read
+        for _ in range(ahead):  # as the engine does: queue a step before the previous result is read
             queued = self._runner.run(self._runner.ordered(StepPlan(0, work, chain), "time"))
             if before is not None:
                 before.wait().result()

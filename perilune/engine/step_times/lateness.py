@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
-STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine in which no layer ends loses the ranks.
+STILL_SECONDS = 5.0  # Longer: as above. Shorter: the ranks are lost when the machine pauses and no layer ends.
 # The limit of a step, to which SECONDS_PER_TOKEN adds. Shorter: slow machines lose their ranks. Longer: requests wait
 # longer for their error when ranks compute without an end.
 STEP_SECONDS = 30.0
@@ -20,14 +20,14 @@ SECONDS_PER_TOKEN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of the ranks at one moment.
+    """The state of the ranks at one moment.
 
     ended     number of steps that each other rank has ended, by its name in errors, in the order of ranks
     own, sent   number of steps that rank 0 has ended; that were sent to all ranks
     tokens    of the largest step that may be in flight
     building  whether a rank compiles kernels
     progress, begun   of each rank's Group (dist/group.py), rank 0 first
-    silent    whether a rank's heartbeats have been missing for more than a moment: if they stay out, that is the reason
+    silent    whether a rank's heartbeats are missing: if they stay missing, the group ends for that reason instead
     """
 
     ended: Mapping[str, int]
@@ -69,7 +69,7 @@ class Lateness:
 
 
 def _behind(seen: Seen) -> str:
-    """The end of the reason, for a step that no rank ends: which rank the others wait for, if that is known."""
+    """Words for a step that no rank ends: which rank the others wait for, if that is known."""
     fewest = min(seen.begun)
     if seen.begun.count(fewest) > 1:
         return "a step has ended on no rank"

@@ -1,25 +1,27 @@
 """How many prompt tokens a step computes while other requests decode: bounds inter-token latency (p99).
 
 The bound: of the intervals between a request's tokens, 99 of 100 take at most `stretch` times the median of the last
-WINDOW_STEPS intervals in which no prompt was computed. With all intervals the bound would rise with the prompt tokens
-that it allows: a queue of prompts doubled it, and doubled it again. 1 of 100 may be longer, and prompts use those: each
-interval adds LONG_SHARE to a credit, and one that is longer than the bound takes 1 from it. While there is credit, a
-step computes all prompt tokens that it has room for; credit saved while no prompts came is used up by several that come
-at once. Without credit prompts get as many tokens as the bound leaves time for, by the measured times of steps; if a
-token would then take more than DEAR_RATIO times as long as in a whole step, prompts wait for credit.
+WINDOW_STEPS intervals in which no prompt was computed. With prompts counted, the bound would rise with the prompt
+tokens that it allows: a queue of prompts doubled it, and doubled it again.
+
+1 of 100 intervals may be longer; prompts use these through a credit. Each interval adds LONG_SHARE to the credit, and
+an interval longer than the bound takes 1 from it. While the credit is 1 or more, a step computes all prompt tokens that
+it has room for; credit saved while no prompts came is used up by several that come at once. With less credit, prompts
+get as many tokens as the bound leaves time for, by the measured times of steps. If a token would then take more than
+DEAR_RATIO times as long as in a whole step, prompts wait for credit.
 
 A prompt that has waited for `patience_seconds` is computed in whole steps, even if that breaks the bound: under such a
-load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, a prompt
-shorter than a whole step waits in proportion, 0.25 of 2 seconds for 1,000 of 8,192 tokens: waiting ten times as long as
-its computation would cost its user more than its step costs the others. With larger `patience_seconds` the bound holds
-under more load.
+load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, or one costs
+too much (DEAR_RATIO), a prompt shorter than a whole step waits in proportion, 0.25 of 2 seconds for 1,000 of 8,192
+tokens: waiting ten times as long as its computation would cost its user more than its step costs the others. With
+larger `patience_seconds` the bound holds under more load.
 
-The simulation of tests/cpu/engine/test_pacing.py, with Kimi K2.5's measured step times on one GPU (15 layers): 64
-requests and a prompt of 10,000 tokens every 3 s have an interval p99 of 1.9 medians instead of 8.9, and a median time
-to the first token of 1.1 s instead of 0.4. Beside 8 requests, few whole steps keep the bound and many small chunks
-would not: a chunk of 64 tokens reads as many experts as one of 1,000. Prompts of 1,000 tokens every 2 s beside 8 or 16
-requests get their first token as soon as without a bound, and the bound is kept; every 0.5 s they get it after 0.3 s
-instead of 0.07, and the bound is not kept.
+Simulated (tests/cpu/engine/test_pacing.py), with Kimi K2.5's measured step times on one GPU (15 layers): 64 requests
+and a prompt of 10,000 tokens every 3 s have an interval p99 of 1.9 medians instead of 8.9, and a median time to the
+first token of 1.1 s instead of 0.4. Beside 8 requests, few whole steps keep the bound and many small chunks would not:
+a chunk of 64 tokens reads as many experts as one of 1,000. Prompts of 1,000 tokens every 2 s beside 8 or 16 requests
+get their first token as soon as without a bound, and the bound holds; every 0.5 s, after 0.3 s instead of 0.07, and
+the bound does not hold.
 
 Sarathi-Serve (arXiv 2403.02310) bounds the tokens of a step; here the measured seconds are bounded.
 """
@@ -33,16 +35,16 @@ WINDOW_STEPS = 512  # intervals of which the median is taken. More: the median f
 FEWEST_STEPS = 16  # With fewer intervals there is no median, and no bound.
 LONG_SHARE = 0.009  # share of intervals that may exceed the bound: a tenth less than the 1 of 100 of the definition
 MAX_CREDIT_STEPS = 8.0  # More: more consecutive long steps after a time without prompts.
-PLANNED_SHARE = 0.92  # Plan steps for 0.92 of the bound: a step takes a few percent more or less than the last like it.
-DEAR_RATIO = 6.0
+PLANNED_SHARE = 0.92  # Plan steps for 0.92 of the bound: equal steps differ by a few percent in time.
+DEAR_RATIO = 6.0  # Smaller: prompts wait for credit where they would be computed in small chunks.
 NEWEST_SHARE = 0.5  # weight of the newest step in the moving average of its size
-SIZES_PER_OCTAVE = 2
-PLANNED_AHEAD_STEPS = 2  # A step is planned while one other may be in flight: its own interval is the second one after.
+SIZES_PER_OCTAVE = 2  # More: finer sizes of steps, each learned from fewer steps.
+PLANNED_AHEAD_STEPS = 2  # A step may be planned while one is in flight: its own interval is then the second to end.
 
 
 class StepTimes:
     """Seconds of a step by its number of tokens, learned from steps. Between two known sizes log(seconds) is linear in
-    log(tokens): the first tokens of a step cost much more than later ones, because each reads other experts."""
+    log(tokens): the first tokens of a step cost much more than later ones, because each adds experts to read."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, float]] = {}  # (log2 of tokens, seconds), by size
@@ -119,14 +121,14 @@ class Pacer:
         return 0 if dear else fitting
 
     def planned(self, tokens: int, decoding: int) -> None:
-        """A step of `tokens` tokens is planned, in which `decoding` requests decode."""
+        """Takes note of a planned step of `tokens` tokens, in which `decoding` requests decode."""
         bound = self._bound
         if decoding and bound < math.inf and tokens > self.times.tokens(bound, self._most):
             self._long_plans.append(self._steps)
 
     def record(self, tokens: int, decoded: int, prompt_tokens: int, seconds: float) -> None:
-        """A step of `tokens` tokens, `prompt_tokens` of them of prompts, in which `decoded` requests decoded, came
-        `seconds` after the one before it."""
+        """Learns from a step of `tokens` tokens, `prompt_tokens` of them of prompts, in which `decoded` requests
+        decoded. Its result came `seconds` after the previous one."""
         if not self._stretch or seconds <= 0:
             return
         self._steps += 1

@@ -15,8 +15,8 @@ SEEN_REQUESTS = 4  # waiting requests that get a share. More: longer planning wh
 class PromptTurns:
     """The prompt tokens of one step.
 
-    shares  at most so many tokens, by rid: of running requests with a prompt to compute and of the first waiting ones
-    tokens  prompt tokens of the whole step; other waiting requests may have what the shares leave
+    shares  by rid, a request's tokens at most: for running requests with a prompt to compute and the first waiting ones
+    tokens  prompt tokens of the whole step; other waiting requests may take those that remain
     """
 
     shares: dict[int, int]

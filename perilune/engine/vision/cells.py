@@ -5,7 +5,7 @@
                            after these, for each group a cell of attention and MLP
     the last               for each group, its tokens are merged and projected to the text model's width
 
-Neighbouring cells of one kind and layer run together.
+Neighbouring cells of one kind and layer are computed in one run.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Cells that run together: "begin", "project", "mix" or "finish", of rows first up to end."""
+    """Cells that run together, for patches first .. end - 1. `kind`: "begin", "project", "mix" or "finish"."""
 
     kind: str
     layer: int
@@ -46,7 +46,7 @@ class Cells:
         self.total = 1 + (2 * sizes.layers + 1) * self._groups
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """The runs that compute the cells from start up to stop, in order."""
+        """The runs of the cells from `start` up to `stop`, in order."""
         while start < stop:
             if start == 0:
                 yield Run("begin", 0, 0, self._patches)
@@ -60,11 +60,10 @@ class Cells:
             start += count
 
     def flops(self, start: int, stop: int) -> float:
-        """Floating-point operations of these cells."""
         return sum(map(self._flops, self.runs(start, stop)))
 
     def seconds(self, start: int, stop: int, flop_seconds: float) -> float:
-        """Seconds of these cells on a device that takes `flop_seconds` for an operation."""
+        """Seconds of these cells on a device that takes `flop_seconds` per operation."""
         return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:

@@ -1,14 +1,13 @@
 """Decides which rank encodes which picture and when, and which embeddings are kept. Pure policy: no tensors.
 
 A prompt that has been computed up to a picture waits for the embeddings of the picture; the request keeps its slot and
-its blocks, and other requests run. Only pictures of running requests are encoded: what the prefix cache holds is never
-encoded again. The pixels are requested from the server shortly before, for at most one picture more than there are
-ranks.
+its blocks, and other requests run. Only pictures of running requests are encoded, and none that the prefix cache
+covers. Their pixels are requested from the server shortly before, for at most one picture more than there are ranks.
 
 Each rank encodes one picture at a time. Between two steps each rank computes a slice of its picture, which takes no
 longer than a decode step, by the measured times of earlier slices and steps. The embeddings go into a cache by digest,
 on all ranks. When the cache is full, embeddings that no running request needs are dropped, the least recently used
-first, and then those that are needed last. So the first request in order of priority always gets its next picture.
+first, then those that the requests of the last priority need. So the first request always gets its next picture.
 """
 
 import math
@@ -30,9 +29,9 @@ FIRST_STEP_SECONDS = 0.003  # assumed duration of a decode step until one was me
 IDLE_SECONDS = 0.05  # Length of a slice while no request decodes. Longer: a new request waits longer.
 FIRST_FLOP_SECONDS = 1e-11  # assumed until a slice was measured: 0.1 TFLOP/s
 LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s; a faster measurement is an error of the clock
-RECENT_STEPS = 32
+RECENT_STEPS = 32  # decode steps of which the median time is taken
 DIGEST_BYTES = 32
-MAX_SIDE_PATCHES = 512  # patches
+MAX_SIDE_PATCHES = 512
 
 
 @dataclass(slots=True)
@@ -65,7 +64,7 @@ class Encoder:
         self._users: Counter[bytes] = Counter()  # by digest: unfinished requests that have the picture
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # bytes by digest, the least recently used first
         self._jobs: dict[int, _Job] = {}  # by rank
-        self._late = False  # whether the last step had no slice because it had prompts
+        self._late = False  # whether the last step had prompts and therefore no slice
         self._idle_ranks = list(range(ranks - 1, -1, -1))
         self._ranks = ranks
         self._asked: dict[bytes, tuple[int, int]] = {}  # by digest: (rid, item) of pixels that were requested
@@ -117,7 +116,7 @@ class Encoder:
                 del self._users[digest]
                 self._pixels.pop(digest, None)
         for digest, (rid, _) in list(self._asked.items()):
-            if rid == request.rid:  # if another request has the picture too, its pixels are requested then
+            if rid == request.rid:  # another request with the same picture requests the pixels again
                 del self._asked[digest]
 
     @property
@@ -137,8 +136,8 @@ class Encoder:
                     request.ready = time.monotonic()
 
     def align(self, request: Request, count: int) -> int:
-        """How many of `count` positions a step takes: fewer where those would end inside a picture that begins after
-        the first of them."""
+        """How many of `count` positions a step takes: it stops before a picture that begins after the first of them and
+        ends after the last."""
         end = request.planned + count
         for p in request.pictures:
             if request.planned < p.start < end < p.stop:
@@ -159,7 +158,7 @@ class Encoder:
         return bool(self._asked)
 
     def provide(self, rid: int, item: int, patches: memoryview) -> None:
-        """The answer to a Want; ignored if the request has ended. RequestError if there are too few or too many."""
+        """As Engine.provide."""
         for digest, asked in self._asked.items():
             if asked == (rid, item):
                 placed = self._live[rid].pictures[item]
@@ -181,7 +180,7 @@ class Encoder:
                 self._room += self._bytes(job.placed)
         needed = self._needed(running)
         if len(self._asked) + len(self._pixels) > self._ranks:
-            now = {p.digest for _, p in needed}  # pixels dropped here are requested again when they are needed again
+            now = {p.digest for _, p in needed}  # dropped pixels are requested again when a request needs them
             self._pixels = {digest: patches for digest, patches in self._pixels.items() if digest in now}
         encoding = {job.placed.digest for job in self._jobs.values()}
         for i, (rid, placed) in enumerate(needed):
@@ -201,7 +200,7 @@ class Encoder:
         self._late = False
         if any(r.planned >= r.prompt_len for r in running):  # some request decodes
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
-            if prompts and not late:  # a step with prompts is long already, so only every second one has a slice
+            if prompts and not late:  # steps with prompts are long already: only every second one has a slice
                 self._late = True
                 return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
@@ -214,7 +213,7 @@ class Encoder:
             self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
         elif measured >= self._flop_seconds:
             self._flop_seconds = measured  # slower than assumed: no averaging, as long slices delay every request
-        elif seconds > 2 * runs * RUN_SECONDS:  # with less, launches were measured, not operations
+        elif seconds > 2 * runs * RUN_SECONDS:  # shorter slices measure launches, not operations
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True
 
@@ -223,8 +222,8 @@ class Encoder:
         self._steps.append(seconds)
 
     def _needed(self, running: Sequence[Request]) -> list[tuple[int, Placed]]:
-        """(rid, picture) that running requests will need, in order of priority, the next first. Of pictures that are
-        not encoded the list has at most one more than there are ranks."""
+        """(rid, picture) that running requests will need, by priority and position. At most one picture more than there
+        are ranks is not encoded yet."""
         found: list[tuple[int, Placed]] = []
         missing: set[bytes] = set()
         for request in running:
@@ -248,7 +247,7 @@ class Encoder:
     def _make_room(
         self, wanted: int, before: list[bytes], needed: list[tuple[int, Placed]], dropped: list[bytes]
     ) -> bool:
-        """Drops embeddings until `wanted` bytes are free, but none that is needed `before`; whether they are free."""
+        """Drops embeddings, but none of `before`, until `wanted` bytes are free; returns whether they are."""
         last_first = {p.digest: None for _, p in reversed(needed)}
         unneeded = [digest for digest in self._cached if digest not in last_first]
         victims = [*unneeded, *(d for d in last_first if d in self._cached and d not in before)]

@@ -103,7 +103,7 @@ def _bytes(given: Any, is_video: bool) -> bytes:
             raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
         return read_regular(path)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the name
-        # Without the part after the colon: the remedy for a file of a model.
+        # Leave out the part after the colon: a remedy that holds only for a model's file.
         why = str(e.strerror).partition(":")[0] if isinstance(e, OSError) else str(e)
         shown = str(path) if str(path).isprintable() else repr(str(path))
         raise RequestError(f"cannot read the {what} {shown}: {why}", code="invalid_value") from e

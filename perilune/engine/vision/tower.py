@@ -33,7 +33,7 @@ class Tower:
         self.model, self.limits, self.group = model, limits, group
         self._sizes = sizes_of(model)
         self._passes: dict[bytes, Pass] = {}
-        self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # and the rows of the first of those tokens
+        self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # merged patches; embeddings computed so far
         self._rows: dict[bytes, Tensor] = {}
         self._patches: dict[bytes, memoryview] = {}  # of pictures before their first slice
         self._dropped: tuple[bytes, ...] = ()

@@ -74,9 +74,9 @@ class CountBody(RequestBody):
     def chat(self, *, thinks_unasked: bool, tool_form: DeclarationForm = "typescript") -> ChatBody:
         """The same request to the chat endpoint.
 
-        A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked` says that
-        the model cannot do without. A last message of the assistant's is the beginning of the answer. `tool_form`
-        is that of tools that are declared in the middle of the conversation.
+        A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked`: the model
+        always thinks. A last message of the assistant's is the beginning of the answer. `tool_form` is that of tools
+        declared in the middle of the conversation.
         """
         conversation = Conversation()
         system = self.system
@@ -113,7 +113,7 @@ class CountBody(RequestBody):
         return {}
 
     def _check_beginning(self, message: Mapping[str, Any]) -> None:
-        """Anthropic's own rules for the beginning of an answer, a chat message here. An empty one is none."""
+        """Anthropic's rules for the beginning of an answer, given as a chat message. An empty one is no beginning."""
         text = message["content"]
         if message.get("tool_calls"):
             raise RequestError(
@@ -229,7 +229,7 @@ def _add_own(conversation: Conversation, block: Mapping[str, Any], where: str) -
         check_depth(arguments, f"{where}.input")
         id, name = string(block, "id", where, empty=False), string(block, "name", where, empty=False)
         conversation.call(id, name, json.dumps(arguments, ensure_ascii=False))
-    # What another model thought in secret (redacted_thinking) cannot be read: it is left out.
+    # A redacted_thinking block is another model's encrypted thought: it is left out.
 
 
 def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:

@@ -1,5 +1,5 @@
-"""What the endpoints answer, for /openapi.json. No answer is made of these classes: tests hold every answer of the
-examples and of the fuzzed requests against their schemas, with no field left over."""
+"""Schemas of the endpoints' answers, for /openapi.json only: no answer is made of these classes. Tests check that every
+answer of the examples and of the fuzzed requests has their fields and no others."""
 
 from typing import Any, Literal
 

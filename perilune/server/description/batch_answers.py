@@ -1,4 +1,4 @@
-"""What the endpoints of files and batches answer, see answers.py."""
+"""Schemas of the answers of files and batches, see answers.py."""
 
 from typing import Literal
 

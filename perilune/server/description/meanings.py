@@ -1,8 +1,8 @@
 """What each declared field of a request asks for, in one sentence, and the form of the objects that are checked by
 hand.
 
-A key is a field's name, or BODY.name where a body means something else by it. A test holds the table against the
-bodies: every declared field has an entry, and no entry is left over.
+A key is a field's name, or BODY.name where a body means something else by it. A test checks that every declared field
+has an entry, and that there are no others.
 """
 
 from collections.abc import Mapping, Sequence

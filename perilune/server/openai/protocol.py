@@ -287,7 +287,7 @@ class ChatBody(SamplingBody, ContinuedBody):
         fields.check_open(self.messages, self.tools or (), lenient=lenient)
 
     def declare_first(self, tools: list[dict[str, Any]]) -> None:
-        """Declares these tools at the head of the prompt, instead of `tools`, which stay those that can be called."""
+        """Declares these tools at the head of the prompt; those that can be called are still `tools`."""
         self._head = tools
 
     @property
@@ -435,8 +435,8 @@ def usage(
     predictions: Predictions,
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """`acceptance_length`, which OpenAI's has not, is tokens per step with drafts: 1 and those that were right.
-    `media` are image_tokens and video_tokens, if there are any."""
+    """The usage object. `acceptance_length`, not in OpenAI's, is the tokens per step with drafts: 1 and the accepted
+    drafts. `media` are image_tokens and video_tokens, if there are any."""
     p = predictions
     return {
         "prompt_tokens": prompt,
@@ -476,7 +476,7 @@ def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob, *, as_ids: bool = Fa
 def prompt_logprob_table(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprob], count: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's form: for each prompt token its own and the `count` likeliest tokens by id; the first has nothing before.
+    """vLLM's form: for each prompt token its own and the `count` likeliest tokens by id; None for the first token.
 
     `rank` counts from 1 and is null for a token that is not among the likeliest.
     """

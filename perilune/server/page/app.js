@@ -1,4 +1,4 @@
-// The conversation, what is asked of the server, and what the browser keeps.
+// The conversation, the requests to the server, and the browser's storage.
 
 const $ = id => document.getElementById(id);
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "max_tokens",
@@ -6,7 +6,7 @@ const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "frequency_penalty",
 const KEPT = ["system", "tools", "tool_choice", "schema", ...SAMPLING];  // fields that come back with the next visit
 const MOST_CHATS = 50;
 const MOST_CHARS = 2000000;  // of all kept chats as JSON; browsers refuse more than about 5,000,000
-const REFRESH_MS = 60;  // between two pictures of a growing answer
+const REFRESH_MS = 60;  // between two renderings of a growing answer
 const WEATHER = [{type: "function", function: {
   name: "get_weather", description: "Get the current weather of a city",
   parameters: {type: "object", properties: {city: {type: "string", description: "name of the city"}}, required: ["city"]},

@@ -1,6 +1,6 @@
 """GET /: a page to talk with the model. One file, which loads nothing and calls this server only.
 
-It is open to all, as it holds nothing but itself; what it calls asks for the key.
+It is open to all: it holds no data, and the endpoints that it calls ask for the key.
 """
 
 import base64

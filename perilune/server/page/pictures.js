@@ -1,6 +1,6 @@
 // Pictures and videos of the question that is being written: attached, pasted or dropped, shown small, sent with it.
 
-const READ = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // what the server reads of what browsers do
+const READ = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // types that server and browsers read
 const KEPT_URL = /^data:image\/(png|jpeg|webp|gif|bmp);base64,[A-Za-z0-9+/=]*$/;
 const MOST_PICTURES = 16;  // of one question
 const SENT_BYTES = 4000000;  // of a file that is sent as it is; larger ones are made smaller

@@ -33,7 +33,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Resolver:
-    """The system's, on threads of its own: a name's server may take 10 s and more, and may be a client's."""
+    """The system's resolver, on its own threads: a name server, perhaps a client's, may take 10 s and more."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(RESOLVERS, "resolver")
@@ -70,7 +70,7 @@ class Fetcher:
     ) -> None:
         self._hosts = [host.lower() for host in hosts]
         self._resolve, self._is_public = resolve or Resolver(), is_public
-        # No connection is kept: an address may be several hosts', and each has its certificate checked.
+        # Connections are not reused: hosts may share an address, and each host's certificate must be checked.
         self._http = httpx.AsyncClient(
             trust_env=False,  # a proxy would resolve the name again
             timeout=httpx.Timeout(FETCH_SECONDS, connect=CONNECT_SECONDS),
@@ -139,7 +139,7 @@ class Fetcher:
             await response.aclose()
 
     def _checked(self, text: str) -> httpx.URL:
-        """RequestError unless this server may ask that host."""
+        """The parsed address; RequestError unless this server may fetch from its host."""
         if not is_address(text):
             raise refused("its address must begin with data:, https:// or http://")
         if len(text) > MAX_URL_CHARS:

@@ -100,12 +100,12 @@ def _url(part: Mapping[str, Any], field: str, detail: Any, where: str) -> str:
 
 
 def is_address(url: str) -> bool:
-    """Whether it is one that a server could fetch from; not whether this one does."""
+    """Whether `url` is an http(s) address; this server may still refuse to fetch it."""
     return url[:8].lower().startswith(("https://", "http://"))
 
 
 def check_detail(detail: Any, where: str) -> None:
-    """RequestError for what no API has. The known ones change nothing: the model has one size for a picture."""
+    """RequestError for an unknown `detail`. Known values change nothing: the model has one size for a picture."""
     if detail is not None and detail not in DETAILS:
         raise RequestError(
             f"{where}: detail must be one of {', '.join(DETAILS)}, not {show(detail)}",

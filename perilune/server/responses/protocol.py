@@ -83,8 +83,8 @@ class InputBody(RequestBody):
     def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
         """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
 
-        OpenAI knows no beginning of an answer. As with vLLM, an assistant's message or a thought at the end of `input`
-        is one, unless its status is "completed": a new message after it could be meant, or a mistake, so it is refused.
+        As with vLLM, an assistant's message or a thought at the end of `input` is the beginning of the answer, which
+        OpenAI's API lacks. With status "completed" it is refused: the client may want a new message after it.
         """
         conversation = Conversation(earlier(before, "previous_response_id"))
         continued, raw = False, self.forms()
