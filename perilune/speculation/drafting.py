@@ -25,7 +25,7 @@ from perilune.speculation.requests import Requests
 from perilune.speculation.stats import Tally
 from perilune.speculation.step_cost import Costs
 
-# On a CPU, a chain ends when the product of its tokens' probabilities is less. Larger: shorter chains.
+# On a CPU, a chain ends when the product of its tokens' probabilities is below this. Larger: shorter chains.
 MIN_CONFIDENCE = 0.4
 
 
@@ -34,7 +34,7 @@ class Speculator:
 
     suffix   whether matches with earlier text (n-gram lookup) are a source of drafts
     longest  tokens that the draft model can draft; 0: there is none
-    fixed    number of drafts, whenever there are so many; None: the number with the greatest gain, by `costs`
+    fixed    drafts per request and step, as far as they exist; None: the number with the greatest gain, by `costs`
     shared   whether texts of finished requests may match (this never changes an answer)
 
     min_confidence  see StepPlan
@@ -121,8 +121,7 @@ class Speculator:
                 state.set_chain(output.chain)
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step observed last took `seconds` since the step before it was committed; `alone`: it was planned after
-        that, so that the device waited for the host."""
+        """As protocol.Drafting.record_time."""
         if self._records is not None:
             self._records.record_time(plan, seconds, alone)
 
@@ -131,7 +130,7 @@ class Speculator:
         return self._policy.worth_waiting(running)
 
     def chained(self, running: StepPlan) -> int | None:
-        """As Adaptive.chained."""
+        """As protocol.Drafting.chained."""
         return self._policy.chained(running)
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
