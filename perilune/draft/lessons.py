@@ -20,7 +20,7 @@ class HiddenStates(Protocol):
     """The target's hidden states for rows: by running it (draft.capture), or from disk (draft.states)."""
 
     def taught(self, rows: Sequence[Row]) -> Captured:
-        """aux [N, A D] of all tokens, hidden [L, D] of the tokens of answers."""
+        """As Capture.taught."""
         ...
 
 

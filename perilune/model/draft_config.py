@@ -1,4 +1,4 @@
-"""config.json of a draft for a target, as published ones spell it. No torch."""
+"""The configuration of a new draft. No torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -95,7 +95,6 @@ class Adaptive:
         return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
-        """Sets how many drafts are `taken`."""
         if any(c.survival for c in candidates):
             batch, choice = self.modes.of(plan)
             tokens_per_second = choice.tokens_per_second(batch)

@@ -135,7 +135,6 @@ class RejectedLog:
                 self._record(follow)
 
     def drop(self, rid: int) -> None:
-        """Forgets a request that has ended; unknown ids are ignored."""
         if (follow := self._followed.pop(rid, None)) is not None:
             self._record(follow)
 
