@@ -31,7 +31,7 @@ TARGETS = {
     "calibrated": Target(to="nvfp4", calibrated=True),
     "max": Target(to="nvfp4", recipe="max"),
 }
-SPREAD = 0.5  # of the logarithm of rows' and columns' sizes in "lognormal"
+SPREAD = 0.5  # standard deviation of the logarithm of rows' and columns' sizes in "lognormal"
 
 
 def measure(model: Path, *, tokens: int, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole conversions of checkpoints with Kimi K2's matrices: time, memory over time, and what a kill leaves behind.
+"""Whole conversions of checkpoints with Kimi K2's matrices: time, memory over time, and continuing after a kill.
 
 The source has a few layers and as many experts as the size needs, of random INT4. One conversion runs through; another
 is killed with SIGKILL three times and repeated, and must give the same bytes. A second source has all of Kimi K2's

@@ -5,8 +5,8 @@ may continue a prefix with KV in the cache already. The floor is the larger of t
 causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
 
 Both engines compute prompts without a pause for `WARM_SECONDS` before prompts are timed or kernels traced: an idle GPU
-starts at a clock that its power limit does not allow for long. With pauses the shorter steps would run at the higher
-clock, and the difference would include that of the clocks for the rest of the model.
+starts at a clock that its power limit does not allow for long. With pauses the shorter steps would have a higher clock,
+and the difference would also count the time that the rest of the model loses at the lower clock.
 """
 
 import copy

@@ -68,7 +68,7 @@ class Call:
 
 class Conversation(Protocol):
     async def ask(self, turn: Turn, call: Call) -> None:
-        """Goes on with the conversation, and fills in the call as the answer comes."""
+        """Asks the next turn, and fills in the call as the answer arrives."""
         ...
 
     async def adopt(self, turn: Turn, call: Call) -> None:
@@ -406,7 +406,7 @@ def _progress(calls: Sequence[Call], before: int, total: int, begin: float, repo
         report(f"{count} of {total} requests in {wall:.0f} s{hits}")
 
 
-# ---- what came of it
+# ---- results
 
 
 def shares(calls: Sequence[Call]) -> tuple[float, float]:

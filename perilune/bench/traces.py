@@ -59,7 +59,7 @@ class Agents:
     turn_tokens: int = 1_892  # new tokens of a later prompt: with the answer 2,242 a turn
     output_tokens: int = 350
     gap_seconds: float = 5.2
-    gap_spread: float = 1.18  # of its logarithm
+    gap_spread: float = 1.18  # standard deviation of the gap's logarithm
     start_seconds: float = 2.0  # between the starts of two sessions
 
 

@@ -64,7 +64,7 @@ Generate = Callable[[Sequence[tuple[int, ...]], Sequence[SamplingParams]], list[
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Answers decoded by an engine, in this process or behind a server: `generate`."""
+    """Answers decoded by an engine, in this process or behind a server. `generate` returns their token ids."""
 
     generate: Generate
     max_model_len: int

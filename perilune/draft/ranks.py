@@ -79,7 +79,6 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mean(values: Tensor) -> Tensor:
-    """The mean over ranks."""
     if count() > 1:
         dist.all_reduce(values)
         values /= count()

@@ -1,5 +1,5 @@
-"""What a drafter is worth on problems that were kept out of training: acceptance by family and position at T = 0 and 1,
-and how much faster the engine answers; as records, and as one table."""
+"""Measures a drafter on problems that were kept out of training: acceptance by family and position at T = 0 and 1, and
+the engine's speed-up; as records, and as one table."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

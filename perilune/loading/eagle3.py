@@ -40,8 +40,8 @@ def load_draft(
 ) -> tuple[Eagle3Config, Eagle3Weights]:
     """The draft in `path` for the model `target`. A draft without embedding or head uses the target's.
 
-    dtype    of its weights; that of `shared`
-    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; that of `shared`
+    dtype    of its weights; must be that of `shared`
+    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; as of `shared`
 
     Raises CheckpointError that names the key, the tensor, or what does not fit the target; ConfigError if a tensor
     cannot be split over so many ranks.

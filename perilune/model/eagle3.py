@@ -230,7 +230,7 @@ def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: flo
     seen = places <= own[:, None]
     rows = torch.where(seen, tables[owner][:, places // block_size] * block_size + places % block_size, 0)
     keys, values = flat[rows].to(q.dtype).unbind(2)  # [T, L, K, d]
-    # What a block held before, nan included, must not matter.
+    # Unseen entries become 0: what a block held before may be NaN.
     keys, values = (torch.where(seen[..., None, None], t, 0) for t in (keys, values))
     groups = q.view(T, keys.shape[2], -1, q.shape[2]).float() * scale
     scores = torch.einsum("tkgd,tlkd->tkgl", groups, keys.float())

@@ -130,7 +130,7 @@ class MoonVit:
             whole[rows] = part
 
     def mix(self, state: Pass, i: int, rows: slice) -> None:
-        """The rest of layer i, which changes these rows of `state.x`; all rows are projected."""
+        """The rest of layer i: changes these rows of `state.x`. Call it after `project` of all rows."""
         w, c = self.weights.blocks[i], self.config
         q, k, v = state.qkv
         x = _attention(q, k, v, state.grids) if rows == ALL else _attend(q[rows], k, v, 1)

@@ -34,7 +34,7 @@ ROUTER_BIAS = ".e_score_correction_bias"
 class Entry(NamedTuple):
     """One tensor of a record.
 
-    field   of the record in model/weights.py; several tensors of one field are concatenated along their rows
+    field   of the record in model/weights.py; several tensors of one field are joined along dimension 0, in order
     suffix  of the name after the record's place; a linear layer's is followed by ".weight", or by its format's suffixes
     shape   letters, the dimensions separated by spaces; products are one word
     axis    along which ranks of tensor parallelism split it: whole heads, else single rows or columns. None: each rank
@@ -191,7 +191,7 @@ def _layer(i: int) -> str:
 
 
 def letters(c: "KimiConfig | Eagle3Config", inputs: int, width: int) -> dict[str, int]:
-    """The sizes of what a model and a draft share; X is `inputs`, I is `width`."""
+    """The sizes of the letters that a model and a draft share; X is `inputs`, I is `width`."""
     heads, n, r, v = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
     return {
         "D": c.hidden_size, "X": inputs, "I": width, "V": c.vocab_size, "Q": c.q_lora_rank, "R": c.kv_lora_rank,
