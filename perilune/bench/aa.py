@@ -24,7 +24,7 @@ from perilune.core.errors import ConfigError
 from perilune.text.stream import Reasoning
 
 ANSWER_TOKENS = 500
-EXTENDED = ("perilune", "vllm", "sglang")  # what servers that know the extension ignore_eos call themselves
+EXTENDED = ("perilune", "vllm", "sglang")  # names of servers that accept the extension ignore_eos
 MARGIN = 0.02  # a prompt may be this much shorter than asked for
 MAX_COUNTS = 12  # tries at a prompt of the right length; usual is 1 to 4
 SLACK = 32  # tokens of context left free beside prompt and output
@@ -108,7 +108,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 class Prompts:
-    """Unique prompts of about `tokens` tokens, counted by the server as far as it lets itself be asked."""
+    """Unique prompts of about `tokens` tokens, counted by the server if it can."""
 
     def __init__(self, endpoint: Endpoint, tokens: int) -> None:
         self.tokens = tokens

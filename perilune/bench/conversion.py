@@ -1,7 +1,7 @@
-"""INT4 to NVFP4: how exact, how fast, and what it does to a model, beside the usual recipe.
+"""INT4 to NVFP4: error, speed and effect on a model, beside the usual recipe.
 
-Weights of one expert's matrix of Kimi K2 are drawn from three distributions and made INT4 as its training makes them
-(max|w| / 7 in groups of 32); what is compared are the NVFP4 weights and these INT4 weights.
+Weights of one expert's matrix of Kimi K2 are sampled from three distributions and quantised to INT4 as in its training
+(max|w| / 7 in groups of 32). The error is that of the NVFP4 weights against these INT4 weights.
 """
 
 import statistics
@@ -31,7 +31,7 @@ TARGETS = {
     "calibrated": Target(to="nvfp4", calibrated=True),
     "max": Target(to="nvfp4", recipe="max"),
 }
-SPREAD = 0.5  # of the logarithm of rows' and columns' sizes in "lognormal"
+SPREAD = 0.5  # standard deviation of the logarithm of rows' and columns' sizes in "lognormal"
 
 
 def measure(model: Path, *, tokens: int, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _model(model: Path, tokens: int, report: Callable[[str], None]) -> dict[str,
 
 
 def interval(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Of the ratio of two sums over the same texts: the middle 95 % when texts are drawn again, with replacement."""
+    """The bootstrap 95 % interval, over texts, of the ratio of two sums over the same texts."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(one), (RESAMPLES, len(one)), generator=generator)
     ratios = (one[drawn].sum(1) / other[drawn].sum(1)).sort().values

@@ -1,8 +1,8 @@
-"""Whole conversions of checkpoints with Kimi K2's matrices: time, memory over time, and what a kill leaves behind.
+"""Whole conversions of checkpoints with Kimi K2's matrices: time, memory over time, and continuing after a kill.
 
-The source is made up: a few layers with as many experts as the size asked for needs, of random INT4. One conversion
-runs through; another is killed with SIGKILL three times on its way and repeated, and must end in the same bytes. A
-third source has all of Kimi K2's layers and experts, but holes where its data should be: enough for a dry run.
+The source has a few layers and as many experts as the size needs, of random INT4. One conversion runs through; another
+is killed with SIGKILL three times and repeated, and must give the same bytes. A second source has all of Kimi K2's
+layers and experts as sparse files without data, enough for a dry run.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ from perilune.model.config import KimiConfig
 from perilune.model.names import EXPERT, expected
 
 SHARD_BYTES = 1_000_000_000
-KILLS = (0.2, 0.5, 0.8)  # shares of the result
+KILLS = (0.2, 0.5, 0.8)  # shares of the result's bytes at which a run is killed
 SAMPLE_SECONDS = 0.2
 TENTHS = 10
-SMALL = {"num_hidden_layers": 3, "vocab_size": 4096, "intermediate_size": 2048}  # beside the experts
+SMALL = {"num_hidden_layers": 3, "vocab_size": 4096, "intermediate_size": 2048}  # sizes of all but the experts
 _RSS = re.compile(r"^Vm(RSS|HWM):\s+(\d+) kB$", re.MULTILINE)
 
 

@@ -1,13 +1,13 @@
 """A whole cycle of speculation, on the exact shapes of a large model with random weights, in the engine's own graphs.
 
-A cycle verifies K drafts, accepts, and has a draft model draft the next K, as the engine does where so many are asked
-for. Random weights accept nothing, so how many are right is declared, which changes nothing of what a cycle computes.
-What is verified are random tokens, as a random draft model's would soon all be the same. The draft model has the shape
-of the published ones with latent attention: one layer, dense, its input three of the target's states, a head of its own
-over the whole vocabulary.
+A cycle verifies K drafts, accepts, and drafts the next K with a draft model, as the engine with a fixed number of
+drafts. Random weights accept no draft, so the accepted number is declared; a cycle computes the same for any number.
+The verified tokens are random, because a random draft model would soon repeat one token. The draft model has the shape
+of published ones with latent attention: one dense layer, three states of the target as input, and its own head over the
+whole vocabulary.
 
-Plain steps, verify steps and whole cycles are timed on one engine, one after the other. For the whole model the layers
-that are missing are added to each at what one more layer costs its graph (microscope.py).
+Plain steps, verify steps and whole cycles are timed on one engine, one after the other. Times of the whole model add
+the missing layers, each with the graph time of one layer (microscope.py).
 """
 
 import random
@@ -44,7 +44,7 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafting import Speculator
 from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter
 
-AUX = (1, 2, 3)  # layers that the draft model reads outputs of: in a slice other ones than in the model
+AUX = (1, 2, 3)  # layers that the draft model reads the outputs of; in the whole model it reads others
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
 TOKENS = 4 * STEPS + 64  # that a request decodes, at most
 
@@ -62,8 +62,8 @@ def measure(
     kv_dtype: str = "auto",
     draft_dtype: str = "fp8",
 ) -> dict[str, Any]:
-    """One row of the ledger: `draft` tokens verified and drafted per request and cycle, `accepted` tokens declared to
-    come of it. With rest_dtype "fp8" the target's weights become FP8 for good."""
+    """One row of the ledger: `draft` tokens verified and drafted per request and cycle, `accepted` declared tokens of a
+    request per cycle. rest_dtype "fp8" converts the bench's weights in place."""
     assert 1 <= draft <= MAX_CHAIN_TOKENS and 1 <= accepted <= draft + 1, f"{draft=} {accepted=}"
     room = context + TOKENS + MAX_CHAIN_TOKENS
     engines: list[Engine] = []
@@ -171,7 +171,7 @@ def measure(
 
 
 class RandomDrafts(Speculator):
-    """So many random drafts for every request, whatever it says: random weights accept none of them."""
+    """`count` random drafts for every request: random weights accept none of them."""
 
     def __init__(self, count: int, vocabulary: int) -> None:
         super().__init__(suffix=True, fixed=count, shared=False)
@@ -183,14 +183,14 @@ class RandomDrafts(Speculator):
 
 
 def _verified(engine: Engine) -> int:
-    """How many tokens, all of them others, the cycle that ran last verified."""
+    """The number of distinct tokens that the last cycle verified."""
     assert engine.runner.graphs is not None
     torch.cuda.synchronize()
     return len(set(engine.runner.graphs.latest().step.tokens.tolist()))
 
 
 def _drafter(bench: Bench, engine: Engine, *, fp8: bool) -> Eagle3Drafter:
-    """Of the target's shape, and with its embedding."""
+    """A random draft model of the target's shape, with its embedding."""
     target, sizes = shape(bench.name, bench.layers), engine.config
     assert sizes.kv_blocks and sizes.block_size and sizes.max_model_len
     config = Eagle3Config.from_dict(config_for(target, aux_ids=AUX))

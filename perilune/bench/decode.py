@@ -1,4 +1,4 @@
-"""Decode speed of the engine that serves, with the ceiling it chases.
+"""Decode speed of the engine that serves, and its ceiling.
 
 The ceiling of a step is the time to read its bytes once: every weight a token needs (for the experts: the expected
 number of distinct ones), and the KV of each request, at the read rate measured in the same run. On CPU that rate is
@@ -66,8 +66,8 @@ def footprint(model: KimiK2, pages: torch.Tensor) -> Footprint:
 
 
 def read_rate(nbytes: int, device: torch.device) -> float:
-    """Bytes per second of reading a buffer of `nbytes` over and over (a sum), the best of several tries; on a GPU of
-    its memory, on the device's own clock."""
+    """Bytes per second of reading a buffer of `nbytes` over and over (a sum), the best of several tries; on a GPU the
+    memory's rate, by the device's clock."""
     if device.type == "cuda":
         return measure_roof(device, torch.bfloat16).bandwidth
     buffer = torch.ones(max(nbytes // 4, 1 << 20), dtype=torch.float32, device=device)
@@ -157,8 +157,8 @@ class _Timed:
     prefill         until every request has its first token
     step, tokens    median of a step, and mean of its tokens
     p99             99th percentile of a step: the longest of up to 100
-    accepted        tokens per request's share of a step with drafts
-    drafting        of making drafts, per step (suffix drafts)
+    accepted        tokens per request and step with drafts
+    drafting        of making suffix drafts, per step
     host            median of a step's time in which the engine's thread did not wait for the device
     device          a replay of the step's graph; None where there is none
     """
@@ -217,8 +217,8 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
 
 
 def _orders(engine: Engine, report: Callable[[str], None]) -> dict[str, float]:
-    """What a step costs more with several ranks, in microseconds: rank 0 encodes and sends its plan, and the slowest of
-    the others decodes it, until the step is queued there. Since the last call."""
+    """Extra microseconds of a step with several ranks, since the last call: rank 0 encodes and sends its plan; the
+    slowest other rank decodes it and queues the step."""
     if (costs := engine.order_costs()) is None:
         return {}
     report(
@@ -236,15 +236,15 @@ def _self_test(engine: Engine) -> dict[str, float]:
 
 
 def _device_seconds(engine: Engine, graph: Graph | None) -> float | None:
-    """Of a step's graph; `graph` was the latest in the middle. With several ranks the last one, which all ranks replay:
-    the last step has no drafts, so it shows nothing of one with drafts."""
+    """Of a replay of `graph`, the latest in the middle of the run. With several ranks of the last graph, which all
+    ranks replay; None with drafts, because the last step has none."""
     if engine.info.tp > 1:
         return engine.runner.time_graph(REPLAYS) if engine.config.draft == "off" else None
     return None if graph is None else engine.runner.call(_replay_seconds, graph)
 
 
 def _replay_seconds(graph: Graph) -> float:
-    """One replay of a step's graph behind others, on the device's clock."""
+    """One of several replays in a row of a step's graph, by the device's clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in "01")
     graph.replay()
     begin.record()

@@ -1,11 +1,11 @@
-"""Speculation on a mixed trace: every fixed (source, length) of a small grid, the policy, and none at all, in turns.
+"""Speculation on a mixed trace: every fixed (source, length) of a small grid, the policy, and no drafts, by turns.
 
 The trace is the same for all, its seed fixed before there was a policy: problems with answers that are easy to predict
-(digits, forms), hard (stories at temperature 1), copied (values and calls taken over from the prompt) and long (far
-behind in a long prompt), first by one user, then by several at once. All settings run in one process on the same
-weights, round after round in changing order, with nothing cached, and what they learn is forgotten before the trace is
-played again, be it by more users: its answers shall not be found among what was said.
-Every answer is compared with the one without drafts. The same by table, and what hindsight gains: drafts_replay.py.
+(digits, forms), hard (stories at temperature 1), copied (values and calls from the prompt) and long (about a long
+prompt), first by one user, then by several at once. All settings run in one process on the same weights, round after
+round in changing order, without a prefix cache. Drafting forgets all it has learned before the trace is played again,
+also by more users: else it would find the answers among stored texts. Every answer is compared with the one without
+drafts. drafts_replay.py has the same by a table of costs, and the gain of hindsight.
 """
 
 import math
@@ -92,8 +92,8 @@ def trace(model: Path, count: int, longest: int) -> list[Asked]:
 
 @dataclass(slots=True)
 class Round:
-    """What a setting did with the trace once: seconds by users, tokens, drafts, answers. `rates` by users: tokens per
-    second while no request waited for its first token, so of decoding alone. `captured`: CUDA graphs, meanwhile."""
+    """One play of the trace with a setting: seconds by users, tokens, drafts, answers. `rates` by users: tokens per
+    second while no request waited for its first token: decoding alone. `captured`: CUDA graphs captured meanwhile."""
 
     seconds: dict[int, float]
     rates: dict[int, float]
@@ -137,7 +137,7 @@ def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int], setting: 
                 live -= delta.finish_reason is not None
         result.seconds[most], result.rates[most] = now - begin, tokens / seconds if seconds else math.nan
         while engine.busy:
-            engine.step()  # what was planned ahead in vain
+            engine.step()  # run steps that were planned ahead for ended requests
         result.tokens += sum(map(len, answers))
         result.answers += map(tuple, answers)
     result.captured = graphs.recorder.captured - captured if graphs is not None else 0
@@ -182,7 +182,7 @@ def measure(
 
 
 def _warm_up(engine: Engine, setting: Setting, asked: Sequence[Asked], users: Sequence[int]) -> None:
-    """On a GPU until no CUDA graph is captured any more, but not for ever: a policy may always come to a new size."""
+    """Plays the trace; on a GPU until it captures no CUDA graph, WARM_UPS times at most: a policy may need new ones."""
     if engine.runner.graphs is None:
         asked, users = asked[: len(KINDS)], users[:1]
     for _ in range(WARM_UPS):
@@ -245,7 +245,7 @@ def _row(
 
 
 def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adaptive: Setting) -> dict[str, Any]:
-    """As measured, but by the table of costs; and for one user, over the best fixed one, what hindsight gains."""
+    """Speed-ups by the table of costs; for one user also that of hindsight over the best fixed setting."""
     engine.use_drafts(*adaptive, shared=True)
     costs = engine.costs
     recorded = drafts_replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])

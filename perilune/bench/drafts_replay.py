@@ -1,12 +1,11 @@
-"""The trace of `bench drafts` by table: what each setting, the policy and hindsight would take, free of noise.
+"""Seconds of the trace of `bench drafts` by a table of costs, without noise: each setting, the policy and hindsight.
 
-The engine plays the trace once, without drafts, while a listener notes what the draft model drafts behind every token.
-From then on no model is needed: the speculator that serves is played through the same texts in the engine's order of
-planning (behind drafts in flight, where the table has such steps), landing and learning, against a clock that adds up
-what steps cost. So a policy can be compared with any other to the last digit, and with an oracle that knows every
-answer.
+The engine plays the trace once without drafts, while a Listener records the draft model's chain after every token. Then
+no model is needed: the speculator of serving runs through the same texts, planned and committed in the engine's order
+(chained, if the table has such steps), and a Clock adds up the cost of steps. So policies can be compared exactly, also
+with an oracle that knows every answer.
 
-The clock may say otherwise than the speculator's table does, to see what it makes of that. Prompts are free on it: only
+The clock's costs may differ from the speculator's table, to test how the policy copes. Prompts cost nothing: only
 decoding is compared.
 """
 
@@ -22,24 +21,24 @@ from perilune.speculation.step_cost import Costs, StepKind
 from perilune.speculation.suffix import Store, SuffixMatcher
 
 PARAMS = SamplingParams()  # of all works: made once, because making and checking one takes as long as planning a work
-Chain = tuple[tuple[int, float], ...]  # drafted tokens, and how sure of each the draft model was
+Chain = tuple[tuple[int, float], ...]  # drafted tokens, each with the draft model's probability
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A request and what came of it; chains[i] is what the draft model drafts behind answer[: i + 1]."""
+    """A request and its answer; chains[i]: the draft model's chain after answer[: i + 1]."""
 
     kind: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    most: int  # tokens that the answer might have had
+    most: int  # max_tokens of the answer
     chains: tuple[Chain, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What steps take: `costs`; `wait` seconds more where planning waited for the step before, `follow` more where a
-    draft model follows, unless `costs` has that. Chains end where less than `floor` is left of their confidence."""
+    """Seconds of steps: `costs`; `wait` more if planning waited for the step before; `follow` more if a draft model
+    reads the step, unless `costs` has this. Chains end when the product of their probabilities is below `floor`."""
 
     costs: Costs
     wait: float = 0.0
@@ -64,7 +63,7 @@ class Clock:
         return seconds + (how != StepKind.CHAINED) * self.follow + chain * self.costs.draft_token(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
-        """How far a step's chains would be drafted: together, until no chain's confidence reaches `floor`."""
+        """Tokens that a step's chains would have: all are drafted until none reaches `floor`."""
         most = max(map(len, chains), default=0)
         confidences = [1.0] * len(chains)
         for length in range(most):
@@ -86,7 +85,7 @@ class Tally:
 
 
 class Listener(Speculator):
-    """Has the draft model draft behind every token, and lets nothing be verified."""
+    """Lets the draft model draft after every token; no draft is verified."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(suffix=not longest, longest=longest, fixed=MAX_DRAFTS, shared=False)
@@ -252,7 +251,7 @@ def _land(
     deltas, outputs = [], []
     for w in plan.work:
         if w.rid not in known:
-            continue  # computed once more for nothing
+            continue  # a surplus step of an ended request
         one, at = trace[w.rid], known[w.rid]
         right = 0
         drafted = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.draft_tokens
@@ -285,13 +284,13 @@ def _land(
 
 
 def oracle(trace: Sequence[Recorded], clock: Clock) -> float:
-    """Seconds that one user's requests would take if every step knew how many of which drafts are going to be right,
-    and how long a chain the next one has a use for; and if, where steps are planned behind drafts, none ever waited."""
+    """Seconds of one user's requests if every step had the best number of right drafts, from the better source, and the
+    best length of chain; with chained steps, also if no step waited for the host."""
     store, spent = Store(), 0.0
     for one in trace:
         matcher = SuffixMatcher(one.prompt, store)
         matcher.index_prompt(len(one.prompt))
-        right = []  # by tokens known, then by length of the chain: drafts that are right, of the better source
+        right = []  # by known tokens, then by length of the chain: right drafts of the better source
         for at in range(len(one.answer)):
             right.append(_right(one, at, matcher))
             matcher.append(one.answer[at])
@@ -324,8 +323,8 @@ def _same(drafted: Sequence[int], rest: Sequence[int]) -> int:
 
 
 def _least(one: Recorded, right: Sequence[Sequence[int]], clock: Clock) -> float:
-    """The cheapest way through an answer, from its end: best[at][length] is what is left to pay with `at` tokens known
-    and a chain of that length behind them."""
+    """The least seconds of an answer, computed from its end: best[at][length] are the seconds still needed with `at`
+    known tokens and a chain of this length after them."""
     lengths = max(map(len, right))
     best = [[0.0] * lengths for _ in range(len(one.answer) + 1)]
     chain, how = clock.costs.draft_token(1), StepKind.WAITED if clock.costs.chained is None else StepKind.CHAINED

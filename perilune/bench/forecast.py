@@ -1,10 +1,8 @@
-"""What steps of a whole model will take on several GPUs, from rows of a few layers of it: a prediction that is written
-down before the whole model is measured.
+"""Predicts the time of a whole model's steps on several GPUs from rows of a few layers, before the model is measured.
 
-A row is one line of bench/results. One rank's slice is timed on one GPU with its exchanges as copies there
-(`bench decode --slice N`); what real ranks, the most that there are rows of, take more than a slice of as many is
-added.
-Nothing is predicted where a row is missing: ConfigError names the command that makes it.
+A row is one line of bench/results. `bench decode --slice N` times one rank's slice on one GPU, with local copies as
+exchanges. The prediction adds the time by which real ranks, of the largest number with rows, are slower than a slice of
+as many. If a row is missing, ConfigError names the command that makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ from perilune.core.errors import ConfigError
 
 Row = Mapping[str, Any]
 
-READ_TB_S = 4.3  # of one H200: what more KV takes
+READ_TB_S = 4.3  # of one H200, for KV beyond the rows' context
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,8 @@ class Forecast:
 
     def step(self, tokens: int, context: int, kv_bytes: float) -> Step:
         """Of `tokens` requests with one token each at `context`; a step that verifies drafts of one request takes as
-        long. `kv_bytes`: of one token's KV and layer, for where the rows have another context. From the row of so many
-        real ranks, or of the most below that; then a slice's row is what other ranks change."""
+        long. `kv_bytes`: of one token's KV in a layer, to correct rows of another context. From the row of as many real
+        ranks; else from that of fewer, corrected by the difference of slices of both numbers of ranks."""
         ranks = self._real_ranks(tokens)
         if ranks == self.ranks:
             own = pair = real = self._decode_row(ranks, False, tokens, context)
@@ -80,14 +78,14 @@ class Forecast:
         return Step(us_per_layer=us + more, outside_us=outside, between_ms=between, layers=self.layers)
 
     def _real_ranks(self, tokens: int) -> int:
-        """The most real ranks, up to those asked for, with a row of so many tokens; 2 if there is none."""
+        """The most real ranks, up to `self.ranks`, with a row of `tokens` tokens; 2 if there is none."""
         found = [r for r in self._with(tokens) if "slice" not in r and r.get("graph_ms") is not None]
         return max((r["tp"] for r in found if 2 <= r.get("tp", 1) <= self.ranks), default=2)
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
-        """Of a prompt behind `cached` tokens. What ranks share out and what not follow from the rows of one rank and of
-        two, on a straight line between their lengths; beyond the longest, and for what is cached, time grows as
-        FLOPs."""
+        """Of a prompt after `cached` tokens. The rows of one rank and of two give the part of the time that ranks split
+        and the part that they do not, interpolated between lengths. Beyond the longest, and for cached tokens, time
+        grows as FLOPs."""
         lengths, one, two = self._prefill_rows()
         shared = [2 * (a - b) for a, b in zip(one, two)]
         per_layer = [s / self.ranks + a - s for a, s in zip(one, shared)]
@@ -99,8 +97,8 @@ class Forecast:
         return float(self.layers * (numpy.interp(tokens, lengths, per_layer) + shared[-1] / self.ranks * more / flops))
 
     def draft_ms(self, drafts: int) -> float:
-        """Of a chain of drafts by a draft model in FP8: what ranks share out and what not from the rows of one rank and
-        of two; without a row of two as on one."""
+        """Of a chain of a draft model in FP8; rows of one rank and of two give the part that ranks split. Without a row
+        of two ranks, as on one."""
         found = [r for r in self._of_shape(self.decode) if r.get("draft") == drafts and r.get("draft_ms")]
         one = [r for r in found if r.get("tp", 1) == 1 and r.get("drafter", "").endswith("fp8")]
         two = [r for r in found if r.get("tp") == 2]
@@ -111,7 +109,7 @@ class Forecast:
         return alone - shared + shared / self.ranks
 
     def _of_shape(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of fewer layers of this shape: a measurement of what is predicted predicts nothing."""
+        """Rows of this shape with fewer layers: rows of the whole model are no predictions."""
         return [
             r
             for r in rows
@@ -119,7 +117,7 @@ class Forecast:
         ]
 
     def _with(self, tokens: int) -> list[Row]:
-        """Rows of steps with so many tokens, the whole KV on every rank."""
+        """Rows of steps with `tokens` tokens, the whole KV on every rank."""
         return [
             r
             for r in self._of_shape(self.decode)
@@ -129,7 +127,7 @@ class Forecast:
         ]
 
     def _decode_row(self, ranks: int, sliced: bool, tokens: int, context: int) -> Row:
-        """The newest with so many tokens; of several contexts the nearest."""
+        """The newest row of `tokens` tokens at the nearest context."""
         found = [r for r in self._with(tokens) if r.get("tp") == ranks and ("slice" in r) == sliced]
         found = [r for r in found if sliced or r.get("graph_ms") is not None]
         found = [r for r in found if r["expert_format"] == self.expert_format] or found  # others differ by up to 3 %
@@ -143,10 +141,10 @@ class Forecast:
         return newest([r for r in found if r["context"] == nearest])
 
     def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
-        """Lengths of prompts that one rank has rows of, and ms a layer of one rank and of two. Where two have no row of
-        a length, they are as much faster as at the nearest length of which they have one. Weights beside experts are
-        of this format on both, or bfloat16 on both, or, last, bfloat16 on one rank: prompts widen FP8 weights to
-        bfloat16, which takes 1 to 2 % of a layer."""
+        """Lengths of prompts with rows of one rank, and ms a layer of one rank and of two. If two ranks have no row of
+        a length, they are taken as much faster as at the nearest length with one. Preferred formats of weights beside
+        experts: `rest_dtype` on both, bfloat16 on both, bfloat16 on one rank only. All are comparable: prompts widen
+        FP8 weights to bfloat16, which takes 1 to 2 % of a layer."""
         rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
         for formats in (self.rest_dtype, self.rest_dtype), ("bf16", "bf16"), ("bf16", self.rest_dtype):
             one, two = (
@@ -175,6 +173,6 @@ def _by_length(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def newest(rows: Sequence[Row]) -> Row:
-    """Of the rows of the last one's commit and number of layers the one in the middle."""
+    """The median row, by step_ms, of those with the last row's commit and number of layers."""
     last = [r for r in rows if (r["commit"], r["layers"]) == (rows[-1]["commit"], rows[-1]["layers"])]
     return sorted(last, key=lambda r: float(r["step_ms"]))[(len(last) - 1) // 2]

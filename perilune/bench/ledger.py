@@ -18,7 +18,7 @@ DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherev
 
 def circumstances(ranks: int = 1) -> dict[str, Any]:
     """Where and with what a row was measured. `gpus` are those that were used: one for each rank."""
-    import torch  # here: a measurement of a server needs it for these few words only
+    import torch  # imported late: a measurement of a server needs it only here
 
     cuda = torch.cuda.is_available()
     return {

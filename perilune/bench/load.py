@@ -1,7 +1,7 @@
 """A client that costs little: streamed chat requests over plain sockets, with the time of every piece that arrives.
 
-An HTTP library and a JSON decoder per event cost 100 us a token and more, which on a small machine is what one would
-measure. Here a piece is searched for a few marks: text in it, the end, the server's token count.
+An HTTP library and a JSON decoder per event cost 100 us a token and more: on a small machine the client's time would be
+measured. This client only searches a piece for a few marks: text, the end, the server's token count.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ import httpx
 from perilune.client.endpoint import EndpointError
 
 CONNECT_SECONDS = 10.0
-TAIL_BYTES = 4096  # of a stream, kept to find the token count and an error in
-HEAD_BYTES = 1 << 20  # of a stream without any text, after which it is given up
+TAIL_BYTES = 4096  # of a stream, kept to search for the token count and an error
+HEAD_BYTES = 1 << 20  # a stream without text fails after this many bytes
 _END = b"data: [DONE]"
 _TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|arguments|text)": ?"(?!")')
 _COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -116,7 +116,7 @@ class Stream(asyncio.Protocol):
         self.ended.set()
 
     def _refusal(self) -> str:
-        """What a server answered that streamed nothing."""
+        """The error that a server answered instead of a stream; "" if none."""
         status = _STATUS.match(self._tail)
         if status is None or status[1] == b"200":
             return ""
@@ -147,7 +147,7 @@ class Client:
         return f"{self._head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     async def ask(self, request: bytes) -> Timing:
-        """The times of one request; a failure is `error` of them, and EndpointError only where no connection opens."""
+        """The times of one request, with `error` if it failed; EndpointError only if no connection opens."""
         async with self._open() as stream:
             stream.send(request)
             while not stream.ended.is_set():
@@ -175,7 +175,7 @@ class Client:
 
 @dataclass(slots=True)
 class Level:
-    """What `streams` users at once got. cpu_seconds: of this process, the client."""
+    """Timings of `streams` users at once. cpu_seconds: of this process, the client."""
 
     streams: int
     timings: list[Timing]

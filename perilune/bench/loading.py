@@ -1,9 +1,9 @@
-"""How fast a checkpoint gets from disk to memory, beside what the disk gives to a plain sequential reader.
+"""Speed of loading a checkpoint from disk to memory, beside that of plain sequential reads.
 
-The checkpoint has Kimi K2's own expert shapes and random bytes, so nothing between the disk and us can compress it.
+The checkpoint has Kimi K2's own expert shapes and random bytes, so that no storage layer can compress it.
 Every round reads the same files five times: three times plainly (around the page cache with one and with several
 requests in flight, and through it), once by `load` with the page cache emptied of them, once by `load` again. Rounds
-are interleaved because the disks of rented machines wander.
+are interleaved because the speed of a rented machine's disk changes.
 """
 
 import gc
@@ -42,7 +42,7 @@ PLAIN = {"direct": (_DIRECT, 1), "direct_4": (_DIRECT, 4), "buffered": (0, 1)}  
 def measure(
     parent: Path, *, gigabytes: float, rounds: int, threads: int | None, device: str, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Writes a checkpoint of about so many GB below `parent`, loads it, removes it. Returns the ledger's row.
+    """Writes a checkpoint of about `gigabytes` GB below `parent`, loads it, removes it. Returns the ledger's row.
 
     ConfigError if the disk or the memory is too small for it.
     """
@@ -198,7 +198,7 @@ def _read(files: list[Path], flag: int, threads: int) -> float:
 
 
 def _storage_bytes() -> int:
-    """Bytes this process has fetched from storage so far; the page cache's are not among them."""
+    """Bytes that this process has read from storage so far; reads from the page cache do not count."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])

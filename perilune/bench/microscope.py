@@ -2,7 +2,7 @@
 
 A whole Kimi K2 does not fit one GPU; a slice of its layers does. The engine is built twice on the same weights, with n
 and with n - 4 layers, and decodes from a context already in its cache. The difference of the two decode graphs' replay
-times, divided by four, is one MoE layer: what the ends of the model cost cancels. Weights, activations and KV are
+times, divided by four, is one MoE layer: the cost of embedding and head cancels. Weights, activations and KV are
 random and zero-mean, so routing is near uniform; the distinct experts a step really touches are counted and reported.
 """
 
@@ -43,10 +43,10 @@ from perilune.ops.layouts import latent_cache
 from perilune.ops.moe import router
 
 STEP = 4  # layers between the two engines
-CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes over this
+CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes / CEILING_TB_S
 CEILING_TFLOP_S = 790.0
 BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
-DRAWS, REPLAYS = 24, 2  # rounds with other tokens; replays of a graph that are timed in a round
+DRAWS, REPLAYS = 24, 2  # rounds with new tokens; timed replays of a graph in a round
 STEPS = 24
 WARM_UP = 6
 LAYER = "the last MoE layer"
@@ -65,7 +65,7 @@ class Replayable(Protocol):
 
 
 class Timed(Replayable, Protocol):
-    """One of a decode step."""
+    """A CUDA graph of a decode step."""
 
     @property
     def step(self) -> Step: ...
@@ -75,8 +75,8 @@ class Bench:
     """Weights of `layers` layers, generated once; engines on all of them or on fewer."""
 
     def __init__(self, name: str, layers: int, *, ranks: int = 1, expert_format: str = "int4-g32") -> None:
-        """`ranks`: the slice of one of so many tensor-parallel ranks; what it would send to the others, and receive,
-        goes to and comes from memory of this GPU. ConfigError where it cannot be measured."""
+        """`ranks`: measure the slice of one of this many tensor-parallel ranks; it exchanges with memory of this GPU
+        instead of other ranks. ConfigError if it cannot be measured."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "measuring a model's full shapes needs a CUDA device: bench decode without --shape runs on CPU"
@@ -109,13 +109,13 @@ class Bench:
         if self.peers is not None:
             engine.runner.model.peers = self.peers
             assert engine.runner.graphs is not None
-            engine.runner.call(engine.runner.graphs.close)  # those of the start were captured without peers
+            engine.runner.call(engine.runner.graphs.close)  # the start captured them without peers
         exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
         engine.runner.call(_fill, engine.runner.pages.data, self.config(layers).kv_lora_rank)
         return engine
 
     def layer_bytes(self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> float:
-        """What one MoE layer must read for one decode step."""
+        """Bytes that one MoE layer must read in a decode step."""
         layer = self.weights.layers[-1]
         assert isinstance(layer.ffn, Moe)
         a = layer.attention
@@ -128,7 +128,7 @@ class Bench:
     def layer_reads(
         self, distinct: float, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16
     ) -> list[tuple[str, float]]:
-        """(what it does, bytes it must read) of the kernels of one MoE layer after the last one's experts, in order."""
+        """(operation, bytes it must read) of one MoE layer's kernels in order, from the previous layer's experts on."""
         layer = self.weights.layers[-1]
         a, moe = layer.attention, layer.ffn
         assert isinstance(moe, Moe) and isinstance(moe.experts, Int4Experts | Int4CompactExperts)
@@ -191,7 +191,7 @@ class Bench:
         rest_dtype: str = "dtype",
         kv_dtype: str = "auto",
     ) -> dict[str, Any]:
-        """One row of the ledger. With rest_dtype "fp8" the weights become FP8 for good."""
+        """One row of the ledger. rest_dtype "fp8" converts the bench's weights in place."""
         whole_ms, distinct, test_ms = 0.0, 0.0, 0.0
         with contextlib.ExitStack() as opened:
             graphs = {}
@@ -216,7 +216,7 @@ class Bench:
                 assert engine.runner.graphs is not None
                 graphs[layers] = engine.runner.graphs.latest()
                 test_ms = max(test_ms, engine.runner.graphs.recorder.longest_test_seconds * 1e3)
-            # In turns: where the GPU is at its power limit, what ran before decides the clock.
+            # By turns: at the GPU's power limit, the kernels that ran before decide the clock.
             times = engine.runner.call(replays_ms, list(graphs.values()), engine.info.vocab_size)
             graph_ms = dict(zip(graphs, times))
             if kernels:
@@ -269,8 +269,8 @@ class Bench:
 
 
 def slice_of(whole: KimiConfig, ranks: int) -> KimiConfig:
-    """What one of `ranks` tensor-parallel ranks holds: a part of heads, widths and vocabulary, all else whole.
-    ConfigError if they cannot be shared out evenly."""
+    """The model of one of `ranks` tensor-parallel ranks: a part of heads, widths and vocabulary, all else whole.
+    ConfigError if they cannot be split evenly."""
     return dataclasses.replace(
         whole, **{name: Slicing(0, ranks).part(getattr(whole, name)).stop for name in SHARED_OUT}
     )
@@ -312,9 +312,9 @@ def start(engine: Engine, batch: int, context: int, tokens: int) -> None:
 
 
 def step_ms(engine: Engine, *, scattered: bool = True) -> float:
-    """Median of STEPS engine steps, from the end of one to the end of the next, so that nothing falls in between.
+    """Median of STEPS engine steps, from the end of one to the end of the next, so that all time counts.
 
-    `scattered`: with other tokens each time, which steps take from the runner's buffers unless the host knows them.
+    `scattered`: the runner's buffers, from which a step takes tokens that the host does not know, get random tokens.
     """
     ends = []
     for turn in range(WARM_UP + STEPS):
@@ -327,8 +327,8 @@ def step_ms(engine: Engine, *, scattered: bool = True) -> float:
 
 
 def _scatter(engine: Engine) -> None:
-    """Another random token for every request, and other drafts: greedy requests of a random model soon all say the
-    same, and so do drafts of a random draft model."""
+    """New random last tokens and drafts for every request: greedy requests of a random model, and drafts of a random
+    draft model, would soon all be the same."""
     assert engine.runner.graphs is not None
     with torch.inference_mode():
         for tokens in (engine.runner.last_tokens, engine.runner.graphs.draft_buffer):
@@ -336,12 +336,12 @@ def _scatter(engine: Engine) -> None:
 
 
 def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
-    """Whether a step of so many tokens met about as many distinct experts per layer as uniform routing would."""
+    """Whether a step of `tokens` tokens chose about as many distinct experts per layer as uniform routing would."""
     return distinct >= BALANCED * c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens)
 
 
 def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
-    """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as above."""
+    """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as `step_ms`."""
     seen: list[Tensor] = []
     choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_decode_router")}
 
@@ -372,9 +372,8 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
 
 
 def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
-    """Of each, a replay behind others of its own, as steps follow each other: the median of DRAWS rounds, the graphs
-    in turns in each, with random tokens, the same for all. Experts that happen to be chosen set one step apart from
-    the next by some 2 %."""
+    """Milliseconds of a replay of each graph in a row of its replays, as steps follow each other: the median of DRAWS
+    rounds, by turns, each with new random tokens, the same for all. Chosen experts change a step's time by some 2 %."""
     most = max(len(graph.step.tokens) for graph in graphs)
     device = graphs[0].step.tokens.device
     times: list[list[float]] = [[] for _ in graphs]
@@ -399,7 +398,7 @@ def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
 
 
 def replays_of(graph: Replayable) -> Callable[[], int]:
-    """Replays a graph TRACED times and says so."""
+    """A function that replays a graph TRACED times, and returns TRACED."""
 
     def replay() -> int:
         for _ in range(TRACED):
@@ -410,10 +409,10 @@ def replays_of(graph: Replayable) -> Callable[[], int]:
 
 
 def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list[str]:
-    """What each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after it.
-    `replay` replays a graph and returns how often.
+    """The time each kernel adds, from its predecessor's end to its own: before the MoE layers, in the last one, after
+    it. `replay` replays a graph and returns how often.
 
-    A kernel's own span would count the wait for its predecessor, under which it has already loaded weights. Runs on the
+    A kernel's own span would count its wait for its predecessor, during which it already loads weights. Runs on the
     main thread, because the profiler does; the compute thread is idle.
     """
     torch.cuda.synchronize()
@@ -423,7 +422,7 @@ def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
     events = [e for e in profile.events() if e.device_type == cuda]
     often = Counter(e.name for e in events)
-    # Copies and kernels between replays are not the graph's: they come in other numbers.
+    # Keep the graph's kernels: others, between replays, do not come in multiples of `traced`.
     spans = sorted((e.time_range.end, e.name) for e in events if often[e.name] % traced == 0)
     count, rest = divmod(len(spans), traced)
     names = [name for _, name in spans[:count]]
@@ -453,7 +452,7 @@ def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list
 
 
 def described(us: float, kernel: str, what: str, nbytes: float) -> str:
-    """A line of the breakdown; the rate only where the kernel reads enough for one to mean something."""
+    """A line of the breakdown; with the rate if the kernel reads more than 1 MB."""
     rate = f"{nbytes / us / 1e6:5.2f} TB/s" if nbytes > 1e6 else " " * 10
     return f"  {us:8.2f} us {rate}  {what:<22} {kernel[:70]}"
 

@@ -1,10 +1,10 @@
 """Routed INT4 experts of one Kimi K2 layer on a GPU: this project's kernels beside an installed peer's.
 
 Both sides get the same random weights, activations and routing, and are timed as CUDA graphs by turns in one process.
-Weights (9.5 GB at full width) do not fit the second-level cache, so that every replay reads them from memory. Ours is
+Weights (9.5 GB at full width) do not fit the L2 cache, so that every replay reads them from memory. Our time is that of
 the whole op: sorting, gate_up, SwiGLU, down, weighted sum. The peer's is gate_up, SwiGLU (this project's) and down:
-its pairs are sorted beforehand, and its results are not summed. No part of the product imports a peer. Implementations
-of ours that are named are timed in the same turns as what `moe_int4` chooses; compact scales have no peer.
+its pairs are sorted beforehand, and its results are not summed. No part of the product imports a peer. Named
+implementations of ours are timed in the same turns as the one `moe_int4` chooses; compact scales have no peer.
 """
 
 import functools
@@ -33,7 +33,7 @@ from perilune.ops.pointwise.swiglu import swiglu
 
 SHAPE = "kimi-k2.5"
 REPLAYS = 3  # of a graph that are timed at a time
-MAX_ERROR = 2e-2  # of a peer's results against ours, both rounded to bfloat16; above, the times mean nothing
+MAX_ERROR = 2e-2  # of a peer's results against ours, both rounded to bfloat16; a larger error fails the comparison
 PACKAGE = "humming-kernels"
 DEVICE = torch.device("cuda")
 
@@ -107,8 +107,8 @@ class Humming:
 
 
 def blocks(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Pairs sorted by expert, each expert's filled up to a multiple of `size` with the number of pairs, and the expert
-    of every `size` of them. ids [pairs] int32 on the CPU; both int32."""
+    """(pairs sorted by expert, each expert's padded to a multiple of `size` with the value len(ids); the expert of each
+    block of `size`), int32. ids [pairs] int32 on the CPU."""
     order, owners = [], []
     for expert in ids.unique().tolist():
         pairs = (ids == expert).nonzero().flatten()
@@ -120,7 +120,7 @@ def blocks(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the experts that are timed: the width of each, how many, and whether their scales are compact."""
+    """Of the timed experts: the width of each, their number, and whether their scales are compact."""
 
     width: int
     experts: int

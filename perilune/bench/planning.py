@@ -1,4 +1,4 @@
-"""What planning costs the host: the scheduler with a runner that computes nothing."""
+"""CPU time of planning: the scheduler with a runner that computes nothing."""
 
 import time
 from typing import Literal
@@ -66,6 +66,6 @@ def _result(plan: StepPlan) -> StepResult:
 
 
 def _output(work: Work) -> Output:
-    """Every other step of a request one draft is right, else none."""
+    """In every other step of a request one draft is accepted, else none."""
     right = min(work.drafts, work.start % 2)
     return Output(work.rid, (TOKEN_ID,) * (1 + right) if work.sample else ())

@@ -4,9 +4,9 @@ As in microscope.py, two engines on the same weights, `STEP` layers apart, and t
 may continue a prefix with KV in the cache already. The floor is the larger of two times: the layer's products and
 causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
 
-Both engines compute prompts on end for `WARM_SECONDS` before prompts are timed, also before kernels are traced: a GPU
-that has rested runs at a clock that its power limit does not allow for long. With pauses between prompts the shorter
-steps would have the higher clock, and the difference would count the rest of the model's time at the lower one, too.
+Both engines compute prompts without a pause for `WARM_SECONDS` before prompts are timed or kernels traced: an idle GPU
+starts at a clock that its power limit does not allow for long. With pauses the shorter steps would have a higher clock,
+and the difference would also count the time that the rest of the model loses at the lower clock.
 """
 
 import copy
@@ -33,11 +33,11 @@ from perilune.model.config import KimiConfig
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Layer, Moe, Weights
 
 BLOCK = 64  # tokens of a cache block
-PROMPTS = 5  # at least: the first warms up, the others are timed on end
-WARM_SECONDS = 0.25  # Of prompts on end before those that are timed: the power limit is reached after some 0.04 s.
-TIMED_SECONDS = 0.25  # of prompts that are timed, if they are more than PROMPTS - 1
-TRACED_SEED = 1 << 20  # of the prompts that are traced
-MARK = "plan_kernel"  # begins the experts of a layer
+PROMPTS = 5  # at least: the first warms up, the others are timed in a row
+WARM_SECONDS = 0.25  # of prompts in a row before timed ones: a GPU reaches its power limit after some 0.04 s
+TIMED_SECONDS = 0.25  # of timed prompts, if they are more than PROMPTS - 1
+TRACED_SEED = 1 << 20  # of the traced prompts
+MARK = "plan_kernel"  # the first kernel of a layer's experts
 FORMATS = ("int4-g32", "int4-compact")
 RESTS = ("bf16", "fp8", "w8a8")
 
@@ -53,9 +53,9 @@ def measure(
     kernels: bool = False,
     ops: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """One row of the ledger: a prompt of `tokens` in one step, behind a prefix of `cached` tokens. With a `rest` of
-    "fp8", or "w8a8", which rounds prompts' activations too, the weights stay so for good. `ops`: {op: implementation}
-    for those that are not to be chosen as usual; the row names them."""
+    """One row of the ledger: a prompt of `tokens` in one step, after a prefix of `cached` tokens. `rest` "fp8", or
+    "w8a8", which also rounds prompts' activations, converts the bench's weights in place. `ops`: {op: implementation}
+    instead of the usual choice; the row names them."""
     assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
@@ -159,13 +159,13 @@ def rest_settings(rest: str) -> dict[str, Any]:
 
 
 def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
-    """So many token ids, the same for a seed."""
+    """`tokens` token ids, the same for a seed."""
     rng = random.Random(seed)
     return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
 
 
 def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> float:
-    """Of one prompt among others on end, the median."""
+    """Of one prompt in a row of others, the median."""
 
     def some(first: int, count: int) -> list[float]:
         return _seconds(engine, [prefix + random_prompt(engine, tokens, first + n) for n in range(count)])
@@ -177,7 +177,7 @@ def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> 
 
 
 def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:
-    """Computes prompts that are all there at the beginning: of each, from the end of the one before to its own."""
+    """Submits all prompts, then computes them: of each, the time from the end of the one before to its own."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     for rid, prompt in enumerate(prompts):
         engine.submit(Submit(rid, prompt, params))
@@ -193,11 +193,11 @@ def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:
 
 
 def step_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[str]:
-    """What each kernel of the last of these prompts adds, from its predecessor's end to its own, from the experts of
-    the last MoE layer but one to those of the last; and the sums of the layers before. All prompts are traced, because
-    the start of a trace is a pause.
+    """The time that each kernel of the last prompt adds, from its predecessor's end to its own, from the experts of the
+    last MoE layer but one to those of the last; and the sums of earlier layers. All prompts are traced, because the GPU
+    pauses when a trace starts.
 
-    The part of it in which nothing ran at all is given apart: the host, or the start of a kernel.
+    "idle" is the part in which no kernel ran: the host was late, or a kernel started.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _seconds(engine, prompts)

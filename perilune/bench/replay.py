@@ -1,8 +1,8 @@
-"""Replays a trace of requests and says what its users saw, and how much of their prompts a cache answered.
+"""Replays a trace of requests; measures latencies, and the share of prompt tokens that came from a cache.
 
-Hit share is the share of prompt tokens that were not computed; the ideal is that of a cache that never forgets: when a
-request brings its first token, it knows every prompt computed before and every answer that had ended. Times count from
-sending a request.
+Hit share is the share of prompt tokens that were not computed. The ideal share is that of a cache without eviction: at
+a request's first token, it has every prompt computed before and every answer that has ended. Times count from sending
+a request.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from perilune.engine.engine import Engine
 from perilune.kv.tiers import HOST
 
 WORDS = ["stone", "river", "glass", "light", "north", "paper", "green", "seven", "table", "under", "house", "water"]
-STALLED_SECONDS = 5.0  # without more pinned memory, after which a replay begins with what there is
-ADOPT_SECONDS = 0.001  # between two looks whether blocks are free
+STALLED_SECONDS = 5.0  # a wait for pinned memory, or for free blocks, ends after this time without progress
+ADOPT_SECONDS = 0.001  # between two checks for free blocks
 Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Call:
-    """One request: its times (time.perf_counter), when pieces of the answer came, and token counts."""
+    """One request: its times (time.perf_counter), those of the answer's pieces, and token counts."""
 
     session: int
     turn: int
@@ -42,7 +42,7 @@ class Call:
     says_cached: bool = True  # False: the endpoint does not say how many tokens were cached
     prompt: list[tuple[int, int]] = field(default_factory=list)  # (hash of all text up to its end, tokens) by piece
     answer: int = 0  # hash of prompt and answer
-    ideal: float = 0.0  # of the prompt, the share that a cache without bound would have had
+    ideal: float = 0.0  # share of the prompt that a cache without eviction would have
     error: str | None = None
     warm_up: bool = False  # before the clock starts
     cut: bool = False  # the replay ended before the answer did
@@ -68,11 +68,11 @@ class Call:
 
 class Conversation(Protocol):
     async def ask(self, turn: Turn, call: Call) -> None:
-        """Goes on with the conversation, and fills in the call as the answer comes."""
+        """Asks the next turn, and fills in the call as the answer arrives."""
         ...
 
     async def adopt(self, turn: Turn, call: Call) -> None:
-        """Takes the turn's prompt as cached, without an answer and without computing it. ConfigError if it cannot."""
+        """Takes the turn's prompt as cached, without computing it and without an answer. ConfigError if impossible."""
         ...
 
 
@@ -88,8 +88,7 @@ class Options:
     seconds          after which no turn begins
     end_seconds      after which requests that have not ended are cut: their tokens count until then
     warm_up          the first turns of all sessions are played before the clock starts
-    adopt            those are not computed: the cache is taken to hold them. For random weights, where what the cache
-                     holds is as random as what would be computed
+    adopt            warm-up prompts are not computed, but taken as cached: with random weights, KV is random anyway
     """
 
     concurrency: int | None = None
@@ -106,7 +105,7 @@ class Options:
 
 
 class Local:
-    """An engine of this process. An asynchronous context manager, which does not close the engine."""
+    """An engine of this process, as an asynchronous context manager, which does not close the engine."""
 
     def __init__(self, engine: Engine, encode: Callable[[str], list[int]] | None = None) -> None:
         self.engine = engine
@@ -164,7 +163,7 @@ class Local:
                 known, since = now, time.perf_counter()
             elif time.perf_counter() - since > STALLED_SECONDS:
                 raise ConfigError(f"the cache has no room for a session of {len(prompt)} tokens: give more kv_blocks")
-            self.engine.step()  # copies others' blocks to a tier
+            self.engine.step()  # copies blocks of other sessions to a tier, which frees them
             time.sleep(ADOPT_SECONDS)
 
     async def _loop(self) -> None:
@@ -221,7 +220,7 @@ class LocalConversation:
 
 
 class Remote:
-    """Any OpenAI-compatible endpoint, by chat completions; what is made from a name becomes about as many words."""
+    """Any OpenAI-compatible endpoint, by chat completions; a piece made from a name has a word for each token."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -273,7 +272,7 @@ def _words(piece: Piece) -> list[str]:
 
 
 def _spread(call: Call, tokens: int) -> None:
-    """The server's count of tokens, where pieces of the stream have brought several each."""
+    """Corrects the call's number of tokens to the server's count: pieces of a stream may hold several tokens."""
     if call.arrivals and tokens > len(call.arrivals):
         at, _ = call.arrivals[-1]
         call.arrivals[-1] = at, 1 + tokens - len(call.arrivals)
@@ -283,7 +282,7 @@ def _spread(call: Call, tokens: int) -> None:
 
 
 class _Player:
-    """A session: its conversation, and the hashes of what was said in it."""
+    """A session: its conversation, and hashes of its texts."""
 
     def __init__(self, target: Target, number: int, session: Session) -> None:
         self.session, self._number = session, number
@@ -407,7 +406,7 @@ def _progress(calls: Sequence[Call], before: int, total: int, begin: float, repo
         report(f"{count} of {total} requests in {wall:.0f} s{hits}")
 
 
-# ---- what came of it
+# ---- results
 
 
 def shares(calls: Sequence[Call]) -> tuple[float, float]:
@@ -417,7 +416,7 @@ def shares(calls: Sequence[Call]) -> tuple[float, float]:
 
 
 def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
-    """What of a ledger row the calls say; times in seconds."""
+    """The keys of a ledger row that follow from the calls; times in seconds."""
     good = [call for call in calls if call.error is None and call.arrivals]
     judge(good)
     good = [call for call in good if not call.warm_up]
@@ -496,8 +495,8 @@ def describe(row: dict[str, Any]) -> str:
 
 
 async def host_memory(stats: Callable[[], EngineStats], report: Report) -> None:
-    """Waits until the host memory of the KV tiers is pinned, or no more of it was for STALLED_SECONDS. A server that
-    has run for a minute has all of it; what is evicted before would be dropped."""
+    """Waits until the host memory of the KV tiers is pinned, or no more was pinned for STALLED_SECONDS. A server has
+    all of it after a minute; blocks evicted before would be dropped."""
     limit = next((most for name, _, _, most in stats().tiers if name == HOST), 0)
     ready, since, begin = stats().host_blocks_ready, time.perf_counter(), time.perf_counter()
     if ready < limit:
@@ -513,7 +512,7 @@ async def host_memory(stats: Callable[[], EngineStats], report: Report) -> None:
 async def measure(
     target: Target, sessions: Sequence[Session], options: Options, report: Report
 ) -> tuple[dict[str, Any], list[Call]]:
-    """(what of a ledger row is known, the calls)"""
+    """(keys of a ledger row, the calls)"""
     engine = target.engine if isinstance(target, Local) else None
     readings: list[EngineStats] = []
 

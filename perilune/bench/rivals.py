@@ -1,7 +1,7 @@
 """CPU decode speed beside transformers: the same weights, the same prompts, the same threads, in the same run.
 
 The checkpoint is dequantised, exactly, to a plain float32 deepseek_v3 directory, which transformers loads as float32
-and as bfloat16; the better of the two counts. Rounds are interleaved, so that a machine that slows down slows everyone.
+and as bfloat16; the better of the two counts. Rounds are interleaved: a machine that slows down slows all sides.
 llama.cpp takes part if it has been built (runs/llama-cpp.sh), as processes of its own that wait while others run.
 """
 
@@ -34,7 +34,7 @@ from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
 
-MAX_PARAMETERS = 4_000_000_000  # beyond this the float32 copy and three models in memory make no sense on a CPU
+MAX_PARAMETERS = 4_000_000_000  # more do not fit a usual CPU machine, as a float32 copy and three models in memory
 NORM_EPS = 1e-6  # of the q and kv norms in transformers, whatever the config says
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LLAMA_FILES = ("f32", "q8_0", "q4_0")
@@ -181,7 +181,7 @@ def measure(
         **{f"{name.replace('.', '_').replace(' ', '_')}_tokens_per_s": round(medians[name], 1) for name in llamas},
         "llama_cpp_ratio": round(medians["alone"] / max(medians[name] for name in llamas), 2) if llamas else None,
         "llama_cpp_same_tokens": _common(tokens["alone"], tokens["llama.cpp f32"]) if llamas else None,
-        # Greedy on the same prompt: how long the engine and float32 transformers say the same.
+        # Number of first tokens that the engine and float32 transformers share, greedy on the same prompt.
         "same_tokens": _common(tokens["alone"], tokens["float32"]),
         "method": f"median of {rounds} interleaved rounds; decode only, from the first token of all requests on",
         **ledger.circumstances(),

@@ -1,8 +1,8 @@
-"""A server under load: tokens per second of each user against those of all, by how many ask at once.
+"""A server under load: tokens per second of each user against those of all, by the number of concurrent users.
 
 A request is good if its first text came within one limit and its mean time between tokens is within the other; good
-requests per second are the goodput. Where the server's process id is known, its CPU time is part of the row: on a
-machine that others use as well it says more than the wall clock.
+requests per second are the goodput. If the server's process id is known, the row has its CPU time, which is more
+reliable than wall time on a shared machine.
 """
 
 import statistics
@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every user asks for. `ttft_seconds`, `gap_seconds`: limits that a good request keeps."""
+    """The requests of every user. `ttft_seconds`, `gap_seconds`: limits that a good request keeps."""
 
     prompt_tokens: int = 128
     output_tokens: int = 256

@@ -47,7 +47,7 @@ _K2: dict[str, Any] = {
     "eos_token_id": 163586,
     "pad_token_id": 163839,
 }
-# The smallest with every part of a real one: for trying things out on a CPU.
+# A small model with every part of a real one, for tests on a CPU.
 _TINY = _K2 | {
     "vocab_size": 4352,
     "hidden_size": 128,
@@ -77,7 +77,7 @@ def shape(name: str, layers: int) -> KimiConfig:
 
 
 def raw(name: str, layers: int) -> dict[str, Any]:
-    """The same as config.json has it."""
+    """As `shape`, in the form of config.json."""
     if name not in SHAPES:
         raise ConfigError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     config = SHAPES[name]

@@ -1,5 +1,4 @@
-"""Traces as they are published, read as sessions. A line (or a file) is of the first of these formats that it has the
-field of:
+"""Reads published traces as sessions. A line (or a file) has the first of these formats of which it has the field:
 
 requests   a Weka trace, as AgentX has them: a coding agent's calls, `in` and `out` tokens, `hash_ids` for each
            `block_size` tokens, which mean equal tokens within the trace; seconds. A subagent is a session of its own
@@ -10,7 +9,7 @@ else       Mooncake, and AIPerf's mooncake_trace: `input_length` with a hash id 
            `messages` or `payload`; milliseconds. With a `session_id` it adds to what its session has said so far,
            except for messages, which are the whole conversation unless `message_mode` is "delta"
 
-Where no `delay` is given, a turn comes as long after the answer before as their timestamps are apart.
+Without `delay`, a turn follows the answer before it after the difference of their timestamps.
 """
 
 import json
@@ -20,7 +19,7 @@ from typing import Any
 from perilune.bench.traces import HASH_TOKENS, MAX_TOKENS, Piece, Session, Turn
 from perilune.core.errors import ConfigError
 
-BAILIAN_TOKENS = 16  # that a hash id of Bailian's is for
+BAILIAN_TOKENS = 16  # of a hash id in Bailian traces
 DEFAULT_OUTPUT_TOKENS = 128
 FIELDS = ("text_input", "messages", "payload", "text", "turns", "chat_id", "requests")
 
@@ -28,8 +27,8 @@ Timed = tuple[float, float | None, Turn]  # timestamp and delay in seconds, None
 
 
 def sessions_of(lines: Sequence[dict[str, Any]], *, scale: float = 1.0) -> list[Session]:
-    """Sessions by start. `scale` shortens every text that is made from a name, and every answer: for small models.
-    ConfigError names the line that is of no format."""
+    """Sessions by start. `scale` shortens every text that is made from a name, and every answer, for small models.
+    ConfigError names a line without a known format."""
     grouped: dict[str, list[Timed]] = {}
     roots: dict[Any, str] = {}  # Bailian's session of a chat
     for number, line in enumerate(lines):
@@ -83,8 +82,8 @@ class _Line:
         return max(round(self.count(name, DEFAULT_OUTPUT_TOKENS, MAX_TOKENS) * self.scale), 1)
 
     def hashed(self, length: int, block: int, scope: str) -> tuple[Piece, ...]:
-        """The prompt of `length` tokens, of which each of `hash_ids` names `block`, the last one what is left. Where
-        there are fewer ids the rest is this line's own."""
+        """The prompt of `length` tokens: each of `hash_ids` names `block` of them, the last id the rest. Tokens beyond
+        the ids belong to this line alone."""
         ids = self.line.get("hash_ids") or []
         if not isinstance(ids, list) or len(ids) * block > MAX_TOKENS:
             raise self.wrong(f"hash_ids must be a list of at most {MAX_TOKENS // block}")
@@ -100,7 +99,7 @@ class _Line:
         return tuple(pieces)
 
     def texts(self) -> tuple[Piece, ...]:
-        """Of `text` or `texts`."""
+        """The piece of `text` or `texts`."""
         given = self.items("texts") if "texts" in self else [self.line.get("text")]
         found = [one.get("contents") if isinstance(one, dict) else one for one in given]
         if any(one is not None and not isinstance(one, str | list) for one in found):

@@ -11,7 +11,7 @@ from typing import Any
 
 from perilune.core.errors import ConfigError
 
-HASH_TOKENS = 512  # that a hash id is for
+HASH_TOKENS = 512  # of a hash id
 MAX_LINES = 1_000_000
 MAX_FILE_BYTES = 1 << 28  # of a file that is one JSON value
 MAX_LINE_BYTES = 32 << 20
@@ -30,8 +30,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn adds to its session's prompt, and how long after the answer before (seconds). `whole`: it is all of
-    the prompt, what the session has said before included."""
+    """The text that a turn adds to its session's prompt, `delay` seconds after the answer before. `whole`: the pieces
+    are the whole prompt, with all earlier turns."""
 
     pieces: tuple[Piece, ...]
     output_tokens: int
@@ -55,11 +55,11 @@ class Agents:
     turns: int = 33
     seed: int = 0
     shared_tokens: int = 8_192  # system prompt and tools, the same in all sessions
-    first_tokens: int = 12_288  # of the first prompt, with those
-    turn_tokens: int = 1_892  # new ones of a later prompt: with the answer 2,242 a turn
+    first_tokens: int = 12_288  # of the first prompt, shared ones included
+    turn_tokens: int = 1_892  # new tokens of a later prompt: with the answer 2,242 a turn
     output_tokens: int = 350
     gap_seconds: float = 5.2
-    gap_spread: float = 1.18  # of its logarithm
+    gap_spread: float = 1.18  # standard deviation of the gap's logarithm
     start_seconds: float = 2.0  # between the starts of two sessions
 
 
@@ -92,7 +92,7 @@ def generate(agents: Agents) -> list[dict[str, Any]]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a trace: of a file of JSON lines, gzipped or not; the value, or the list of values, of a .json file;
-    all .json files of a directory. ConfigError names the line that is none."""
+    all .json files of a directory. ConfigError names a line that is no object."""
     lines: list[dict[str, Any]] = []
     try:
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
@@ -143,8 +143,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def begun(session: Session, turns: int) -> Session:
-    """The session after so many turns: what was said in them, answers made from a name, is its first prompt, with an
-    answer of one token, so that it can be computed beforehand."""
+    """The session after `turns` turns: its first prompt has their texts, with made-up answers, and asks for one token,
+    so that the prompt can be computed beforehand."""
     if turns < 1 or turns >= len(session.turns):
         raise ConfigError(f"{session.name} has {len(session.turns)} turns: it cannot begin after {turns}")
     said: list[Piece] = []

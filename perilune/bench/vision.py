@@ -1,7 +1,7 @@
-"""Time of a picture through a vision tower of Kimi K2.5's size, with random weights, and of the same in short slices.
+"""Time of a picture through a vision tower of Kimi K2.5's size with random weights, whole and in short slices.
 
 The fraction counts real operations: products, and attention over all patches of the picture, without padding of heads.
-Each attention of torch that takes the shapes is a row; `default` is the one that torch chooses, and that serves.
+Each attention of torch that takes the shapes is a row; serving uses `default`, the one that torch chooses.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ ATTENTIONS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-SLICE_CELLS = 16  # 1,024 patches of a half layer: the shortest slices that a GPU is given
+SLICE_CELLS = 16  # cells of a slice: 1,024 patches of a half layer, the shortest slice on a GPU
 PASSES = 7  # the first two warm up
 
 Report = Callable[[str], None]
 
 
 def measure(sides: Sequence[int], report: Report, *, config: MoonVitConfig = K25) -> list[dict[str, Any]]:
-    """Rows of the ledger: square pictures of so many patches on a side. ConfigError for a side that cannot be."""
+    """Rows of the ledger for square pictures of `sides` patches on a side. ConfigError for an impossible side."""
     if wrong := [side for side in sides if side % 2 or not 2 <= side <= MAX_SIDE_PATCHES]:
         raise ConfigError(f"--patches must be even, from 2 to {MAX_SIDE_PATCHES} on a side, not {wrong[0]}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

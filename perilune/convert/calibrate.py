@@ -1,12 +1,13 @@
-"""What experts are given, from a short run over text, for NVFP4: scales of activations, and which errors matter.
+"""Measures the inputs of experts in a short run over text, for NVFP4: scales of activations, and weights of errors.
 
 scales  the largest input of a layer's experts, by projection, becomes ModelOpt's input_scale. All experts of a layer
-        share it, so that one which no token of the text came to has one too.
-often   the mean square of each input: how much an error in the weights it meets adds to the output. The search for
-        block scales counts errors accordingly: of gate and up alike in a layer, of down by expert, because the inputs
-        of down are each expert's own. As 1 to 15 of the largest in a block of 16; of an expert without tokens, alike.
+        share it, so that experts without tokens have one, too.
+often   the mean square of each input, by which an error of its weights adds to the output. The search for block scales
+        weights squared errors with it: one set for gate and up of a layer, one for down of each expert, which has
+        inputs of its own. Stored as 1 to 15, relative to the largest in a block of 16; equal for an expert without
+        tokens.
 
-What was found is kept beside the result: a conversion that is stopped and repeated uses the same numbers.
+The numbers are kept beside the result: a conversion that is stopped and repeated uses the same ones.
 """
 
 import io
@@ -35,7 +36,7 @@ from perilune.model import names
 from perilune.ops.quantize.nvfp4_from_int4 import OFTEN
 
 PROJECTIONS = ("gate_up", "down")
-PRIOR = 64  # tokens' worth of belief that all inputs are alike
+PRIOR = 64  # pseudo-tokens with equal inputs. Larger: more equal weights where an expert got few tokens
 
 Maxima = Mapping[str, Mapping[str, float]]  # by "model.layers.3.mlp.experts" and projection
 
@@ -48,7 +49,7 @@ class Measured:
     often: Mapping[str, Tensor]
 
     def inputs(self) -> Inputs:
-        """Without scales where all inputs were 0."""
+        """The Inputs, without scales of layers with no input but 0."""
         scales = {
             (layer, projection): largest / (MAX * SCALE_MAX)
             for layer, each in self.maxima.items()
@@ -67,7 +68,7 @@ def calibrated(
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
 ) -> Inputs:
-    """What is kept in `directory` if it was measured by the same call, else a new run, which is kept there.
+    """The inputs kept in `directory` if they were measured by the same call; else measures them and keeps them there.
 
     key  identifies the source
     """
@@ -95,7 +96,7 @@ def calibrated(
 
 
 def require_same(directory: Path, texts: Texts, key: str) -> None:
-    """ConfigError if what is kept in `directory` was measured over other texts."""
+    """ConfigError if the inputs kept in `directory` were measured over other texts."""
     if read_object(directory / CALIBRATION[0]).get("about") != _about(texts, key):
         raise ConfigError(
             f"{directory} was calibrated over other text: give the same --text and --calibrate-tokens, or another "
@@ -117,7 +118,7 @@ def measure(source: Path, texts: Texts, device: torch.device) -> Measured:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one layer's gate and up, over all its experts; `largest` by projection."""
+    """Over all experts of one layer: inputs of gate and up; `largest` by projection."""
 
     tokens: int = 0
     squares: Tensor | None = None
@@ -148,7 +149,7 @@ class _Watch:
 
 
 def shares(squares: Tensor, tokens: int) -> Tensor:
-    """[i] sums of squares over so many tokens, finite -> [i] uint8 on the CPU, 1 to 15 of the largest in each block."""
+    """[i] finite sums of squares over `tokens` tokens -> [i] uint8 on the CPU, 1 to 15, the largest of a block."""
     mean = squares.mean() / tokens
     blocks = ((squares + PRIOR * mean) / (tokens + PRIOR)).view(-1, NVFP4_GROUP)
     largest = blocks.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""From a checkpoint and a target to jobs: what becomes of every tensor."""
+"""From a checkpoint and a target to jobs: the conversion of every tensor."""
 
 import hashlib
 import itertools
@@ -28,16 +28,16 @@ from perilune.ops.harness.workspace import Workspaces
 
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats with weights q * s
-KEPT_FACTORS = 64  # of matrices that are being converted
+KEPT_FACTORS = 64  # weight_scale_2 of matrices in work. Larger: more memory; smaller: computed more than once
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is known of the routed experts' inputs (calibrate.py measures it).
+    """Measurements of the routed experts' inputs (calibrate.py).
 
     scales  ModelOpt's input_scale by ("model.layers.3.mlp.experts", "gate_up" or "down")
-    often   [i] uint8, 1 to 15: how much an error at each input matters beside its block's others. Of gate and up by
-            "model.layers.3.mlp.experts", of one expert's down by "model.layers.3.mlp.experts.17". Others matter alike.
+    often   [i] uint8, 1 to 15: weight of an error at each input relative to others of its block. Of gate and up by
+            "model.layers.3.mlp.experts", of one expert's down by "model.layers.3.mlp.experts.17". Missing: all equal
     """
 
     scales: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Inputs:
 
 
 class Encoder:
-    """Makes jobs. `scales` holds the INT4 scales that were kept when the source was made, if they were.
+    """Makes jobs. `scales`: the INT4 scales kept beside a bfloat16 source (`sidecar`), if there are some.
 
     devices  where the work is done; each thread takes one of them
     inputs   may be set until the first job is run; layers without a scale in it keep the source's, or get INPUT_SCALE
@@ -180,12 +180,12 @@ class Encoder:
     def _tail(self, name: str, factor: Tensor) -> tuple[Tensor, ...]:
         inputs = self._input_scale(name)
         if self._target.layout == "compressed-tensors":
-            # Of a matrix of zeros every scale is 0, whatever this says.
+            # A matrix of zeros has block scales of 0, so any number will do here.
             return (torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1), inputs.reciprocal().reshape(1))
         return (factor, inputs)
 
     def _input_scale(self, name: str) -> Tensor:
-        """As ModelOpt means it, [] float32: measured, else the source's, else INPUT_SCALE."""
+        """ModelOpt's input_scale, [] float32: measured, else the source's, else INPUT_SCALE."""
         _, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
         known = self.inputs.scales.get((layer, "down" if kind == "down" else "gate_up"))
         if known is not None:
@@ -211,12 +211,13 @@ class Encoder:
         return known.to(self._device)
 
     def _pair(self, name: str) -> tuple[str, ...]:
-        """The matrices that share a scale with `name`: engines put gate and up together, and keep one for both."""
+        """The matrices that share a scale with `name`: engines fuse gate and up, and keep one scale for both."""
         stem, _, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
         return (name,) if kind == "down" else names.mlp(stem)["gate_up"]
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:
-        """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once, and alike."""
+        """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once: both get equal
+        values."""
         with self._lock:
             known = self._factors.get(pair)
         if known is not None:
@@ -370,14 +371,14 @@ class Encoder:
         return read_parts(self._checkpoint, self._found, name, rows=rows, device=self._device)
 
     def _weights(self, name: str, rows: slice) -> Tensor:
-        """In float32, and finite."""
+        """The weights in float32; CheckpointError if they are not finite."""
         w = SERVED[self._found.formats[name]].decode(self._parts(name, rows), torch.float32)
         if not w.isfinite().all():
             raise CheckpointError(f"{self._checkpoint.path}: tensor {self._stored(name)}.weight is not finite")
         return w
 
     def _grid(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
-        """Levels as INT4 packs them, and scales in bfloat16: exact if they are stored so."""
+        """Levels as INT4 packs them, and scales in bfloat16: exact if stored as bfloat16."""
         stored = self._parts(name, rows)
         scale = stored[SCALE_NAMES]
         if self._found.formats[name] == scheme.INT4_COMPACT:
@@ -389,11 +390,11 @@ class Encoder:
 
 
 def _on_host(make: Callable[[slice], Piece], rows: slice) -> Piece:
-    """Copied from a GPU by the thread that made it, not by the one that writes for all."""
+    """Makes a piece and copies it from a GPU, on this thread: one thread writes for all."""
     piece = make(rows)
     return replace(piece, rows=piece.rows.cpu(), waiting=tuple(part.cpu() for part in piece.waiting))
 
 
 def kept_scales(path: Path) -> Path:
-    """Where the INT4 scales of a bfloat16 conversion lie."""
+    """The folder of the INT4 scales kept beside a bfloat16 conversion."""
     return path / "int4_scales"

@@ -1,4 +1,4 @@
-"""INT4 found again in weights that were INT4 once."""
+"""Recovers INT4 levels and scales from weights that were INT4 before."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from perilune.formats import int4
 from perilune.formats.scheme import INT4_GROUP
 
-NO_LATTICE = 0.01  # of the groups: below it, the weights were never INT4
+NO_LATTICE = 0.01  # share of matching groups below which the weights were never INT4
 
 
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
@@ -21,9 +21,9 @@ def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
 def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     """[o, i] floats -> packed [o, i / 8] int32, scale [o, i / 32] bfloat16.
 
-    Groups of bfloat16 weights that are whole multiples of a scale, rounded, get back that scale and their levels: the
-    largest level is taken to be 7, or 8, and the neighbours of the scale that follows are tried until one reproduces
-    every weight. All others get max|w| / 7 and the nearest levels. ValueError if w is not finite.
+    A group of bfloat16 weights that are rounded multiples of a scale gets this scale and their levels: with 7, then 8,
+    as the largest level, the resulting scale and its two bfloat16 neighbours are tried until one reproduces every
+    weight. Other groups get max|w| / 7 and the nearest levels. ValueError if w is not finite.
     """
     packed, scale = int4.quantize(w)
     if w.dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""What a conversion consists of: jobs, each of which makes the tensors of one layer or copies one."""
+"""Jobs of a conversion: each makes the tensors of one linear layer, or copies a tensor."""
 
 import math
 from collections import deque
@@ -36,8 +36,8 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a job's first output, which is written as pieces come, and of those after it, which wait for the
-    last piece; energies of the weights and of the error made.
+    """Some rows of a job's first output, written piece by piece, and of the next ones (`waiting`), written after the
+    last piece; energies of the weights and of the error.
     """
 
     rows: Tensor
@@ -52,7 +52,7 @@ class Job:
 
     at      (file, offset) of what is read: jobs are best done in this order
     reads   bytes that are read
-    linear  the layer that is changed; None for a copy
+    linear  the converted layer; None for a copy
     """
 
     at: tuple[str, int]
@@ -95,7 +95,7 @@ def copy(checkpoint: Checkpoint, info: TensorInfo, name: str | None = None, part
 
 
 def in_order(pool: ThreadPoolExecutor, makers: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
-    """What the makers make, in their order, with at most `depth` under way or waiting."""
+    """The makers' results, in order, with at most `depth` in work or waiting."""
     waiting: deque[Future[T]] = deque()
     for make in makers:
         waiting.append(pool.submit(make))

@@ -1,7 +1,7 @@
-"""What of a conversion is done: one line of JSON per shard, so that a killed conversion goes on where it stood.
+"""The finished shards of a conversion, one line of JSON each, so that a killed conversion can be continued.
 
-A line is appended only when its shard has its final name and is on the disk. The first line says what is being
-converted to what; a directory with the journal of another conversion is left alone.
+A line is appended only when its shard has its final name and is on the disk. The first line identifies source and
+target; a directory with the journal of another conversion is left alone.
 """
 
 import fcntl
@@ -84,7 +84,7 @@ class Journal:
         os.fsync(self._handle)
 
     def remove(self) -> None:
-        """The conversion is complete."""
+        """Call it when the conversion is complete."""
         self.path.unlink()
 
     def __enter__(self) -> Self:

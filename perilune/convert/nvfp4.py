@@ -1,10 +1,10 @@
 """Weights to NVFP4: the block scale with the least squared error, under a power of two for the matrix.
 
-From INT4 the search is exact and runs on tables (ops/quantize/nvfp4_from_int4.py). From any other weights every e4m3
-number between that which puts a block's largest value on 8 and that which puts it on 4 is tried. `by_maximum` is the
-usual recipe, largest value on 6, for comparison.
+From INT4 the search is exact and runs on tables (ops/quantize/nvfp4_from_int4.py). From other weights it tries every
+e4m3 scale from the one that maps a block's largest value to 8 to the one that maps it to 4. `by_maximum` is the usual
+recipe, largest value on 6, for comparison.
 
-A power of two costs nothing, because e4m3 scales have exponents of their own, and gate and up of an expert can share
+A power of two adds no error, because e4m3 scales have exponents of their own, and gate and up of an expert can share
 it: engines that fuse the two keep one number for both.
 """
 
@@ -19,8 +19,8 @@ from perilune.formats import nvfp4
 from perilune.formats.scheme import NVFP4_GROUP
 from perilune.ops.quantize.nvfp4_from_int4 import HIGHEST, nvfp4_from_int4
 
-EXPONENTS = (-100, 120)  # of a matrix's power of two
-BELOW, ABOVE = 3, 5  # e4m3 numbers tried around the one that puts the largest value on 6
+EXPONENTS = (-100, 120)  # bounds of the exponent of a matrix's power of two
+BELOW, ABOVE = 3, 5  # e4m3 scales tried below and above the one that maps the largest value to 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def exponent_for(largest: Iterable[Tensor]) -> int:
 def from_int4(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None = None) -> Encoded:
     """packed [o, i / 8] int32, scale [o, i / 32] bfloat16, finite and not negative; exact.
 
-    often  [i] uint8, 1 to 15: how much the error at an input counts in its block; None: all alike
+    often  [i] uint8, 1 to 15: weight of the error at an input within its block; None: all equal
     """
     values, steps, energy = nvfp4_from_int4(packed, scale, exponent, often)
     signal, error = energy.sum(0).tolist()

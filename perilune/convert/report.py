@@ -1,9 +1,9 @@
 """How far a converted checkpoint is from its source: weights, outputs of layers, logits, answers, size and speed.
 
-Weights are compared as both checkpoints store them, so the report also proves that what was written reads back. Both
-models then walk through the same text layer by layer: each layer's experts get the source's activations in both, and
-the logits are compared token by token. Neither model has to fit the machine for that; to answer problems it does.
-Answers are greedy.
+Weights are compared as both checkpoints store them, so the report also shows that the result can be read. Both models
+then compute the same text layer by layer: each layer's experts get the source's activations in both, and the logits are
+compared token by token. For this neither model has to fit the machine; to answer problems, both must. Answers are
+greedy.
 """
 
 import math
@@ -63,8 +63,8 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Of T tokens: divergence [T] float64, KL of the result's next token from the source's in nats; agreed [T] bool,
-    whether both find the same one most likely. layers: energies of the output of each layer's experts or MLP, and of
-    what the result's make of the same input less that.
+    whether both have the same most likely token. layers: energies of the output of each layer's experts or MLP in the
+    source, and of the difference of the result's output for the same input.
     """
 
     divergence: Tensor
@@ -124,7 +124,7 @@ def measure(
 
 
 def faults(row: dict[str, Any], *, min_sqnr: float | None, max_kl: float | None) -> list[str]:
-    """What is worse than the bounds allow."""
+    """The figures that exceed the bounds."""
     found = []
     if min_sqnr is not None and row["worst_db"] < min_sqnr:
         found.append(f"SQNR of {row['worst'][0][0]} is {row['worst_db']:.2f} dB, the bound {min_sqnr:g}")
@@ -134,7 +134,7 @@ def faults(row: dict[str, Any], *, min_sqnr: float | None, max_kl: float | None)
 
 
 def table(row: dict[str, Any]) -> list[str]:
-    """A row for each checkpoint: size, errors, scores in per cent, tokens per second; then what is behind them."""
+    """A row for each checkpoint: size, errors, scores in per cent, tokens per second; then details."""
     columns: dict[str, tuple[str, str]] = {
         "checkpoint": (row["source"], row["result"]),
         "GB": (f"{row['source_gb']:.3f}", f"{row['gb']:.3f}"),
@@ -277,9 +277,9 @@ def compare_outputs(
 
 
 def divergence(a: Walk, b: Walk) -> tuple[Tensor, Tensor]:
-    """KL(a || b) of every token's successor in nats, [T] float64, and whether both find the same one most likely.
+    """KL(a || b) of every token's successor in nats, [T] float64, and whether both have the same most likely token.
 
-    The vocabulary passes in pieces: of whole rows of logits there is never more than a sum.
+    Goes through the vocabulary in pieces with running sums: whole rows of logits are never stored.
     """
     count, device, wide = len(a.x), a.x.device, torch.float64
     highest = torch.full((2, count), -math.inf, dtype=wide, device=device)

@@ -1,4 +1,4 @@
-"""The files of a result, known in every byte of their headers before any of their data is made."""
+"""The files of a result: all headers are known before any data is made."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of data."""
+        """Bytes of data, without the header."""
         return sum(job.nbytes for job in self.jobs)
 
     def header(self) -> bytes:

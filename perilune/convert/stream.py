@@ -3,7 +3,7 @@
 Headers alone decide which bytes go where (`Conversion`). Threads then make pieces of at most 16 M weights, a few ahead
 of the one that is written; a shard is written under a temporary name, synced, renamed and entered in the journal.
 Small files and the index follow, config.json comes last: until then no loader takes the directory for a checkpoint.
-Every step gives the same bytes each time, so a conversion that was killed and repeated equals one that was not.
+Every step is deterministic, so a conversion that was killed and repeated has the same bytes as one that was not.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ from perilune.model.names import ROUTED
 
 CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
 MAX_THREADS = 16
-AHEAD = 2  # pieces made beyond those in the threads' hands
-VERSION = 4  # of the bytes that are written: a conversion begun by another is not continued
+AHEAD = 2  # pieces that are finished or wait, beyond one in work per thread. Larger: more memory
+VERSION = 4  # of the bytes that are written: a conversion begun by another version is not continued
 WORST = 10
 SMALL_FILE = 100_000_000
-# How the command spells what conversions of one directory may differ in.
+# The command's options by the keys in which conversions of one directory may differ.
 _OPTIONS = {"source": "SRC", "shard_bytes": "--shard-gb", "calibrated": "--calibrate"}
 _OWN = {"config.json", "hf_quant_config.json", RECORD, INDEX}
 _PIECE = 1 << 24
@@ -66,9 +66,9 @@ class Loss:
 
 
 class Conversion:
-    """A source opened and everything about its result decided. Use as a context manager. "cuda" means all GPUs.
+    """An open source and the plan of its result. Use as a context manager. "cuda" means all GPUs.
 
-    CheckpointError or ConfigError if the source is not whole or cannot become the target.
+    CheckpointError or ConfigError if the source is incomplete or cannot be converted to the target.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Of the result's tensors and its draft model."""
+        """Bytes of the result's tensors and its draft model."""
         return sum(files.nbytes for files in self.files) + self.drafter_nbytes
 
     @property
@@ -136,7 +136,7 @@ class Conversion:
         return sum(file.stat().st_size for file in self.drafter)
 
     def small_files(self) -> list[Path]:
-        """What else of the source's directory belongs to the result: tokenizer, templates, licence, code."""
+        """Other files of the source that belong to the result: tokenizer, templates, licence, code."""
         return [file for file in _texts(self.source) if file.name not in {*_OWN, *CALIBRATION}]
 
     def require_apart(self, directory: Path) -> None:
@@ -167,7 +167,7 @@ class Conversion:
         return journal.fingerprint((repr(tensors).encode(), config.encode(), repr(draft).encode()))
 
     def completed(self, directory: Path, *, show: bool = False) -> Loss | None:
-        """What was lost if `directory` holds the finished result of this very conversion; None if nothing is finished.
+        """The Loss if `directory` holds the finished result of this conversion; None if nothing is finished.
 
         show  the progress on stderr: all bytes of the result are read, and compared with the SHA-256s of its record
 
@@ -206,11 +206,11 @@ class Conversion:
     ) -> Loss:
         """Writes the result to `directory`, or the rest of it if an earlier run was stopped; nothing if it is finished.
 
-        inputs   what was measured (calibrate.py), if the target is to be calibrated
+        inputs   measured by calibrate.py, if the target is calibrated
         threads  default: one per CPU, at most 16
         show     the progress on stderr
 
-        CheckpointError names the tensor or the file at fault; what was finished by then is kept for another run.
+        CheckpointError names the tensor or the file at fault; finished shards are kept for another run.
         """
         self.require_apart(directory)
         if (loss := self.completed(directory, show=show)) is not None:
@@ -254,7 +254,7 @@ class Conversion:
         return loss
 
     def _missing(self, directory: Path, done: Journal, advance: Advance) -> list[Shard]:
-        """Shards that are not there, or not as they were written."""
+        """Shards that are missing or differ from the journal."""
         missing = []
         for shard in self.shards:
             if _is_done(directory, shard.file, done):
@@ -264,7 +264,7 @@ class Conversion:
         return missing
 
     def _missing_drafts(self, directory: Path, done: Journal, advance: Advance) -> list[Path]:
-        """The same of the draft model's files."""
+        """The draft model's files that are missing or differ from the journal."""
         missing = []
         for file in self.drafter:
             if _is_done(directory, f"{DRAFTER}/{file.name}", done):
@@ -322,7 +322,7 @@ class Conversion:
         return loss
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a conversion to be continued."""
+        """Values that must be equal for a conversion to be continued."""
         return {
             "version": VERSION,
             "source": self.fingerprint,
@@ -349,7 +349,7 @@ def _texts(folder: Path) -> list[Path]:
 
 
 def _is_done(directory: Path, file: str, done: Journal) -> bool:
-    """Whether a file is there as the journal says it was written."""
+    """Whether a file has the checksum of its journal entry."""
     entry = done.done.get(file)
     with contextlib.suppress(OSError):
         return entry is not None and checksums.sha256(directory / file) == entry.sha256
@@ -357,7 +357,7 @@ def _is_done(directory: Path, file: str, done: Journal) -> bool:
 
 
 def _copy(file: Path, to: Path, name: str, advance: Advance = lambda nbytes: None) -> Done:
-    """Copies a file whole; `name` is what the journal calls the copy."""
+    """Copies a file; `name`: that of the copy in the journal."""
     part = to.with_name(f".{to.name}.part")
     digest = hashlib.sha256()
     try:
@@ -457,7 +457,7 @@ def _write_job(
 
 
 def sizes(files: list[Files]) -> dict[str, int]:
-    """Bytes by what they are: "experts" and "everything else", and "INT4 scales" kept beside them."""
+    """Bytes by kind, with labels for people: routed experts, everything else, and INT4 scales kept beside them."""
     main, *rest = files
     jobs = [job for shard in main.shards for job in shard.jobs]
     experts = sum(job.nbytes for job in jobs if any(ROUTED in out.name for out in job.outs))

@@ -1,4 +1,4 @@
-"""What a conversion is to make, and how its configuration says so."""
+"""The target of a conversion, and the result's configuration."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ To = Literal["nvfp4", "int4", "int4-compact", "bf16", "fp8-dense"]
 Layout = Literal["modelopt", "compressed-tensors"]
 Recipe = Literal["optimal", "max"]
 Scales = Literal["row", "block"]
-# Inputs of up to 672 are represented, and 16 neighbours below 0.02 lose precision. A power of two, so exact.
+# Inputs up to 672 can be represented; a block of 16 inputs below 0.02 loses precision. A power of two, so exact.
 INPUT_SCALE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """layout, recipe and calibrated (measured scales of activations, not INPUT_SCALE) are NVFP4's; scales are
-    fp8-dense's; sidecar: bf16 keeps the INT4 scales beside it.
+    """layout, recipe and calibrated (measured scales of activations, not INPUT_SCALE) are for NVFP4, scales for
+    fp8-dense; sidecar: bf16 keeps the INT4 scales beside it.
     """
 
     to: To

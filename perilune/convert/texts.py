@@ -1,4 +1,4 @@
-"""Text to run a model over: problems of the bundled task families with their answers, or the user's JSONL.
+"""Texts for a model: problems of the bundled task families with their answers, or the user's JSONL.
 
 A line of JSONL is {"messages": [...], "tools": [...]}, a chat in OpenAI's form of which "tools" may be missing, or
 {"text": "..."}. Chats are rendered as the model's own prompts are, thoughts included. Sequences are cut to LONGEST
@@ -28,7 +28,7 @@ MAX_LINE = 64_000_000  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Token ids of each sequence, and what they are, for people."""
+    """Token ids of each sequence, and a description (`kind`) for people."""
 
     sequences: tuple[tuple[int, ...], ...]
     kind: str
@@ -46,7 +46,7 @@ def gather(source: Path, tokens: int, file: Path | None = None, split: str = "he
 
     split  of the bundled problems: calibration takes "train", reports what training never saw
 
-    Always the same ones. ConfigError names the line of `file` that cannot be used.
+    Deterministic. ConfigError names the line of `file` that cannot be used.
     """
     config = KimiConfig.from_directory(source)
     longest = min(LONGEST, config.max_position_embeddings)
@@ -79,7 +79,7 @@ def gather(source: Path, tokens: int, file: Path | None = None, split: str = "he
 
 
 def _problems(split: str) -> Iterator[Problem]:
-    """Of all families in turn, half of them with thoughts, without end."""
+    """An endless sequence of problems of all families in turn, half of them with thoughts."""
     for seed in itertools.count():
         for name in FAMILIES:
             yield from problems(name, split, 2, seed=seed, thinking=seed % 2 == 0)
@@ -101,7 +101,7 @@ class _Prompts:
         raise RequestError('neither {"messages": [...]} nor {"text": "..."}')
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool | None) -> list[int]:
-        # Members that cannot be asked for it get what they would be prompted with.
+        # Models without a switch for thinking get their usual prompt.
         asked = thinking if self.template.member.thinking == "optional" else None
         keep = True if self.template.member.preserve != "never" else None
         return self.template.render_ids(

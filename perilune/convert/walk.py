@@ -34,13 +34,13 @@ BLOCK = 64
 TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence goes alone
 READERS = 2  # threads that read and expand experts ahead of those in use
 
-# Is shown each routed expert that tokens came to, once: (expert, inputs of gate and up [n, D], inputs of down [n, I]).
+# Called once for each routed expert with tokens: (expert, inputs of gate and up [n, D], inputs of down [n, I]).
 Observer = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences that attend together, on so many blocks of the cache."""
+    """Sequences that attend together, on `blocks` blocks of the cache."""
 
     rows: slice
     step: Step
@@ -48,9 +48,9 @@ class _Piece:
 
 
 class Walk:
-    """For each layer i in order: `attend(i)`, `y = ffn(i, x)`, `add(i, y)`; then `x` is what lm_head reads.
+    """For each layer i in order: `attend(i)`, `y = ffn(i, x)`, `add(i, y)`; then `x` is the input of lm_head.
 
-    x  [T, D], the rows of all sequences below each other
+    x  [T, D], the concatenated rows of all sequences
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Walk:
         return self._found.shapes[self._head][0]
 
     def attend(self, i: int) -> None:
-        """Adds layer i's attention; x is now what its experts or its MLP read."""
+        """Adds layer i's attention; then x is the input of its experts or MLP."""
         at = names.layer(i)
         w = self._attention_weights(at)
         out = torch.empty_like(self.x)
@@ -115,7 +115,7 @@ class Walk:
         return out
 
     def add(self, i: int, y: Tensor) -> None:
-        """Ends layer i; `y` is the result of its experts or MLP. CheckpointError if that is not finite."""
+        """Ends layer i; `y` is the result of its experts or MLP. CheckpointError if the sum is not finite."""
         last = i + 1 == self.config.num_hidden_layers
         (norm,) = names.model()["norm"] if last else names.layer(i + 1)["input_norm"]
         self.x = add_rmsnorm(self._h, y.unsqueeze(1), self._plain(norm), self._eps)
@@ -123,13 +123,13 @@ class Walk:
             raise CheckpointError(f"{self._checkpoint.path}: layer {i} gives values that are not finite")
 
     def head(self, rows: slice) -> Tensor:
-        """Rows of lm_head, from multiples of 128 on."""
+        """Rows of lm_head; rows.start is a multiple of 128."""
         return self._linear(self._head, rows)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """[T, D]; only rows that occur are read."""
+        """The embeddings [T, D]; reads only rows that occur."""
         info = self._found.tensors[names.EMBED.suffix]
         listed = ids.tolist()
         place = {token: n for n, token in enumerate(dict.fromkeys(listed))}

@@ -1,13 +1,13 @@
-"""Expert parallel: the router's choice in terms of the whole experts that one rank holds."""
+"""Expert parallelism: restricts the router's choice to the experts that one rank holds."""
 
 from perilune.dist.slicing import Slicing
 from perilune.ops.moe.chosen import Chosen
 
 
 def own(chosen: Chosen, slicing: Slicing, experts: int) -> Chosen:
-    """The choices of `experts` that this rank holds, by their place there. Other ranks' choices become experts of
-    weight 0, so that shapes do not depend on routing; ids stay distinct within a row, for which a rank needs at least
-    as many experts as a token chooses."""
+    """`chosen` among all `experts`, restricted to this rank's, with ids that count from its first. Choices on other
+    ranks become experts of weight 0, so that shapes do not depend on routing. Ids stay distinct within a row: a rank
+    needs at least as many experts as a token chooses."""
     first, last = (experts * rank // slicing.ranks for rank in (slicing.rank, slicing.rank + 1))
     ids = chosen.ids.long()
     weights = chosen.weights.new_zeros(len(ids), experts).scatter_(1, ids, chosen.weights)[:, first:last]

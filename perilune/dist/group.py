@@ -26,11 +26,11 @@ from perilune.ops.exchange.peers import Peers
 
 log = logging.getLogger("perilune.dist")
 
-# Of a wait for another rank. Longer: engine/ranks.py finds a dead rank and ends the group within 10 s; this only
-# bounds what that cannot see. A step of a long prompt, or a build of kernels on one rank, must fit.
+# Limit of a wait for another rank. engine/ranks.py ends the group within 10 s of a rank's death; this bounds the waits
+# that it cannot see. It must exceed a step of a long prompt, and a build of kernels on one rank.
 TIMEOUT = timedelta(minutes=30)
-# Of CPU time, between two calls of `progress`. Smaller: threads that only report count as computing. Larger: a rank
-# that gets a tenth of a core counts as hanging.
+# CPU time between two calls of `progress` from which a rank on a CPU counts as computing. Smaller: threads that only
+# report do, too. Larger: a rank that gets a tenth of a core counts as hanging.
 BUSY_SECONDS = 0.1
 END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
 
@@ -38,8 +38,8 @@ END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
 class Group(Protocol):
     """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone.
 
-    name   how partial outputs are added, as rows of the ledger say
-    peers  the ranks as ops add partial outputs over their memory; None: with `sum`
+    name   how partial outputs are summed, as in rows of the ledger
+    peers  for ops that sum partial outputs over peer memory; None: `sum` does it
     begun  calls of sum, gather, all_to_all and broadcast: a rank with fewer than the others keeps them waiting
     """
 
@@ -64,7 +64,7 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
-        """That rank's x, in place."""
+        """Overwrites x with that of `rank`, and returns it."""
         ...
 
     def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
@@ -85,17 +85,16 @@ class Group(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends calls in flight, with any result. From any thread."""
+        """Ends calls in flight, with undefined results. Any thread may call it."""
         ...
 
     def close(self) -> None:
-        """To be called where the processes of all other ranks have ended."""
+        """Call it after the processes of all other ranks have ended."""
         ...
 
 
 def total(group: Group, x: Tensor) -> Tensor:
-    """The layer's output [T, D] from every rank's part x of it: [T, D], or float32 [T, P, D], P addends; then
-    [T, 1, D]."""
+    """Sums x over ranks: [T, D], or float32 [T, P, D] of P addends -> [T, 1, D]. With one rank x itself."""
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
@@ -173,7 +172,7 @@ ALONE = Alone()
 
 
 class _Process:
-    """Over a process group of torch's."""
+    """A Group over a process group of torch."""
 
     name: str
     peers: Peers | None = None
@@ -188,7 +187,7 @@ class _Process:
     def sum(self, x: Tensor) -> Tensor:
         self.begun += 1
         options = torch_dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL: on the current stream, not on one of its own
+        options.asyncOp = False  # NCCL then runs on the current stream, not on its own
         self._wait(self._processes.allreduce([x], options))
         return x
 
@@ -196,7 +195,7 @@ class _Process:
         return self._begin_gather(x)()
 
     def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begins `gather`; the result waits for its end and gives what it gives."""
+        """Begins `gather`; returns a function that waits for its end and returns its result."""
         self.begun += 1
         x, out = x.contiguous(), x.new_empty(self.ranks, *x.shape)
         # Flat: gloo requires the ranks' rows concatenated, NCCL takes any shape.
@@ -227,7 +226,7 @@ class _Process:
     def mark(self) -> None: ...
 
     def progress(self) -> int:
-        """On a CPU: a rank that waits for others uses hardly any time of it."""
+        """By CPU time: a rank that waits for others uses hardly any."""
         used = time.process_time()
         self._busy_calls += used - self._used_seconds >= BUSY_SECONDS
         self._used_seconds = used
@@ -269,13 +268,13 @@ class Nccl(_Process):
         self._memory: peer_memory.PeerMemory | None = None
         self._landing: peer_memory.Landing | None = None
         self._ended = False
-        # Layers of long steps that this rank's GPU has computed: there, and in host memory to which it copies that.
+        # Number of layers of long steps that the GPU has computed: on the GPU, and its copy in pinned host memory.
         self._marks: tuple[Tensor, Tensor] | None = None
         self._device = torch.device("cuda")
 
     def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
-        """From now on partial outputs are added over peer memory; if there is none, one line of the log says why. Every
-        rank calls it. `refusal`: why this rank cannot."""
+        """From now on partial outputs are summed over peer memory; without it, one line of the log says why. Every rank
+        calls it. `refusal`: why this rank cannot use peer memory; "" if it can."""
         rank, ranks = self.slicing.rank, self.slicing.ranks
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self._device = device
@@ -307,7 +306,7 @@ class Nccl(_Process):
         host.copy_(marks.add_(1), non_blocking=True)
 
     def progress(self) -> int:
-        """Of a GPU: a host that waits for one uses time of its CPU too."""
+        """By layers that the GPU computed, not by CPU time: a host that waits for its GPU uses CPU time, too."""
         return 0 if self._marks is None else int(self._marks[1])
 
     def check(self) -> None:
@@ -316,14 +315,14 @@ class Nccl(_Process):
 
     def abort(self) -> None:
         if self._memory is not None:
-            self._memory.end()  # first: NCCL's kernels follow those that wait for peers
+            self._memory.end()  # first: NCCL's kernels are queued behind kernels that wait for peers
         self._ended = True
         super().abort()
 
     def close(self) -> None:
-        """NCCL's orderly end is a collective, which may wait for ranks that have ended; so connections are aborted,
-        which needs no other rank. The end of torch's object waits for torch's own threads. What has not ended after
-        END_SECONDS is left to the end of the process."""
+        """Aborts NCCL's connections, which needs no other rank: NCCL's orderly end is a collective, and may wait for
+        ranks that have ended. A thread runs the destructor of torch's object, which waits for torch's own threads;
+        after END_SECONDS it is left to the end of the process."""
         for memory in (self._landing, self._memory):
             if memory is not None:
                 memory.close(lambda own: [own])
@@ -362,9 +361,9 @@ class GlooOnGpu(Gloo):
 
 
 def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool = False, no_peers: str = "") -> Group:
-    """The group of this rank; waits for the others. `meeting` is a file, not there yet, in a directory that only this
-    user may enter: ranks find each other there, then by sockets of 127.0.0.1. `shared`: they have one GPU. `no_peers`:
-    why this rank cannot use peer memory."""
+    """The group of this rank; waits for the others. `meeting`: a file that does not exist yet, in a directory that only
+    this user may enter; ranks find each other there, then connect over 127.0.0.1. `shared`: all ranks use one GPU.
+    `no_peers`: why this rank cannot use peer memory."""
     if slicing.ranks == 1:
         return ALONE
     store = torch_dist.FileStore(str(meeting), slicing.ranks)  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -373,8 +372,8 @@ def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool 
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # Else a thread of torch's looks into the store every second. Its file is removed once all ranks have joined:
-        # the thread waits for the file for TIMEOUT, and the end of the group waits for the thread.
+        # Else a thread of torch reads the store every second. The store's file is removed once all ranks have joined:
+        # the thread would wait for the file for TIMEOUT, and the end of the group for the thread.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # engine/ranks.py says which rank is lost. Torch would end the process that holds the engine, a minute later.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -1,9 +1,9 @@
 """Which tokens of a request each rank's KV cache holds, where it is sharded along the sequence.
 
-A KV block of N L tokens is a stripe over N ranks: rank r holds its tokens r L to (r + 1) L - 1, and in the memory of
-the rank the block has L rows. So all ranks have the same block tables, prefix digests and numbers of free blocks, which
-are those of one rank with blocks of N L tokens; every rank holds its share of every block, whatever the lengths of
-requests; and all ranks' rows of a block, in the order of ranks, are the block.
+A KV block of N L tokens is a stripe over N ranks: rank r holds its tokens r L to (r + 1) L - 1, L rows of the rank's
+memory. So all ranks have the same block tables, prefix digests and numbers of free blocks: those of one rank with
+blocks of N L tokens. Every rank holds its share of every block, whatever the lengths of requests. The rows of all
+ranks, in the order of ranks, make up the block.
 """
 
 from dataclasses import dataclass
@@ -22,5 +22,5 @@ class KvShards:
     tokens: int
 
     def rows(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As ops/attention/shard_rows: the rank's cache rows of `slots` [T], and its contexts at `positions` [T]."""
+        """As ops/attention/shard_rows: this rank's cache rows of `slots` [T], and its contexts at `positions` [T]."""
         return shard_rows(slots, positions, self.rank, self.ranks, self.tokens)

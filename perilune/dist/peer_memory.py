@@ -25,7 +25,7 @@ Gather = Callable[[Tensor], Tensor]
 
 WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
 HANDLE_BYTES, DEVICE_BYTES = 64, 16
-RANKS = (2, 4, 8)  # that the kernels are compiled for
+RANKS = (2, 4, 8)  # numbers of ranks that the kernels are compiled for
 
 
 class ExchangeError(EngineError):
@@ -41,7 +41,7 @@ class Store(Protocol):
 
 
 def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
-    """Through a store of torch.distributed; nothing is pickled."""
+    """A Swap through a store of torch.distributed; nothing is pickled."""
     turn = 0
 
     def swap(own: bytes) -> list[bytes]:
@@ -49,7 +49,7 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
         turn += 1
         store.set(f"{name}/{turn}/{rank}", "+" + own.hex())  # a store cannot hold the empty value
         found = [bytes.fromhex(store.get(f"{name}/{turn}/{r}")[1:].decode()) for r in range(ranks)]
-        if turn > 2:  # all ranks have read it: each has written a value of a later turn
+        if turn > 2:  # every rank has read that turn's values: it has written a value of a later turn
             store.delete_key(f"{name}/{turn - 2}/{rank}")
         return found
 
@@ -57,7 +57,7 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
 
 
 class _Memory:
-    """Memory of the GPUs of all ranks, which rank `rank` has mapped: rank r's begins at addresses[r]."""
+    """Memory on the GPU of every rank, mapped by rank `rank`: rank r's begins at addresses[r]."""
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
         self.addresses = addresses
@@ -78,8 +78,8 @@ class PeerMemory(_Memory):
         self.mailboxes = Mailboxes(rank, addresses, device, wait_seconds)
 
     def check(self) -> None:
-        """ExchangeError if a peer did not answer in time, or after `end`. It costs a read of host memory: no launch is
-        waited for."""
+        """ExchangeError if a peer did not answer in time, or after `end`. It reads a word of host memory and waits for
+        no launch."""
         peer = int(self.mailboxes.failed)
         if peer == ENDED:
             raise ExchangeError(f"exchanges of rank {self._rank} were ended, because another rank is lost")
@@ -90,7 +90,7 @@ class PeerMemory(_Memory):
             )
 
     def end(self) -> None:
-        """Ends all waits for peers, with NaN. From any thread."""
+        """Ends all waits for peers; their sums are NaN. Any thread may call it."""
         self.mailboxes.end()
 
 
@@ -98,7 +98,7 @@ def connect(
     rank: int, ranks: int, device: torch.device, swap: Swap, wait_seconds: float = WAIT_SECONDS, *, refusal: str = ""
 ) -> PeerMemory | str:
     """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
-    on all ranks if two of them use one GPU. `refusal`: why this rank wants none."""
+    on all ranks if two of them use one GPU. `refusal`: why this rank cannot use it; "" if it can."""
     own = (b"", 0, refusal) if refusal else _create(ranks, device)
     found = _connected(rank, ranks, device, swap, own)
     return found if isinstance(found, str) else PeerMemory(rank, found, device, wait_seconds)
@@ -116,7 +116,7 @@ class _Bytes:
 
 
 class Landing(_Memory):
-    """Memory that the other ranks' copy engines write to. `own` [nbytes] uint8: that of this rank's GPU. Made by
+    """Memory that the other ranks' copy engines write to. `own` [nbytes] uint8: the part on this rank's GPU. Made by
     `landing`."""
 
     def __init__(self, rank: int, addresses: list[int], nbytes: int, device: torch.device) -> None:
@@ -135,7 +135,7 @@ def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int
 def _connected(
     rank: int, ranks: int, device: torch.device, swap: Swap, created: tuple[bytes, int, str]
 ) -> list[int] | str:
-    """The addresses of all ranks' memory, or the reason why there is none; `created`: this rank's, as of `_create`."""
+    """The addresses of all ranks' memory, or the reason why there is none; `created`: this rank's `_create` result."""
     own, address, why = created
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
@@ -199,14 +199,14 @@ def _allocate(nbytes: int, device: torch.device) -> tuple[bytes, int, str]:
 
 
 def _sizes(ranks: int) -> list[int]:
-    """Bytes of a mailbox, of what Mailboxes.control is, of what a launch copies."""
+    """Bytes of a mailbox, of Mailboxes.control, of the table that a launch copies."""
     sizes = (ctypes.c_int64 * 3)()
     build.function(SOURCE, "exchange_sizes", "lp")(ranks, sizes)
     return list(sizes)
 
 
 def _release(rank: int, addresses: list[int], device: torch.device, swap: Swap) -> None:
-    """Closes what this rank has opened of the others'; once all ranks have, frees its own."""
+    """Unmaps the other ranks' memory; once all ranks have done that, frees this rank's."""
     with torch.cuda.device(device):
         for r, address in enumerate(addresses):
             if r != rank and address:

@@ -1,8 +1,8 @@
 """Exchanges partial outputs in pieces of rows, each of which is sent while this rank computes the next one.
 
-A step of a long prompt adds the parts of all ranks twice a layer: of 10,000 tokens of K2.5 143 MB each time, 0.36 ms at
-400 GB/s. Between GPUs copy engines move them (`Landed`), so products keep all SMs; sum_add_rmsnorm, which reads only
-this GPU's memory, adds what has arrived.
+A step of a long prompt sums the parts of all ranks twice a layer: with 10,000 tokens of K2.5 143 MB each time, 0.36 ms
+at 400 GB/s. Between GPUs copy engines move the parts (`Landed`), so products keep all SMs; sum_add_rmsnorm, which reads
+only this GPU's memory, adds the parts that have arrived.
 """
 
 import functools
@@ -21,8 +21,8 @@ from perilune.ops.exchange.sum_add_rmsnorm import sum_add_rmsnorm
 from perilune.ops.harness import build
 from perilune.ops.harness.tensors import Rows
 
-# Pieces that are sent and not received. Larger: more memory. Smaller: the first wait comes before a copy has had the
-# time of two products to end in.
+# Pieces that may be sent and not yet received. Larger: more memory. Smaller: less than the time of two products for a
+# copy to end before it is waited for.
 IN_FLIGHT = 3
 SLOTS = IN_FLIGHT + 1  # of landing memory: see Landed
 
@@ -90,15 +90,18 @@ def _copy() -> Any:
 class Landed:
     """Pieces that copy engines write to the other GPUs' landing memory, [SLOTS, N - 1, rows, D] on each.
 
-    Streams. Copies run on a stream of their own. A copy of piece i waits for what the step's stream had queued when the
-    piece was sent, and for no other rank. Ranks wait for each other in exchange_rows, of one word, on the step's
-    stream. It follows this rank's copy of piece i, so when it ends, all ranks' copies of piece i have ended, and their
-    bytes are in this GPU's memory before the kernel that adds them starts. A lost rank ends it like every exchange:
-    from then on old contents of the slots are added, and `Group.check` fails before any result of the step is used.
+    1. `send`: a stream of copies waits for the kernels queued on the step's stream, and for no other rank; it then
+       copies piece i into slot i % SLOTS of every other rank.
+    2. `receive`: the step's stream waits for this rank's copy of piece i, then exchanges one word with all ranks
+       (exchange_rows). So when the exchange ends, all ranks' copies of piece i are in this GPU's memory.
+    3. The step's stream adds the piece.
 
-    Slots. Piece i lies in slot i % SLOTS. When it is sent, the exchange of piece i - IN_FLIGHT lies before it in this
-    rank's step stream. The peer sends its word of that exchange after it has added piece i - IN_FLIGHT - 1, which is
-    i - SLOTS, the slot's last use. So no copy reaches rows that the peer still has to read.
+    Why a slot may be overwritten: when piece i is sent, the exchange of piece i - IN_FLIGHT is queued before it on the
+    step's stream. The peer sends its word of that exchange after it has added piece i - IN_FLIGHT - 1 = i - SLOTS, the
+    slot's last use.
+
+    If a rank is lost, the exchange ends like every other: from then on old contents of the slots are added, and
+    `Group.check` fails before any result of the step is used.
     """
 
     def __init__(self, peers: Peers, landing: Landing, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -108,7 +111,7 @@ class Landed:
         self._copies = torch.cuda.Stream(landing.own.device)
         self._word = torch.zeros(1, WORD_BYTES, dtype=torch.uint8, device=landing.own.device)
         self._turn = 0
-        # The parts are held until the step's stream waits for their copies: before, their memory must not be reused.
+        # Holds each part until the step's stream waits for its copy: until then its memory must not be reused.
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
 
     def send(self, part: Tensor) -> None:

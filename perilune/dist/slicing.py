@@ -30,7 +30,7 @@ class Slicing:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def experts(self, count: int) -> slice:
-        """Which of `count` routed experts are this rank's where they are whole. ConfigError if a rank had none."""
+        """This rank's of `count` routed experts, with `whole_experts`. ConfigError if a rank would have none."""
         if self.ranks > count:
             raise ConfigError(f"{count} experts cannot be shared out over {self.ranks} ranks: run fewer ranks")
         return slice(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)

@@ -1,9 +1,9 @@
-"""Sampling from logits that are split by vocabulary: every rank has V / N columns. Every rank gets the same tokens, and
-they are the ones that one rank would sample.
+"""Sampling from logits that are split by vocabulary: every rank has V / N columns. Every rank gets the same tokens,
+those that one rank would sample.
 
 Ranks exchange whole rows of logits, 4 V / N bytes of a row to every other rank; then the ops of one rank sample.
-Exchanging candidates would take fewer bytes, but needs the largest logit of all ranks first, which is an exchange of
-its own, and top_p without top_k needs all logits. Of few rows every rank gets all. Of many rows each rank gets a share
+Exchanging candidates would take fewer bytes, but needs a first exchange for the largest logit of all ranks, and top_p
+without top_k needs all logits. If there are few rows, every rank gets them all. Else each rank gets a share of the rows
 and samples for it; a second exchange gives the tokens to all ranks.
 """
 

@@ -1,4 +1,4 @@
-"""Rows as a batch of chains: the grids in which they attend, and how much every drafted token counts."""
+"""A batch of chains from rows: the padded grids of their attention, and the weights of drafted tokens in the loss."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from perilune.draft.corpus import Row
 
-GROUPS = 4  # of neighbouring rows, each of which attends as one grid
-LONGEST_UNROLL = 8
+GROUPS = 4  # of a batch's rows, each padded to one grid. Larger: less padding, more launches
+LONGEST_UNROLL = 8  # chain steps that training unrolls, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows next to each other as grids: b rows, Q chains and K tokens of the longest.
+    """Adjacent rows, padded to grids: b rows, Q chains and K tokens of the longest row.
 
-    Grids are filled by copies to distinct places, so that gradients are copies too: an index with repetitions would be
-    summed up by sorting.
+    Grids are filled by copies to distinct places, so gradients are copies, too: the gradient of an index with
+    repetitions would be summed by sorting.
 
-    chains, tokens  which of the batch's are the group's
+    chains, tokens  the group's slices of the batch's chains and tokens
     chain_places    [chains of the group] their places in the flat grid [b Q]; token_places of the tokens in [b K]
-    hidden          [b, 1, Q, K] true where a chain must not look
+    hidden          [b, 1, Q, K] true where a chain must not attend
     """
 
     chains: slice
@@ -49,12 +49,16 @@ def _grid(x: Tensor, places: Tensor, b: int, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows one after the other, tokens and chains numbered through: N tokens, M chains.
+    """Concatenated rows: N tokens and M chains, each numbered over the whole batch.
 
-    tokens, positions [N]; taught [L] the tokens of answers, and lesson [N] the place of each token in `taught` (any, if
-    it has none); begin [M] the token with the feature that a chain begins with; last [M] the last token of the chain's
-    row. weight [M] of a chain in the loss. Of all parts of the batch, over their number: totals [LONGEST_UNROLL] the
-    weights of the drafted tokens of each chain step, added, and counts [LONGEST_UNROLL] their number.
+    tokens, positions  [N]
+    taught             [L] the tokens of answers, by number
+    lesson             [N] each token's place in `taught`; arbitrary if it has none
+    begin              [M] the token with the feature that a chain begins with
+    last               [M] the last token of the chain's row
+    weight             [M] of a chain in the loss
+    totals, counts     [LONGEST_UNROLL] by chain step: sum of weights of the drafted tokens, and their number; of all
+                       parts of the batch, divided by the number of parts
     """
 
     tokens: Tensor
@@ -78,8 +82,7 @@ class Batch:
     def of(
         cls, rows: Sequence[Row], device: torch.device, *, whole: Sequence[Row] | None = None, shares: int = 1
     ) -> "Batch":
-        """Every row must have a prompt and an answer of LEAST_ANSWER tokens or more. Little is padded if rows of like
-        length are neighbours.
+        """Every row must have a prompt and an answer of LEAST_ANSWER tokens or more. Sort rows by length: less padding.
 
         whole   all rows of the batch of which `rows` are one of `shares` parts: the mean of the parts' losses is then
                 the loss of the whole
@@ -111,8 +114,8 @@ class Batch:
 
 
 def _totals(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """([LONGEST_UNROLL], likewise) float64: by chain step, the weights of all chains that draft a token in it, and the
-    number of those with a weight; 1 where none does, because then what is divided by it is 0."""
+    """([LONGEST_UNROLL], likewise) float64: by chain step, the sum of weights of all chains that draft a token in it,
+    and the number of these chains with a weight; 1 instead of 0, because the dividend is then 0."""
     chains = torch.tensor([len(row.ids) - 1 - row.given for row in rows])
     reach = (chains[:, None] - torch.arange(LONGEST_UNROLL)).clamp_min(0).double()
     weights = torch.tensor([row.weight for row in rows], dtype=torch.float64)
@@ -121,7 +124,7 @@ def _totals(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 def _group(lengths: Tensor, given: Tensor, token: int, chain: int, device: torch.device) -> Group:
-    """Of rows with these lengths and prompts; `token` and `chain` are the numbers of the group's first ones."""
+    """The Group of rows with these lengths and prompts; `token`, `chain`: the numbers of its first token and chain."""
     chains = lengths - 1 - given
     q, k = torch.arange(int(chains.max())), torch.arange(int(lengths.max()))
     hidden = k > (given[:, None] - 1 + q)[:, :, None]

@@ -1,7 +1,7 @@
-"""What Capture computes, of a target that no device holds: layer by layer, each read once for many texts at a time.
+"""Capture for a target that is larger than the device: each layer is read once, for many texts at a time.
 
-The device holds one layer and the texts of a pass through it; the host holds the residual stream of all the texts, and
-what is kept of them: (1 + A) D numbers a token.
+The device holds one layer and the texts of a pass through it; the host holds the residual stream of all texts and the
+kept states: (1 + A) D numbers a token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class ByLayer(Capture):
         return Captured(torch.cat(aux), torch.cat(hidden))
 
     def each(self, shards: Sequence[Sequence[Row]]) -> Iterator[Captured]:
-        """Reads the target once. Nothing comes before all is computed."""
+        """Reads the target once; yields nothing before all shards are computed."""
         rows = [row for shard in shards for row in shard]
         found = self._through([row.ids for row in rows])
         for shard in shards:
@@ -40,7 +40,7 @@ class ByLayer(Capture):
 
     @torch.no_grad()
     def _through(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """On the host, of each text hidden [tokens, D] and aux [tokens, A D]."""
+        """(hidden [tokens, D], aux [tokens, A D]) of each text, on the host."""
         weights, passes, left = self.model.weights, [], list(texts)
         while left:
             passes.append(self.fitting(left))
@@ -56,7 +56,7 @@ class ByLayer(Capture):
                 self._whole.through(layer, h, self.step(some), self._pages.data[0])
                 host.copy_(h)
             depth += 1
-            del layer  # before the next one comes
+            del layer  # before the next one is loaded
         kept[depth] = streams
         for number, some in enumerate(passes):
             hidden = self._whole.leaving(streams[number].to(weights.norm.device)).cpu()

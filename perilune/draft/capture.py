@@ -1,4 +1,4 @@
-"""What the target computes for texts that are known: the hidden states a drafter reads, and those its head reads."""
+"""The target's hidden states for given texts: those that a drafter reads, and those that the target's head reads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,14 @@ from perilune.model.varlen import WholeTexts, grids
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Of the rows of a batch one after the other, N tokens: aux [N, A D] at the drafter's layers, hidden [N, D] after
-    the final norm."""
+    """Of concatenated rows, N tokens: aux [N, A D] at the drafter's layers, hidden [N, D] after the final norm."""
 
     aux: Tensor
     hidden: Tensor
 
 
 class Capture:
-    """Holds pages for `tokens` tokens at a time and runs the target over whole texts, none of which it remembers."""
+    """Runs the target over whole texts, with pages for `tokens` tokens at a time; keeps nothing between calls."""
 
     def __init__(
         self, model: KimiK2, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64, layers: int | None = None
@@ -60,24 +59,24 @@ class Capture:
         return Captured(aux, hidden)
 
     def taught(self, rows: Sequence[Row]) -> Captured:
-        """Of whole rows aux, of the tokens of their answers hidden [L, D]."""
+        """aux of all tokens, hidden [L, D] of the tokens of answers."""
         found = self([row.ids for row in rows])
         answers = torch.tensor([i >= row.given for row in rows for i in range(len(row.ids))])
         return Captured(found.aux, found.hidden[answers.to(found.hidden.device)])
 
     def each(self, shards: Sequence[Sequence[Row]]) -> Iterator[Captured]:
-        """Of each as `taught`, one after the other."""
+        """`taught` of each shard, in order."""
         for rows in shards:
             yield self.taught(rows)
 
     def fitting(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Those of the texts, from the first on, that one step takes."""
+        """The first texts, as many as one step takes."""
         count = self.rows_that_fit([len(t) for t in texts])
         assert count, f"a text of {len(texts[0])} tokens is longer than the pages"
         return texts[:count]
 
     def step(self, texts: Sequence[Sequence[int]]) -> Step:
-        """Of these texts, which fit; the model gets how they attend."""
+        """The step of these texts, which must fit; also sets the model's grids for it."""
         device, size = self._pages.data.device, self._pages.block_size
         counts = np.array([len(t) for t in texts])
         needed = -(-counts // size)

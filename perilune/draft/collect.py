@@ -1,7 +1,7 @@
-"""The target answers prompts, and what it says becomes training rows: half of them greedy, half at temperature 1.
+"""Makes training rows of the target's answers to prompts: half of them greedy, half at temperature 1.
 
-Where a generator knows the answer there is a quicker way to greedy rows (`Forced`): the target reads prompt and
-expected answer in one pass, and as far as its likeliest token is the expected one, decoding would have said the same.
+If a generator knows the answer, `Forced` makes greedy rows faster: the target reads prompt and expected answer in one
+pass. As long as its likeliest token is the expected one, greedy decoding would give the same tokens.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from perilune.draft.prompts import Prompt, Source
 from perilune.engine.llm import LLM
 
 JOB = 256  # prompts that a worker makes at a time
-LOGIT_ROWS = 8192  # computed at a time
-LEAST_ANSWER = 3  # tokens: shorter ones begin no chain
+LOGIT_ROWS = 8192  # rows of logits computed at a time. Larger: more memory
+LEAST_ANSWER = 3  # tokens: no chain begins in a shorter answer
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much to collect. `minutes` ends it after the shard under way, 0 never."""
+    """How much to collect. No shard is begun after `minutes`; 0: no limit."""
 
     rows: int
     shard_rows: int
@@ -42,7 +42,7 @@ class Plan:
 
 
 def about(source: Source, plan: Plan, model: Path) -> dict[str, object]:
-    """What a corpus is identified by: everything that decides its rows, but not their number."""
+    """Identifies a corpus: everything that its rows depend on, but not their number."""
     return {
         **source.about(),
         "families": list(source.families),
@@ -64,7 +64,7 @@ Generate = Callable[[Sequence[tuple[int, ...]], Sequence[SamplingParams]], list[
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Answers by an engine that serves: in this process, or behind a server. `generate` gives those to prompts."""
+    """Answers decoded by an engine, in this process or behind a server. `generate` returns their token ids."""
 
     generate: Generate
     max_model_len: int
@@ -87,7 +87,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The expected answers, each up to the first token where the target says something else, that token included."""
+    """The expected answers, each cut after the first token in which the target differs: the target's token ends it."""
 
     capture: Capture
     plan: Plan
@@ -111,7 +111,7 @@ class Forced:
             said = iter(torch.cat([model.logits(some).argmax(-1) for some in rows_read]).tolist())
             for i in range(begin, begin + count):
                 ids = list(prompts[i].ids)
-                # Every token is taken from the iterator, also behind the end.
+                # Take every token from the iterator, also those after the row's end.
                 answer = [(token, next(said)) for token in texts[i][len(ids) :]]
                 for token, spoken in answer:
                     ids.append(spoken)
@@ -171,7 +171,7 @@ def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Itera
 
 
 def fingerprint(model: Path) -> str:
-    """Of the target's configuration and index: another checkpoint gives other answers."""
+    """A digest of the target's configuration, index and vocabulary: another checkpoint gives other answers."""
     digest = hashlib.sha256()
     for name in ("config.json", "model.safetensors.index.json", "tiktoken.model"):
         if (model / name).is_file():

@@ -26,11 +26,8 @@ ABOUT = "corpus.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ids[given:]` is the target's answer to `ids[:given]`, drawn greedily or at temperature 1.
-
-    A mined window is such a row too: what is given then includes the beginning of the answer. `weight` is that of each
-    of its chains in the loss.
-    """
+    """`ids[given:]` is the target's answer to `ids[:given]`, sampled greedily or at temperature 1. In a mined window,
+    `ids[:given]` includes the beginning of the answer. `weight`: of each of its chains in the loss."""
 
     ids: tuple[int, ...]
     given: int
@@ -49,7 +46,7 @@ class Shard:
 
 
 class Corpus:
-    """Opened for writing with what it is `about`, for reading without."""
+    """Opened for writing if `about`, which identifies it, is given; else for reading."""
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
         self.directory = directory
@@ -74,7 +71,7 @@ class Corpus:
         return tuple(self.about["families"])
 
     def add(self, rows: Sequence[Row]) -> Shard:
-        """Writes a shard whole, then says so."""
+        """Writes a shard; lists it once the file is complete."""
         name = f"rows-{len(self.shards):05d}.safetensors"
         partial = self.directory / f".{name}"
         tensors = {
@@ -96,7 +93,7 @@ class Corpus:
         return shard
 
     def rows(self) -> list[Row]:
-        """All of them, in order. CheckpointError if a shard is not what was written."""
+        """All rows, in order. CheckpointError if a shard's checksum is wrong."""
         found: list[Row] = []
         for shard in self.shards:
             path = self.directory / shard.file

@@ -1,8 +1,8 @@
-"""Acceptance of a drafter on texts the target has written: the serving drafter itself, against tokens that are known.
+"""Acceptance of a drafter on texts that the target has written: runs the drafter of serving against known tokens.
 
-A text drawn from the target at any temperature is what serving would have drawn whatever was drafted (spec.acceptance),
-so walking along it and comparing drafts with what comes gives the acceptance that serving has. Each cycle drafts from
-the last accepted token, and moves on by the drafts that were right and one.
+Serving samples the same text whatever is drafted, at any temperature (speculation/acceptance.py). So comparing drafts
+with a text that the target has sampled gives the acceptance of serving. Each cycle drafts after the last accepted
+token, and advances by the accepted drafts and one token.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class Tally:
-    """cycles, the tokens they brought, and how often a draft stood at each place, of how many that there was a token
-    to compare with."""
+    """Numbers of cycles and of their tokens; by position in the chain, how many drafts were compared with the text
+    (`asked`; those after a wrong draft are not) and how many of these were right (`stood`)."""
 
     cycles: int = 0
     tokens: int = 0
@@ -71,7 +71,7 @@ def walk(
     block_size: int = 64,
     advance: Callable[[int], None] = lambda rows: None,
 ) -> list[Tally]:
-    """Each row's tally with chains of `length`. Rows with fewer than two tokens of answer have none to draft."""
+    """Each row's tally with chains of `length`. Rows with fewer than two tokens of answer have no cycle."""
     dtype, device = capture.model.weights.norm.dtype, capture.model.weights.norm.device
     longest = max(len(row.ids) for row in rows)
     drafter.allocate(
@@ -91,7 +91,7 @@ def walk(
 
 
 class _Walk:
-    """Some rows side by side, each at a position of its own."""
+    """Walks along some rows at once, each at its own position."""
 
     def __init__(self, drafter: Drafter, capture: Capture, rows: Sequence[Row], length: int, block_size: int) -> None:
         self._drafter, self._rows, self._length, self._block_size = drafter, rows, length, block_size
@@ -107,7 +107,7 @@ class _Walk:
 
     @torch.inference_mode()
     def run(self) -> list[Tally]:
-        # Row i has been followed up to, not including, spans[i].stop; the token there was drawn in the last step.
+        # In a cycle the drafter reads row i at spans[i]; the token at spans[i].stop is the one sampled in that step.
         spans = {i: range(row.given) for i, row in enumerate(self._rows) if row.given + 1 < len(row.ids)}
         while spans:
             following = {}
@@ -165,9 +165,9 @@ def walk_lookup(rows: Sequence[Row], length: int) -> list[Tally]:
 
 
 def lookup(ids: Sequence[int], length: int) -> tuple[int, ...]:
-    """What followed the earlier occurrence of the longest end of `ids` that has one, the latest of these."""
+    """The tokens after an earlier occurrence of the end of `ids`: of the longest match, the latest of these."""
     last, best, found, at = len(ids) - 1, SHORTEST_MATCH, -1, -1
-    with contextlib.suppress(ValueError):  # which says that there is none further on
+    with contextlib.suppress(ValueError):  # `index` raises it after the last occurrence
         while True:
             at = ids.index(ids[last], at + 1, last)
             size = 1

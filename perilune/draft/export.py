@@ -1,4 +1,4 @@
-"""A draft's checkpoint as other engines read it too: `midlayer.*`, fc, norms, where it has them lm_head, d2t, t2d."""
+"""A draft's checkpoint, as other engines also read it: `midlayer.*`, fc, norms, and if there are lm_head, d2t, t2d."""
 
 from collections.abc import Mapping
 from pathlib import Path

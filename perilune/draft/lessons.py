@@ -1,4 +1,4 @@
-"""Corpora as batches, with what the target computes for them; hidden states that fit are kept for later epochs."""
+"""Batches of corpora's rows with the target's hidden states; states that fit `keep_bytes` are kept for later epochs."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,17 +17,17 @@ from perilune.draft.corpus import Row
 
 
 class HiddenStates(Protocol):
-    """What the target computes for rows: by running it (draft.capture), or read from disk (draft.states)."""
+    """The target's hidden states for rows: by running it (draft.capture), or from disk (draft.states)."""
 
     def taught(self, rows: Sequence[Row]) -> Captured:
-        """Of whole rows aux [N, A D], of the tokens of their answers hidden [L, D]."""
+        """As Capture.taught."""
         ...
 
 
 class Lessons:
-    """Batches of about `chains` chains; of one, this is the part number `part` of `parts`.
+    """Batches of about `chains` chains; of each batch, part `part` of `parts`.
 
-    Of a batch's chains `window_share` are of `windows`, if there are any; these begin again where they end.
+    If there are `windows`, `window_share` of a batch's chains are of windows, which are repeated as often as needed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Lessons:
                     count += _chains(members[-1])
         for members in self._members:
             members.sort(key=lambda row: len(row.ids))  # padded less
-            # A part without a row learns one that counts nothing.
+            # Every part needs a row: add copies of weight 0.
             members += [replace(members[-1], weight=0.0)] * (parts - len(members))
         self._states, self._device = states, device
         self._part, self._parts = part, parts
@@ -95,7 +95,7 @@ def _chains(row: Row) -> int:
 
 
 def _parts(rows: Sequence[Row], chains: int) -> list[list[Row]]:
-    """The rows one after the other, parted where `chains` are reached."""
+    """The rows in order, in batches that end when they have `chains` chains."""
     parts: list[list[Row]] = []
     count = chains
     for row in rows:
@@ -108,7 +108,7 @@ def _parts(rows: Sequence[Row], chains: int) -> list[list[Row]]:
 
 
 def _cycled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
-    """For ever, in a new order each time."""
+    """The rows for ever, in a new order each time."""
     for turn in itertools.count():
         order = list(rows)
         Random(f"{seed}:windows:{turn}").shuffle(order)

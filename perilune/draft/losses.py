@@ -1,9 +1,9 @@
-"""What a drafter is trained to minimise: how far the draft's distribution q is from the target's, p, of the same token.
+"""Losses for training a drafter: the distance of its distribution q from the target's, p, of the same token.
 
 All take p [M, W] (probabilities; with a cut vocabulary they may sum to less than 1) and log q [M, W] in float32 and
-give [M]. `kl` is the usual one. The others aim at what counts in serving, how much of a draft is accepted: a sampled
-draft is accepted with probability sum min(p, q) (Leviathan et al., arXiv 2211.17192), and a small draft that comes
-closest to p in KL is not the one of which most is accepted. `nla` and `hybrid` are the LK losses of arXiv 2602.23881.
+return [M]. `kl` is the usual one. The others aim at the acceptance in serving: a sampled draft is accepted with
+probability sum min(p, q) (Leviathan et al., arXiv 2211.17192), and the small drafter that is closest to p in KL is not
+the one with the highest acceptance. `nla` and `hybrid` are the LK losses of arXiv 2602.23881.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 SHARPNESS = 3.0  # of `hybrid`: at an acceptance of 1/3 the two parts weigh 0.37 and 0.63
-LEAST = 1e-6  # its logarithm falls no further where less is accepted
+LEAST = 1e-6  # lower bound of the acceptance in the logarithm of `nla`
 
 
 def kl(p: Tensor, log_q: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def nla(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
-    """`kl` where little is accepted, more and more of `tv` the more is."""
+    """A mean of `kl` and `tv`, in which the weight of `tv` grows with the acceptance."""
     accepted = overlap(p, log_q)
     share = (-SHARPNESS * accepted.detach()).exp()
     return share * kl(p, log_q) + (1 - share) * (1 - accepted)

@@ -1,9 +1,9 @@
-"""Which pieces of text a drafter should see again: where it loses tokens, by domain, as weighted training windows.
+"""Finds pieces of text on which a drafter loses tokens, by domain, as weighted training windows.
 
-A chain begins at every token of an answer. What it lost is how many tokens a drafter that always drafts the target's
-likeliest would have brought there, minus what this one brings (`Scored.lost`). Neighbouring chains that lost something
-are a window: its context is everything before it, the beginning of the answer included, and only its own tokens are
-taught. Pure numbers: no tensors here.
+A chain begins at every token of an answer. Its loss (`Scored.lost`) is the number of accepted tokens of a drafter that
+always drafts the target's likeliest token, minus that of this drafter. Neighbouring chains with a loss form a window:
+everything before it, the beginning of the answer included, is its context, and only its own tokens are taught. Pure
+numbers: no tensors here.
 """
 
 import math
@@ -16,14 +16,14 @@ from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Row
 from perilune.speculation.rejection_log import Record
 
-GAP = 4  # chains without a loss that do not part two windows
-LIGHTEST, HEAVIEST = 0.25, 4.0  # a window's weight: more would let few windows decide
+GAP = 4  # distance of two neighbouring losing chains in one window, at most. Larger: fewer, longer windows
+LIGHTEST, HEAVIEST = 0.25, 4.0  # bounds of a window's weight. Wider: few windows dominate the loss
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An answer and what its chains lost: `lost[c]` tokens by the chain that begins with the token before
-    `row.ids[row.given + c]`; None without a draft. There are len(ids) - given - 1 chains; `domain` is a number."""
+    """An answer and its chains' losses: chain c begins with the token before `row.ids[row.given + c]` and loses
+    `lost[c]` tokens; None without a draft. There are len(ids) - given - 1 chains; `domain` is a number."""
 
     row: Row
     lost: tuple[float | None, ...]
@@ -43,9 +43,9 @@ class Window:
 
 @dataclass(slots=True)
 class Domain:
-    """A line of the summary. Of its `text`, chains in all, `chains` were scored, which lost `lost` tokens; `share` of
-    the taught tokens are to be its own; of its `windows`, `kept` were chosen, with `taught` tokens in all, weighing
-    `weight` on average."""
+    """A line of the summary: numbers of `answers`, of chains (`text`), of scored chains (`chains`), of tokens that they
+    `lost`, and of `windows`. `share`: wanted share of all taught tokens. Of its windows, `kept` were chosen, with
+    `taught` tokens in all and mean `weight`."""
 
     name: str
     answers: int = 0
@@ -68,11 +68,11 @@ class Domain:
 class Rule:
     """How windows are chosen.
 
-    tokens   taught, in all; fewer if there are no more
-    after    chain steps that training unrolls: so many tokens follow a window's last loss
-    focus    a domain's share grows with this power of what its chains lose
-    balance  0: a domain's share also grows with its part of the text; 1: it does not, rare ones count as much
-    guard    so much of what is taught is shared out as the text is, whatever is lost: nothing shall be forgotten
+    tokens   taught in all; fewer if there are no more
+    after    chain steps that training unrolls: as many tokens follow a window's last losing chain
+    focus    a domain's share grows with this power of its loss per chain
+    balance  0: a domain's share also grows with its part of the text; 1: it does not, so rare domains count as much
+    guard    share of the taught tokens that is divided in proportion to the text, whatever is lost, against forgetting
     """
 
     tokens: int
@@ -92,7 +92,7 @@ class Rule:
 
 
 def windows_of(scored: Scored, after: int) -> list[Window]:
-    """The pieces of an answer in which chains lost something, in order."""
+    """The windows of an answer, in order: pieces with losing chains."""
     row, found = scored.row, []
     if not row.given or len(row.ids) - row.given < LEAST_ANSWER:
         return []
@@ -112,8 +112,8 @@ def windows_of(scored: Scored, after: int) -> list[Window]:
 def mine(answers: Sequence[Scored], names: Sequence[str], rule: Rule) -> tuple[list[Window], list[Domain]]:
     """The windows to learn, weighted, and the summary by domain.
 
-    Windows of a domain are drawn with chances by what they lost. Where a domain has too few for its share, its windows
-    weigh more instead. Within a domain a window weighs by the root of its loss per taught token; the mean is 1.
+    Windows of a domain are sampled in proportion to their loss. If a domain has too few for its share, they get higher
+    weights. Within a domain, weights follow the square root of the loss per taught token; their mean is 1.
     """
     domains = [Domain(name) for name in names]
     pools: list[list[Window]] = [[] for _ in names]
@@ -142,7 +142,7 @@ def mine(answers: Sequence[Scored], names: Sequence[str], rule: Rule) -> tuple[l
 
 
 def _share(domains: Sequence[Domain], rule: Rule) -> None:
-    """Of the domains that have windows; together 1."""
+    """Sets the shares of the domains that have windows; their sum is 1."""
     having = [d for d in domains if d.windows]
     text = sum(d.text for d in having)
     wanted = [d.rate**rule.focus * (d.text / text) ** (1 - rule.balance) for d in having]
@@ -152,8 +152,8 @@ def _share(domains: Sequence[Domain], rule: Rule) -> None:
 
 
 def _draw(pool: Sequence[Window], wanted: float, rng: Random) -> list[Window]:
-    """Windows with `wanted` taught tokens or a few more, without repetition, chances by loss."""
-    # The least of exponential times with rates by loss come first: sampling without replacement.
+    """Windows with `wanted` taught tokens or a few more, sampled without replacement in proportion to their loss."""
+    # Equivalent: sort by exponentially distributed times with the losses as rates.
     ranked = sorted(pool, key=lambda w: -math.log(1.0 - rng.random()) / w.lost)
     kept: list[Window] = []
     taught = 0
@@ -166,7 +166,7 @@ def _draw(pool: Sequence[Window], wanted: float, rng: Random) -> list[Window]:
 
 
 def _weigh(windows: Sequence[Window], level: float) -> list[Window]:
-    """With weights of mean `level` over taught tokens, as far as their bounds let them."""
+    """The windows with weights of mean `level` over taught tokens, as far as the bounds of weights allow."""
     density = [math.sqrt(w.lost / w.taught) for w in windows]
     mean = sum(d * w.taught for d, w in zip(density, windows)) / sum(w.taught for w in windows)
     return [
@@ -176,13 +176,13 @@ def _weigh(windows: Sequence[Window], level: float) -> list[Window]:
 
 
 def of_records(records: Sequence[Record]) -> list[Scored]:
-    """What a server logged: at a rejection, the drafts that were not accepted are lost; elsewhere nothing is known."""
+    """Scores of a server's log: a rejection loses the drafts that were not accepted; other chains are unknown."""
     found = []
     for record in records:
         row = Row(record.ids, record.given, 0, record.greedy)
         lost: list[float | None] = [None] * (len(record.ids) - record.given - 1)
         for rejection in record.rejected:
-            # The chain's first drafted token was for place `at`; it begins with the token before the last known one.
+            # The chain's first draft was for index `at`; it begins at index at - 2, before the last known token.
             if 0 <= (chain := rejection.at - record.given - 1) < len(lost):
                 lost[chain] = float(len(rejection.drafts) - rejection.accepted)
         found.append(Scored(row, tuple(lost), 0))

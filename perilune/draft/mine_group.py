@@ -1,7 +1,7 @@
-"""Domains for texts without labels: groups of texts with like tokens. Pure numbers: no tensors here.
+"""Domains for texts without labels: groups of texts with similar tokens. Pure numbers: no tensors here.
 
-A text is the vector of its tokens' counts, dampened by a root, weighed by how few texts have them, folded into FEATURES
-by a hash, of length 1. Groups are those of spherical k-means, begun with texts far from each other, the best of STARTS.
+A text's vector has the square roots of its token counts times the tokens' inverse document frequencies, summed into
+FEATURES buckets by a hash, with length 1. Groups are by spherical k-means from k-means++ centres, the best of STARTS.
 """
 
 import math
@@ -28,7 +28,7 @@ def group(texts: Sequence[Sequence[int]], count: int, *, seed: int = 0) -> list[
 
 
 def names(texts: Sequence[Sequence[int]], groups: Sequence[int], spell: Callable[[int], str]) -> list[str]:
-    """Each group's name: the tokens that occur in it more often than in the others."""
+    """Each group's name: tokens that are in more of its texts than of the others."""
     having: list[Counter[int]] = [Counter() for _ in range(max(groups, default=-1) + 1)]
     sizes = Counter(groups)
     for text, number in zip(texts, groups):
@@ -59,7 +59,7 @@ def _vectors(texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
 
 
 def _means(vectors: NDArray[np.float64], count: int, rng: np.random.Generator) -> tuple[float, list[int]]:
-    """How near the texts are to their centres, and the number of each text's centre."""
+    """The sum of the texts' cosines to their centres, and the number of each text's centre."""
     centres = _begin(vectors, count, rng)
     member = np.full(len(vectors), -1)
     for _ in range(ROUNDS):
@@ -74,7 +74,7 @@ def _means(vectors: NDArray[np.float64], count: int, rng: np.random.Generator) -
 
 
 def _begin(vectors: NDArray[np.float64], count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Texts as first centres, each drawn with chances by how far it is from those before."""
+    """Texts as first centres, each sampled in proportion to its squared distance from those before."""
     chosen = [int(rng.integers(len(vectors)))]
     while len(chosen) < count:
         far = np.clip(1 - (vectors @ vectors[chosen].T).max(1), 0, None) ** 2

@@ -1,4 +1,4 @@
-"""What each chain of known answers loses with a draft: the trainer's own forward, all chains at once."""
+"""Scores the loss of each chain of known answers by the trainer's own forward pass, all chains at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from perilune.model.names import DRAFT_HEAD
 
 
 def reopen(draft: Path, model: KimiK2) -> Trainee:
-    """The draft of a directory as the trainer has it, on the device of its target `model`."""
+    """Loads the draft of a directory as a Trainee, on the device of its target `model`."""
     config, tensors, head = Eagle3Config.from_directory(draft), read_tensors(draft), model.weights.lm_head
     if head.format != "dense":
         raise ConfigError("mining needs the target's lm_head as floating-point numbers: load it with rest_dtype=dtype")
@@ -47,10 +47,10 @@ def score(
     chains: int = 16384,
     advance: Callable[[int], None] = lambda rows: None,
 ) -> list[tuple[float, ...]]:
-    """For each row, what its chains of `length` lost, as mine.Scored has it; () where an answer is too short.
+    """For each row, the losses of its chains of `length`, as mine.Scored.lost; () if an answer is too short.
 
-    A chain is worth the tokens in a row that equal the target's likeliest. Further tokens that a draft gets right at
-    temperature 1 are chance, and make up for none.
+    A chain loses the text's first tokens that are the target's likeliest, less those that the draft gets right, at
+    least 0: what a draft gets right beyond them at temperature 1 is chance.
     """
     found: list[tuple[float, ...]] = [()] * len(rows)
     usable = [i for i, row in enumerate(rows) if row.given and len(row.ids) - row.given >= LEAST_ANSWER]
@@ -68,7 +68,7 @@ def score(
 
 
 def _parts(usable: Sequence[int], rows: Sequence[Row], capture: Capture, chains: int) -> Iterator[list[int]]:
-    """As many rows at a time as begin about so many chains and fit one capture."""
+    """As many rows at a time as have about `chains` chains and fit one capture."""
     begin = 0
     while begin < len(usable):
         fit = capture.rows_that_fit([len(rows[i].ids) for i in usable[begin : begin + chains]])
@@ -82,7 +82,7 @@ def _parts(usable: Sequence[int], rows: Sequence[Row], capture: Capture, chains:
 
 @torch.no_grad()
 def _lost(trainee: Trainee, capture: Capture, rows: Sequence[Row], length: int) -> Tensor:
-    """[M] tokens."""
+    """[M] the tokens that each chain loses."""
     captured = capture([row.ids for row in rows])
     batch = Batch.of(rows, captured.aux.device)
     likeliest = F.linear(captured.hidden[batch.taught], trainee.head).argmax(-1)

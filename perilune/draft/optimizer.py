@@ -1,7 +1,7 @@
 """Muon for matrices, AdamW for norms and heads; whole parameters or FSDP2's shards of them.
 
-Muon orthogonalises a matrix as a whole. Of sharded ones every rank works on its share of the matrices: it gets their
-momenta from all, and gives all of them the updates.
+Muon orthogonalises whole matrices. If they are sharded, each rank does so for some of them: it gathers their momenta
+from all ranks and broadcasts the updates.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from perilune.model.names import DRAFT_HEAD
 
-HEAD_RATE: Final = 0.1  # of the peak: a head begins as the target's own rows
+HEAD_RATE: Final = 0.1  # a head's learning rate over that of the rest: it begins as the target's own rows
 MOMENTUM: Final = 0.95
 STEPS: Final = 5  # of the Newton-Schulz iteration
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # of its quintic; Jordan 2024
@@ -45,7 +45,7 @@ class Muon:
             p.add_(turned, alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
 
     def _shared(self, updates: Mapping[str, DTensor]) -> dict[str, Tensor]:
-        # All are gathered before any is given back, so that ranks work at the same time.
+        # All are gathered before any is broadcast, so that ranks work at the same time.
         rank, mine = dist.get_rank(), {}
         for name, update in updates.items():
             whole = update.full_tensor()
@@ -66,7 +66,7 @@ def _each(updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def distribute(whole: Tensor, like: DTensor) -> DTensor:
-    """The shard of `whole`, which every rank has, that lies where `like`'s does."""
+    """This rank's shard of `whole`, which every rank has, placed like `like`."""
     (placement,), mesh = like.placements, like.device_mesh
     own = like.to_local()
     assert placement.is_shard(0), placement
@@ -91,7 +91,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _owners(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """The rank that orthogonalises each, so that all have about as much to do; the same on every rank."""
+    """The rank that orthogonalises each parameter, with about equal work per rank; the same on every rank."""
     load, owners = [0.0] * ranks, {}
     for name, p in sorted(parameters.items(), key=lambda item: (-_work(item[1]), item[0])):
         owners[name] = rank = load.index(min(load))
@@ -137,7 +137,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """From tensors that `state` gave, whole ones, also where parameters are sharded."""
+        """From tensors of `state`, unsharded, also if parameters are sharded."""
         adam: dict[int, dict[str, Any]] = {}
         for key, value in state.items():
             name, _, field = key.rpartition(":")

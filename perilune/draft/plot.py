@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 LEFT, RIGHT, TOP, ROW, BAR, WIDTH = 150, 60, 64, 46, 11, 900
-BARS = (  # drafter, temperature, colour, what it is called
+BARS = (  # drafter, temperature, colour, label
     ("eagle3", 0.0, "#1f5f8b", "drafter, T = 0"),
     ("eagle3", 1.0, "#7fb2d6", "drafter, T = 1"),
     ("lookup", 0.0, "#c9c2b4", "n-gram, T = 0"),
@@ -13,7 +13,7 @@ BARS = (  # drafter, temperature, colour, what it is called
 
 
 def picture(records: Sequence[dict[str, Any]], length: int, title: str) -> str:
-    """Of the records with chains of `length`; the text of an SVG file."""
+    """The text of an SVG file, from the records with chains of `length`."""
     own = [r for r in records if r["length"] == length]
     lines = list(dict.fromkeys((r["split"], r["family"]) for r in own))
     height = TOP + ROW * len(lines) + 40

@@ -1,4 +1,4 @@
-"""What the target is asked: generated problems of the training split, generated topics, or chats from a JSONL file. No
+"""Prompts for the target: generated problems of the training split, generated topics, or chats from a JSONL file. No
 torch here: worker processes make prompts."""
 
 import json
@@ -35,7 +35,7 @@ class Prompt:
 class Problems:
     """Problems as kimi-nano was trained on: the training split only, thinking on and off, tools declared.
 
-    `weights` are of families that have another share of the tokens, relative to the others, than in that training.
+    `weights` are relative shares of the tokens, of families for which they differ from that training.
     """
 
     model: Path
@@ -67,8 +67,8 @@ class Problems:
 @dataclass(frozen=True, slots=True)
 class Chats:
     """Lines of a JSONL file: {"messages": [...], "tools": [...], "thinking": true, "family": "code"}, all but the first
-    optional. Every assistant turn is asked for anew, with the conversation before it, and so is the one that would
-    follow the last message, unless that is the assistant's."""
+    optional. The conversation before every assistant turn is a prompt; so is the whole chat, unless its last message is
+    the assistant's."""
 
     model: Path
     file: Path
@@ -156,7 +156,7 @@ def _reader(model: Path) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def _expected(tokenizer: Tokenizer, template: ChatTemplate, problem: Problem) -> tuple[int, ...]:
-    """The turn as the model is to continue the prompt: its thought, if it thinks, then what the template makes of it.
+    """The answer with which the model should continue the prompt: its thought, if it thinks, then the rendered turn.
 
     The template drops the thought of a final answer, so it is put in front here.
     """

@@ -28,7 +28,7 @@ def count() -> int:
 
 
 def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
-    """Runs task(*given) in `processes` new processes of this machine, which form a group; raises what one does."""
+    """Runs task(*given) in `processes` new processes of this machine, which form a group; raises the error of one."""
     # They find each other through a file: a port that is free now may be taken when they have imported torch.
     with tempfile.TemporaryDirectory(prefix="perilune-draft-") as folder:
         start(_member, (processes, f"file://{folder}/meeting", task, given), nprocs=processes)
@@ -37,7 +37,7 @@ def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
 def _member(own: int, processes: int, meeting: str, task: Callable[..., None], given: tuple[Any, ...]) -> None:
     with group(own, processes, meeting):
         task(*given)
-    # Not through the interpreter's end: a thread of torch that takes the interpreter's lock then aborts the process.
+    # Skip the interpreter's shutdown: a thread of torch that takes the interpreter's lock then aborts the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -45,7 +45,7 @@ def _member(own: int, processes: int, meeting: str, task: Callable[..., None], g
 
 @contextmanager
 def group(own: int = -1, processes: int = -1, address: str | None = None) -> Iterator[None]:
-    """As a member of a group until it ends: of torchrun's if nothing is given."""
+    """Runs the body as a member of a process group: torchrun's if nothing is given."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(dist.get_node_local_rank() if address is None else own)
@@ -68,7 +68,7 @@ def shard(module: nn.Module, method: str, device: torch.device) -> None:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On rank 0, all of them on the CPU; on the others nothing. Every rank must call it."""
+    """On rank 0 the unsharded tensors, on the CPU; on the others nothing. Every rank must call it."""
     found = {}
     for name, tensor in tensors.items():
         t = tensor.detach()
@@ -79,7 +79,6 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mean(values: Tensor) -> Tensor:
-    """Over the ranks."""
     if count() > 1:
         dist.all_reduce(values)
         values /= count()
@@ -87,7 +86,7 @@ def mean(values: Tensor) -> Tensor:
 
 
 def agreed(value: bool, device: torch.device) -> bool:
-    """Rank 0's."""
+    """Rank 0's value, on all ranks."""
     if count() == 1:
         return value
     flag = torch.tensor(float(value), device=device)

@@ -1,5 +1,5 @@
-"""What a drafter is worth on problems that were kept out of training: acceptance by family and position at T = 0 and 1,
-and how much faster the engine answers; as records, and as one table."""
+"""Measures a drafter on problems that were kept out of training: acceptance by family and position at T = 0 and 1, and
+the engine's speed-up; as records, and as one table."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from perilune.speculation.eagle3 import load_drafter
 from perilune.tasks.families import FAMILIES, problems
 from perilune.text.chat import template_for
 
-SPLITS = ("heldout", "structural")  # drawn as in training; words, stories and layouts that training never had
+SPLITS = ("heldout", "structural")  # sampled as in training; words, stories and layouts that training never had
 TEMPERATURES = (0.0, 1.0)
 DRAFTERS = ("eagle3", "lookup")
 AT_ONCE = 256  # texts
@@ -113,7 +113,7 @@ def questions(rows: Sequence[Row], count: int, *, max_tokens: int, ends: Iterabl
 
 def table(records: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]] = ()) -> Table:
     """A line per split and family; columns: tokens per verify step by temperature, drafter and chain length, the shares
-    that stand by position of the longest chain, and times as fast as without drafts by way and users."""
+    accepted by position of the longest chain, and the speed-up over no drafts by way and users."""
     kinds = [
         (t, name, length)
         for t in dict.fromkeys(r["temperature"] for r in records)

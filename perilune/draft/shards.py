@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def listed(directory: Path, make: Callable[[Any], T], again: str) -> list[T]:
-    """What `make` makes of each line. `again` is the verb that writes such directories, for the error's remedy."""
+    """`make` of each line. `again` is the verb that writes such directories, for the error's remedy."""
     path = directory / SHARDS
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What a drafter brings in the engine: the same prompts with and without it, in turns, one user and several."""
+"""Measures a drafter's speed-up in the engine: the same prompts with and without it, by turns, one user and several."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the engine drafts: `tokens` of `source` in every step, or as many as pay."""
+    """How the engine drafts: `tokens` of `source` in every step; None: as many as pay."""
 
     name: str
     source: str
@@ -55,7 +55,7 @@ def measure(
     advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """A record per number of users and way, of all prompts and by family: seconds, tokens a second, and how many times
-    as fast as without drafts, by medians over the rounds. `different` counts answers that are not those without."""
+    as fast as without drafts, by medians over the rounds. `different` counts answers that differ from those without."""
     config = {**(engine or {}), "drafter": str(draft), "draft": "hybrid", "draft_tokens": None, "prefix_cache": False}
     config["max_num_seqs"] = max(users)
     own = Engine(model, build(EngineConfig, config))
@@ -71,7 +71,7 @@ def measure(
         different = dict(tokens)
         for number in range(rounds):
             for most in users:
-                # The order changes, so that none always follows the same one. What is learnt lasts for all families.
+                # Rotate the order, so that no way always follows the same one. Its statistics last for all families.
                 for i in range(len(chosen)):
                     way = chosen[(i + number) % len(chosen)]
                     own.use_drafts(way.source, way.tokens, shared=True)
@@ -121,5 +121,5 @@ def _play(engine: Engine, questions: Sequence[Question], most: int) -> tuple[flo
             live -= delta.finish_reason is not None
     seconds = time.perf_counter() - begin
     while engine.busy:
-        engine.step()  # what was planned ahead in vain
+        engine.step()  # run steps that were planned ahead for ended requests
     return seconds, [tuple(a) for a in answers]

@@ -43,12 +43,12 @@ class Shard:
 
 
 def token_bytes(rows: Sequence[Row], aux: int, width: int) -> int:
-    """What the states of `rows` take: `aux` states of `width` for each token, and one more for those of answers."""
+    """Bytes of the states of `rows`: `aux` states of `width` for each token, and one more for tokens of answers."""
     return sum((aux * len(row.ids) + len(row.ids) - row.given) * width * DTYPE.itemsize for row in rows)
 
 
 class States:
-    """Opened for writing with what it is about, for reading without. Rows are those of the corpora, in their order."""
+    """Opened for writing if `about`, which identifies it, is given; else for reading. Rows: the corpora's, in order."""
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
         self.directory = directory
@@ -76,7 +76,7 @@ class States:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
 
     def add(self, rows: Sequence[Row], states: Captured) -> Shard:
-        """Writes a shard whole, then says so."""
+        """Writes a shard; lists it once the file is complete."""
         name = f"states-{len(self.shards):05d}.safetensors"
         partial = self.directory / f".{name}"
         tensors = {
@@ -93,8 +93,8 @@ class States:
         return shard
 
     def serve(self, rows: Sequence[Row], like: Tensor) -> list[Row]:
-        """From now on states are looked up among `rows`, the corpora's, and given in the type and on the device of
-        `like`; returns those that were captured."""
+        """Sets `rows`, those of the corpora, for `taught`, and type and device of its results, those of `like`. Returns
+        the rows that have states."""
         found = list(rows[: self.rows])
         places = [(s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows)]
         self._places = {(row.ids, row.given): place for row, place in zip(found, places)}
@@ -116,7 +116,7 @@ class States:
 
 
 class _Reader:
-    """Rows of a shard, read from the file as they are asked for."""
+    """Rows of a shard, each read from the file when it is needed."""
 
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, "pt")
@@ -132,7 +132,7 @@ class _Reader:
 
 
 def about(corpora: Sequence[Corpus], layers: Sequence[int], model: str) -> dict[str, Any]:
-    """What states are identified by. `model` identifies the target."""
+    """Identifies states. `model` identifies the target."""
     return {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers), "model": model}
 
 
@@ -146,15 +146,15 @@ def capture(
     at_once: int = 1,
     done: Callable[[Shard], None] = lambda shard: None,
 ) -> None:
-    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`; the target is
-    asked for `at_once` shards at a time."""
+    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`; the target
+    computes `at_once` shards at a time."""
     width = target.model.config.hidden_size
     waiting = _shards(rows[states.rows :], shard_tokens)
     while some := list(itertools.islice(waiting, at_once)):
         sizes = [token_bytes(own, len(target.aux_layers), width) for own in some]
         fit = [own for own, after in zip(some, itertools.accumulate(sizes)) if states.nbytes + after <= most_bytes]
         for own, size, found in zip(fit, sizes, target.each(fit)):
-            if states.nbytes + size > most_bytes:  # a file has more than states
+            if states.nbytes + size > most_bytes:  # files also have headers, which `fit` did not count
                 return
             done(states.add(own, found))
         if len(fit) < len(some):
@@ -162,7 +162,7 @@ def capture(
 
 
 def _shards(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """The rows one after the other, parted where `tokens` are reached."""
+    """The rows in order, in shards that end when they have `tokens` tokens."""
     some: list[Row] = []
     count = 0
     for row in rows:
@@ -176,7 +176,7 @@ def _shards(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
 
 
 def load_ends(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[KimiConfig, Weights]:
-    """Of a target that is not to run, embedding, last norm and head: all that training from states needs."""
+    """The target's embedding, last norm and head, and no layers: training from states needs no more."""
     config = KimiConfig.from_directory(path)
     with Checkpoint.open(path) as checkpoint:
 

@@ -1,9 +1,9 @@
 """Trains an EAGLE-3 draft on corpora of the target's answers, in one process or, sharded, in several (draft.ranks).
 
 The target runs over each batch for its hidden states (online capture); what fits `keep_gb` is kept for later epochs.
-Batches are fixed, their order is drawn anew for each epoch from the seed, so with a schedule in steps a run is a
-function of its options and of the number of processes, and one that was stopped and resumed ends with the same bits on
-the same device. What is saved is whole, so it can be resumed by any number of processes.
+Batches are fixed; the seed gives each epoch an order of its own. So with a schedule in steps a run is a function of its
+options and of the number of processes, and a run that was stopped and resumed ends with the same bits on the same
+device. The saved state is unsharded, so any number of processes can resume it.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Options:
     weight_decay: float = 0.1
     seed: int = 0
     keep_gb: float = 8.0
-    recompute: bool = False  # attention and logits, on the way back: slower, in far less memory
+    recompute: bool = False  # attention and logits in the backward pass: slower, in far less memory
     window_share: float = 0.5  # of a batch's chains, where there are mined windows
     save_every: float = 60.0  # seconds
 
@@ -103,14 +103,14 @@ def train(
 ) -> Trainee:
     """Trains to the end of the schedule, going on from `out` if it holds an unfinished run.
 
-    With a vocabulary that is smaller than the target's, the draft says what the corpora do most often. In a group of
-    processes every one calls this, with the model on a device of its own.
+    A vocabulary smaller than the target's has the most frequent tokens of the corpora. In a group of processes every
+    one calls this, with the model on a device of its own.
 
-    windows     mined ones, taught besides the corpora (Options.window_share)
+    windows     mined windows, taught besides the corpora (Options.window_share)
     start       the checkpoint that training begins with; default: random weights
     own_head    learn a head; implied by a smaller vocabulary and by a start that has one
-    states      of the corpora, captured before: the model's ends are then all of it that is used
-    stop_after  leave after so many steps of this call, saved (0: at the end)
+    states      of the corpora, captured before: then only the model's embedding, norm and head are used
+    stop_after  save and return after this many steps of this call (0: at the end)
     on_record   is called with every record of the log
     """
     if model.weights.lm_head.format != "dense":
@@ -223,7 +223,7 @@ def _captured(
     mined: list[Row],
     like: Tensor,
 ) -> list[Row]:
-    """The rows that have states; of windows all must."""
+    """The rows of `rows` that have states; all of `mined` must have them."""
     wanted = {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers)}
     if other := [key for key, value in wanted.items() if states.about.get(key) != value]:
         raise ConfigError(f"{states.directory} was captured with other {' and '.join(other)}: capture again")

@@ -29,7 +29,7 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.names import DRAFT_HEAD
 
 T = TypeVar("T")
-SCORES = 1 << 28  # of a piece of attention that is computed twice
+SCORES = 1 << 28  # attention scores that `recompute` holds at a time. Larger: more memory, fewer launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Trainee(nn.Module):
 
     vocabulary  the target's ids of the draft's tokens, ascending, if it has fewer
     own_head    whether it learns a head, as it must with fewer tokens
-    recompute   keep neither attention nor logits for the way back, but compute them twice: slower, in far less memory
+    recompute   keep neither attention nor logits for the backward pass, but compute them twice: slower, far less memory
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class Trainee(nn.Module):
 
     @torch.no_grad()
     def settle(self, squares: Sequence[float]) -> None:
-        """Scales `fc` so that features begin with a mean square of about one, given those of the aux states. Without
-        norms before `fc` they would begin as large as the target's stream, which drowns all that the draft adds."""
+        """Scales `fc` so that features begin with a mean square of about 1, given the mean squares of the aux states.
+        Without norms before `fc` they would begin as large as the target's stream, beside which the draft's own
+        contributions are negligible."""
         if not self.config.fc_norm and not self.config.norm_before_fc:
             for columns, square in zip(self.get_parameter(*self._names["fc"]).chunk(self.config.num_aux, -1), squares):
                 columns.mul_((square + self.config.rms_norm_eps) ** -0.5)
@@ -121,7 +122,7 @@ class Trainee(nn.Module):
             truth = F.linear(hidden, self.head).float().softmax(-1)
             likeliest = truth.argmax(-1)
             if self.vocabulary is not None:
-                # Not made to sum to 1: a token outside the draft's vocabulary is always lost, and counts for less.
+                # Not renormalised: a token outside the draft's vocabulary is always lost, and counts for less.
                 truth = truth.index_select(-1, self.vocabulary)
         losses, agreements = [], []
         for j, step in enumerate(self.unrolled(batch, aux, steps)):
@@ -151,7 +152,7 @@ class Trainee(nn.Module):
 
     def unrolled(self, batch: Batch, aux: Tensor, steps: int) -> Iterator[ChainStep]:
         """The steps of all chains, each of which reads the true tokens so far; aux as captured."""
-        # Fetched anew: what a sharded module holds here exists only while `lesson` runs.
+        # Read at each call: a sharded module's whole parameters exist only while `lesson` runs.
         c, p = self.config, dict(self.named_parameters())
         self._now = p
         following = batch.tokens.roll(-1)
@@ -235,13 +236,13 @@ class Trainee(nn.Module):
         return cos, sin
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Of neighbouring pairs."""
+        """Rotates neighbouring pairs."""
         cos, sin = self._turn(positions)
         even, odd = x[..., 0::2].float(), x[..., 1::2].float()
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
     def _half_rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Of pairs half a head apart."""
+        """Rotates pairs half a head apart."""
         cos, sin = self._turn(positions)
         low, high = x.float().chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
@@ -279,8 +280,8 @@ class Trainee(nn.Module):
 def _mixed(
     queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Attention of queries [b, H, Q, d] to keys [b, H, K, d], but where `hidden` [b, 1, Q, K], and each to its own ones
-    [b, H, Q, d] -> [b, H, Q, v]."""
+    """Attention of queries [b, H, Q, d] to keys [b, H, K, d] where `hidden` [b, 1, Q, K] is false, and of each query to
+    its chain's own keys [b, H, Q, d] -> [b, H, Q, v]."""
     length = keys.shape[2]
     scores = (queries @ keys.mT).float().masked_fill(hidden, -math.inf)
     mine = [(queries * k).sum(-1, keepdim=True).float() for k, _ in own]

@@ -1,4 +1,4 @@
-"""The tokens that a draft can say: the most frequent ones of the answers it learns from."""
+"""The vocabulary of a draft: the most frequent tokens of the answers that it learns from."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from perilune.draft.corpus import Row
 
 
 def most_frequent(rows: Iterable[Row], size: int, vocabulary: int) -> tuple[int, ...]:
-    """The `size` tokens most often guessed in `rows`, by weight, ascending; ties go to the lower id."""
+    """The `size` tokens most often drafted in `rows`, by weight, ascending; ties go to the lower id."""
     if not 0 < size <= vocabulary:
         raise ConfigError(f"a draft's vocabulary must have 1 to {vocabulary} tokens, not {size}")
     counts = np.zeros(vocabulary)

@@ -1,18 +1,18 @@
-"""Memory for weights that are converted after all are read, apart from weights that stay."""
+"""Separate memory for weights that are converted, and freed, after all weights are read."""
 
 import math
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 30  # Larger: while weights are converted, more of what is unused is held.
+CHUNK_BYTES = 1 << 30  # Larger: while weights are converted, more unused memory is held.
 ALIGNMENT = 512  # bytes, as torch's own tensors
 
 
 class Apart:
-    """Tensors side by side in chunks; a chunk is free when none of its tensors is left. Between weights that stay, what
-    the converted ones leave are gaps of 20 to 40 MB, which torch cannot give back: with 61 layers of Kimi K2.5 on four
-    GPUs 1.5 GB."""
+    """Allocates tensors in chunks; a chunk is freed with its last tensor. Without chunks, converted weights would leave
+    gaps of 20 to 40 MB between weights that stay, which torch cannot return to the driver: 1.5 GB with 61 layers of
+    Kimi K2.5 on four GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

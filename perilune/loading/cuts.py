@@ -7,15 +7,15 @@ from perilune.dist.slicing import Slicing
 from perilune.model import names
 from perilune.model.config import KimiConfig
 
-MAX_RANKS = 8  # that are proposed where a number does not fit
+MAX_RANKS = 8  # the largest number of ranks that an error proposes
 
 # What is divided over ranks, by the first letter of the dimension in `names.Entry.shape`.
 _UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
 
 
 def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
-    """What a rank holds of every tensor that is split; a linear layer's name is without ".weight". ConfigError if one
-    cannot be shared out evenly."""
+    """The region that a rank holds of every tensor that is split; a linear layer's name is without ".weight".
+    ConfigError if a tensor cannot be split evenly."""
     split = [t for t in names.tensors(config) if t.entry.axis is not None]
     if s.whole_experts:
         split = [t for t in split if names.ROUTED not in t.name]

@@ -1,7 +1,7 @@
 """Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional.
 
-A matrix may be stored as e4m3 without a scale, half as large as bfloat16: a value is what its byte says. A draft's
-weights lie between 0.01 and 0.5, where e4m3 needs no scale; a scale is a tensor too many, and refused.
+A matrix may be stored as e4m3 without a scale, half as large as bfloat16. A draft's weights are between 0.01 and 0.5,
+where e4m3 needs no scale; a checkpoint with scales is refused, because it holds surplus tensors.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.weights import Attention, Matrix, Mlp, Weights
 
-FP8_WIDTH = 64  # inputs of an FP8 matrix come in so many
+FP8_WIDTH = 64  # the inputs of an FP8 matrix are a multiple of this
 _IDS = (torch.int64, torch.int32)
 
 
@@ -40,8 +40,8 @@ def load_draft(
 ) -> tuple[Eagle3Config, Eagle3Weights]:
     """The draft in `path` for the model `target`. A draft without embedding or head uses the target's.
 
-    dtype    of its weights; that of `shared`
-    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; that of `shared`
+    dtype    of its weights; must be that of `shared`
+    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; as of `shared`
 
     Raises CheckpointError that names the key, the tensor, or what does not fit the target; ConfigError if a tensor
     cannot be split over so many ranks.
@@ -101,7 +101,7 @@ def load_draft(
 
 
 def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
-    """Checks by its headers that the draft in `path` can be loaded for `target`. CheckpointError as `load_draft`."""
+    """Checks headers: whether `load_draft` can load the draft in `path` for `target`. CheckpointError if not."""
     config = Eagle3Config.from_directory(path)
     _check_target(path, config, target)
     with Checkpoint.open(path) as checkpoint:
@@ -111,7 +111,7 @@ def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
 
 def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
     """Replaces the draft's own matrices by FP8 ones: they are most of what a drafting step reads, and no rounding of a
-    draft can change an answer. What it shares with `target` stays as it is."""
+    draft can change an answer. Matrices that it shares with `target` stay as they are."""
     for holder in (weights, weights.attention, weights.mlp):
         for field in dataclasses.fields(holder):
             old = getattr(holder, field.name)
@@ -165,7 +165,7 @@ def _check_target(path: Path, config: Eagle3Config, target: KimiConfig) -> None:
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Stored names by the ones used here."""
+    """Stored names by the names of model/names.py."""
     found: dict[str, str] = {}
     for name in checkpoint.tensors:
         usual = names.draft_name(name)
@@ -206,7 +206,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Mapping[str, str], config: Ea
 def _target_ids(
     checkpoint: Checkpoint, stored: Mapping[str, str], config: Eagle3Config, device: torch.device | str
 ) -> Tensor | None:
-    """[draft_vocab_size] int64: draft id + d2t of it; None if that changes nothing."""
+    """[draft_vocab_size] int64: draft id + d2t[draft id]; None if all ids are equal in both vocabularies."""
     if "d2t" not in stored:
         return None
     own = torch.arange(config.draft_vocab_size)

@@ -17,12 +17,12 @@ from perilune.model.weights import Matrix, Mlp, Moe, Weights
 from perilune.ops.linear.linear_fp8 import quantize_exactly, quantize_rows
 
 _SPLIT_ROWS = ("o", "down")
-PIECE_ROWS = 4096  # quantised at once: bounds the float32 copy
+PIECE_ROWS = 4096  # rows quantised at once. Larger: a larger float32 copy of them
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What the conversion cost: `sqnr_db` is 10 log10 of signal over error energy, of the worst and of all matrices."""
+    """Loss of the conversion. `sqnr_db`: 10 log10 of signal over error energy, all matrices; `worst_db`: of `worst`."""
 
     matrices: int
     saved_bytes: int
@@ -35,12 +35,12 @@ Agree = Callable[[Tensor], Tensor]
 
 
 def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = False) -> Loss:
-    """Replaces the dense linear layers in place, one at a time, and says how much was lost. After `to_fp8_latents`, if
-    that is done: it multiplies what is rounded here.
+    """Replaces the dense linear layers in place, one at a time, and returns the loss. Call `to_fp8_latents` before, if
+    at all: it multiplies weights that are rounded here.
 
-    agree  the elementwise maximum over ranks, which all call this: rows that are split over ranks then get the scales
-           they have on one
-    activations  prompts' activations may be rounded too, but for lm_head's
+    agree  the elementwise maximum over ranks, if there are several: rows that are split over ranks then get the scales
+           that they have on one rank. Every rank calls this function
+    activations  prompts' activations may be rounded too, except for lm_head's
     """
     signal = error = 0.0
     matrices = saved = 0
@@ -71,7 +71,7 @@ def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = 
 
 
 def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
-    """Rounds W_UV [H, R, v] in place: (the same in FP8, scale [H, v], its energy before, the energy of the error)."""
+    """Rounds W_UV [H, R, v] in place: (the same in FP8, with scale [H, v]; its energy before; the error's energy)."""
     q, scale = quantize_exactly(w_uv, 1)
     rounded = q.float() * scale
     signal, error = w_uv.double().square().sum(), (rounded - w_uv).double().square().sum()

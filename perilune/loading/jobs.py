@@ -18,7 +18,7 @@ STAGE_BYTES = 1 << 25
 
 @dataclass(slots=True)
 class Stage:
-    """A thread's memory between file and device, allocated when first needed; pinned if the device is a GPU."""
+    """A thread's staging buffer between file and device, allocated when first needed; pinned if the device is a GPU."""
 
     device: torch.device
     advance: Advance
@@ -72,7 +72,7 @@ def run(jobs: list[Job], threads: int, device: torch.device, advance: Advance) -
         finally:
             ended.set()
 
-    # Not a pool, nor joined before they end: interrupted in those, Python 3.11 may leave a thread running.
+    # No pool, and no join() of a running thread: if interrupted there, Python 3.11 may leave a thread running.
     ends = [threading.Event() for _ in range(threads)]
     readers = [threading.Thread(target=work, args=(ended,), name=f"load-{k}") for k, ended in enumerate(ends)]
     try:
@@ -81,10 +81,10 @@ def run(jobs: list[Job], threads: int, device: torch.device, advance: Advance) -
         for ended in ends:
             ended.wait()
     finally:
-        # After the user's interrupt nothing more is started, and what is under way ends with its piece.
+        # After the user's interrupt no job is started, and running jobs end with the piece that they read.
         stopping.set()
         for reader, ended in zip(readers, ends):
-            if reader.ident is not None:  # else it was not started, or will find that there is nothing to do
+            if reader.ident is not None:  # else it was not started, or will find `stopping` set
                 ended.wait()
                 reader.join()
     if errors:

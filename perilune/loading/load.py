@@ -1,10 +1,10 @@
 """From a model directory to weights in memory.
 
 First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated
-(weights_plan.py), then threads fill them straight from the files (jobs.py). A rank of several reads and holds its
-slices alone (dist/slicing.py). Beyond the weights themselves each thread holds one staging buffer, and for a moment
-rows that have to be rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or about as many bytes as the staging
-buffer has as float32 of another matrix.
+(weights_plan.py), then threads fill them straight from the files (jobs.py). Each of several ranks reads and holds only
+its slices (dist/slicing.py). Beyond the weights, each thread holds one staging buffer, and for a moment rows that are
+rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or float32 rows of another matrix, about as many bytes as
+the staging buffer has.
 """
 
 import os
@@ -47,13 +47,13 @@ def load(
     dtype     of every floating-point weight but the router (float32) and quantisation scales (as stored)
     threads   reading at once; default: one per CPU, at most 8
     progress  show a bar on stderr; or a function that is called with (bytes read, bytes to read), now and then
-    slicing   what this rank holds: the same records, narrower. Of the rest no byte is read
-    rounding  makes the scales of INT4 experts compact, and receives what that changed
-    apart     dense linear layers lie apart from all else, because they will be converted
+    slicing   what this rank holds: the same records, narrower. No byte of the rest is read
+    rounding  makes the scales of INT4 experts compact, and receives the error of this
+    apart     allocate dense linear layers in separate memory, because the caller will convert them (apart.py)
 
     Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device or
     a tensor cannot be split over so many ranks.
-    An interrupt ends it when the pieces that are being read are complete, with no thread left.
+    After an interrupt it ends once the pieces that are being read are complete, and no thread is left.
     """
     config = KimiConfig.from_directory(path)
     memory = Apart(torch.device(device)) if apart else None
@@ -73,7 +73,7 @@ def load(
                 f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {spell(dtype)} "
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
-        # Out of the plan, which they refer to: the cycle would keep a closed model's weights alive.
+        # Moves the jobs, which refer to the plan, out of it: the cycle would keep a closed model's weights alive.
         todo, plan.jobs = plan.jobs, []
         with counted(path.name, sum(job.nbytes for job in todo), progress) as advance:
             jobs.run(todo, threads or default_threads(), torch.device(device), advance)
@@ -99,7 +99,7 @@ def layers(
             jobs.run(plan.jobs, threads or default_threads(), torch.device(device), _ignore)
             plan.jobs.clear()
             yield layer
-            del layer  # nor may a job refer to it: it would be there beside the next one
+            del layer  # drop this reference, as those of the jobs: else it would live beside the next layer
 
 
 def default_threads() -> int:

@@ -1,4 +1,4 @@
-"""How far a load has come, on stderr: GB read, GB in all, GB/s, over all ranks that take part."""
+"""Progress of a load, on stderr: GB read, GB in all, GB/s, over all ranks that take part."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ Report = Callable[[int, int], None]  # (bytes read so far, bytes to read), of on
 
 
 class Bar:
-    """The sum of what its ranks report. Any thread may call `report`."""
+    """A progress bar of the sum over ranks. Any thread may call `report`."""
 
     def __init__(self, name: str) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -44,7 +44,7 @@ class Bar:
 
 @contextlib.contextmanager
 def counted(name: str, total: int, to: bool | Report) -> Iterator[Advance]:
-    """What threads call with the number of bytes they have read."""
+    """The function that threads call with the number of bytes just read; reports to `to`, or to a Bar if it is True."""
     if to is False:
         yield lambda nbytes: None
         return

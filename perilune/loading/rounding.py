@@ -1,4 +1,4 @@
-"""What an option at load changed of the weights, in decibels: SQNR is 10 log10 of signal over error energy."""
+"""How much a load option changed the weights, in decibels: SQNR is 10 log10 of signal over error energy."""
 
 import math
 import threading
@@ -7,7 +7,7 @@ from perilune.formats import int4_compact
 
 
 class Rounding:
-    """What compact scales, made of a checkpoint's INT4 ones, changed of the weights. Threads may add at once."""
+    """The error of compact scales made from a checkpoint's INT4 scales. Threads may call `add` at once."""
 
     def __init__(self) -> None:
         self.matrices = 0

@@ -1,4 +1,4 @@
-"""What a checkpoint holds against what its configuration asks for: names, shapes, types; and rows of a linear layer."""
+"""Checks a checkpoint's tensors against its configuration (names, shapes, types), and reads rows of linear layers."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from perilune.model.config import KimiConfig
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A region of a stored tensor; `part` says what it is of a linear layer, if it is of one."""
+    """A region of a stored tensor. `part`: the tensor's role in a linear layer; None if it belongs to none."""
 
     info: TensorInfo
     region: tuple[slice, ...]
@@ -41,7 +41,7 @@ class Stretch:
         return math.prod(self.shape) * self.info.dtype.itemsize
 
     def rows(self, first: int, count: int) -> "Stretch":
-        """So many of its rows, as far as there are."""
+        """Its rows first .. first + count - 1, as far as they exist."""
         own, *rest = self.region
         start = own.start + first
         return Stretch(self.info, (slice(start, min(start + count, own.stop)), *rest), self.part)
@@ -50,7 +50,7 @@ class Stretch:
         return torch.empty(self.shape, dtype=self.info.dtype)
 
     def read(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
-        """Fills `out` (CPU, contiguous, of the stored type). CheckpointError if what is read cannot be right."""
+        """Fills `out` (CPU, contiguous, of the stored type). CheckpointError if the values cannot be right."""
         checkpoint.read_block(self.info, out, self.region)
         if self.part is not None:
             require_sound(checkpoint, self.info, self.part, out)
@@ -58,10 +58,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a checkpoint holds, found consistent with its configuration. Names are without prefix."""
+    """The tensors of a checkpoint that agree with its configuration. Names are without prefix."""
 
     prefix: str  # before every name of model/names.py
-    tensors: Mapping[str, TensorInfo]  # that are read, by the names they should have: `_usual`
+    tensors: Mapping[str, TensorInfo]  # those to read, by their usual names (`_usual`)
     formats: Mapping[str, str]  # of each linear layer, by its name without ".weight"
     shapes: Mapping[str, tuple[int, ...]]  # (o, i) of each linear layer
     text_bytes: int
@@ -74,7 +74,7 @@ class Survey:
         return {suffix: part for suffix, part in stored.items() if not part.unread}
 
     def stretches(self, linear: str, rows: slice = slice(None), columns: slice = slice(None)) -> dict[str, Stretch]:
-        """What is stored of rows and columns of a linear layer, by suffix. ConfigError if a group would be cut."""
+        """The stored regions of rows and columns of a linear layer, by suffix. ConfigError if a group would be cut."""
         shape = self.shapes[linear]
         cut = tuple(slice(*own.indices(size)[:2]) for own, size in zip((rows, columns), shape))
         found = {}
@@ -100,9 +100,9 @@ def survey(checkpoint: Checkpoint, config: KimiConfig) -> Survey:
 def compare(
     stored: Mapping[str, TensorInfo], config: KimiConfig, unread: Iterable[str] = ()
 ) -> tuple[Survey, list[str]]:
-    """What is there, and one line for each kind of thing that is wrong with it, worst first.
+    """The survey, and one line for each kind of fault, worst first.
 
-    unread  names of tensors of which only the existence is known: they are not missed, nor is anything beside them
+    unread  names of tensors that exist, but not in `stored`: tensors of their layers are neither missing nor surplus
     """
     tensors, faults = _usual(stored)
     unknown = {name.rpartition(".")[0] for name in unread}
@@ -158,10 +158,10 @@ def compare(
 
 
 class _FormatChoice:
-    """Decides against which format a linear layer is to be checked.
+    """Decides against which format a linear layer is checked.
 
-    `format_of` goes by one or two tensors of a layer. Where just these are missing or damaged, what it says would make
-    every other tensor of the layer look wrong: then the format counts that leaves the fewest faults.
+    `format_of` looks at one or two tensors of a layer. If these are missing or damaged, its answer would make every
+    other tensor of the layer look wrong: then the format with the fewest faults is taken.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], prefix: str, looks: Mapping[str, str | None]) -> None:
@@ -170,7 +170,7 @@ class _FormatChoice:
         self._usual: dict[str, str] | None = None  # counted when first needed: a sound checkpoint needs none
 
     def of(self, linear: str, shape: tuple[int, ...]) -> tuple[str, Mapping[str, Part]]:
-        """The format and its parts. CheckpointError if the format by which the layer looks does not allow the shape."""
+        """The format and its parts. CheckpointError if the format that `format_of` found does not allow the shape."""
         own = self._looks[linear] or scheme.DENSE
         parts = self._parts(own, shape)
         if self._faults(linear, parts, companions=own == scheme.DENSE) == 0:
@@ -184,7 +184,7 @@ class _FormatChoice:
                 faults = self._faults(linear, self._parts(form, shape), companions=True)
             except CheckpointError:
                 continue
-            # As likely: then like the same layer of other experts, unless these are plain.
+            # With as many faults, prefer the format of the same layer in other experts, unless it is plain.
             if faults < least or (faults == least and form == usual != scheme.DENSE):
                 best, least = form, faults
         return best, self._parts(best, shape)
@@ -206,7 +206,7 @@ class _FormatChoice:
         return count
 
     def _usual_format(self, linear: str) -> str:
-        """Of most layers of the same name in other layers of the model, and other experts; plain if there is none."""
+        """The most frequent format of this linear layer in other layers of the model and other experts; else plain."""
         if self._usual is None:
             counts: dict[str, Counter[str]] = {}
             for name, form in self._looks.items():
@@ -266,8 +266,8 @@ def read_linear(
 ) -> torch.Tensor:
     """Rows and columns of the linear layer `name` (without prefix and ".weight") in `dtype`, dequantised if need be.
 
-    rows, columns  start and stop are multiples of what a stored scale belongs to, or the matrix's ends
-    advance        called with the number of bytes read; but for parts that belong to all rows
+    rows, columns  start and stop are multiples of the rows or columns that share a scale, or the matrix's ends
+    advance        called with the number of bytes read, except for parts that belong to all rows
 
     CheckpointError if scales or other stored values cannot be right; ConfigError if a group of weights would be cut.
     """
@@ -285,7 +285,7 @@ def read_parts(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, torch.Tensor]:
-    """What `read_linear` decodes: rows and columns of the stored parts, by the suffixes of their names, found sound."""
+    """The input of `read_linear`'s decoder: rows and columns of the stored parts, checked, by suffix of their names."""
     stored: dict[str, torch.Tensor] = {}
     for suffix, stretch in found.stretches(name, rows, columns).items():
         piece = stretch.empty()

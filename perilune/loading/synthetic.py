@@ -1,8 +1,8 @@
-"""Random weights of any shape: for measuring speed where no checkpoint is at hand.
+"""Random weights of any shape, for measuring speed without a checkpoint.
 
-Values are zero-mean and of the size of real ones: routing is near uniform and activations stay finite. Bits are as
-random as those of real weights, because a GPU's clock depends on how many bits change. Each matrix has a seed by its
-name and is made whole, one at a time, before a rank keeps its slice: all slicings are slices of the same model.
+Values are zero-mean and as large as real ones: routing is near uniform and activations stay finite. Bits are as random
+as those of real weights, because a GPU's clock depends on how many bits change. Each matrix has a seed from its name
+and is made whole, one at a time, before a rank keeps its slice: all slicings are slices of the same model.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def random_weights(
 
 
 class _Values:
-    """Zero-mean tensors, each from a generator of its own, of which this rank's slices are kept."""
+    """Zero-mean tensors, each from its own seed, cut to this rank's slices."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, seed: int, slicing: Slicing, apart: Apart | None = None
@@ -64,7 +64,7 @@ class _Values:
         return t[:, self.slicing.part(t.shape[1])]
 
     def halves(self, t: Tensor) -> Tensor:
-        """Of gate's rows and of up's."""
+        """This rank's part of gate's rows, then of up's."""
         both = t.unflatten(0, (2, -1))
         return torch.flatten(both[:, self.slicing.part(both.shape[1])], 0, 1)
 
@@ -178,7 +178,7 @@ class _Random:
         generator = r.generator(name)
         words = torch.empty(rows, inputs // 8, dtype=torch.int32, device=r.device)
         words.random_(-(2**31), 2**31 - 1, generator=generator)
-        # Levels -8 .. 7 have a mean of -1/2, and a mean is a direction that every token shares: routing would not be
+        # Levels -8 .. 7 have a mean of -1/2, and a mean adds the same direction to every token: routing would not be
         # uniform. Level -8, a nibble of zeros, becomes 0.
         some = words | words >> 1
         empty = ~(some | some >> 2) & _LOWEST_BITS

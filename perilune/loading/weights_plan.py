@@ -1,8 +1,8 @@
 """The weights of a model, allocated, and the jobs that fill them from a checkpoint.
 
-Routed experts stay in the format of the checkpoint, whatever it is: they are nearly all of the model. So do other
-linear layers in INT4. All others are dequantised to the load's dtype here, once: in Kimi K2 they are 1.1 % of the
-parameters, and ops then know one kind of them.
+Routed experts, nearly all of the model, stay in the checkpoint's format; so do other linear layers in INT4. All other
+linear layers are dequantised to the load's dtype here, once: they are 1.1 % of the parameters of Kimi K2, and ops need
+to know only one format of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
 
 
 def row_step(inputs: int) -> int:
-    """How many rows of a matrix with so many inputs to dequantise at once: STAGE_BYTES of float32, whole FP8 blocks."""
+    """How many rows of `inputs` columns to dequantise at once: STAGE_BYTES of float32, in whole FP8 blocks."""
     return max(jobs.STAGE_BYTES // (4 * inputs) // FP8_BLOCK, 1) * FP8_BLOCK
 
 
@@ -89,7 +89,7 @@ class WeightsPlan:
         )
 
     def layer(self, i: int) -> Layer:
-        """Those of layer `i`, not filled yet."""
+        """The weights of layer `i`, not filled yet."""
         at = names.layer(i)
         return Layer(
             input_norm=self._plain(*at["input_norm"]),
@@ -122,7 +122,7 @@ class WeightsPlan:
         )
 
     def _gate_dtype(self, name: str) -> torch.dtype:
-        """float32, which all scores are computed in; a GPU reads a gate stored as bfloat16 as it is."""
+        """float32, in which all scores are computed; on a GPU, a gate stored as bfloat16 stays so."""
         narrow = self._device.type == "cuda" and self._info(name).dtype == torch.bfloat16
         return torch.bfloat16 if narrow else torch.float32
 
@@ -168,12 +168,12 @@ class WeightsPlan:
         return record(*gate_ups, *downs)
 
     def _held(self, kind: str, suffix: str, name: str) -> Part:
-        """What of a linear layer, this rank's part of it taken for a whole one, lies in memory in the format `kind`."""
+        """The stored part `suffix`, in format `kind`, of this rank's slice of a linear layer."""
         self._stretches(name)  # refuses parts that would cut groups
         return SERVED[kind].parts(self._shape(name))[suffix]
 
     def _linear(self, *linears: str) -> Matrix:
-        """One linear layer made of several, one below the other. INT4 if all are, dense otherwise."""
+        """One linear layer made of several, concatenated along rows. INT4 if all are, dense otherwise."""
         shapes = [self._shape(name) for name in linears]
         rows, inputs = sum(o for o, _ in shapes), shapes[0][1]
         ends = [sum(o for o, _ in shapes[: k + 1]) for k in range(len(linears))]
@@ -229,7 +229,7 @@ class WeightsPlan:
             out[start:stop] = self._read(name, slice(first + start, first + stop), stage)
 
     def _count_shared(self, name: str, stage: jobs.Stage) -> None:
-        """Counts, once, what `_read` reads with each piece: numbers that belong to all rows."""
+        """Counts the bytes of parts that belong to all rows once, though `_read` reads them with each piece."""
         stage.advance(sum(s.nbytes for s in self._stretches(name).values() if s.part is not None and not s.part.covers))
 
     def _read(self, name: str, rows: slice, stage: jobs.Stage) -> torch.Tensor:
@@ -248,7 +248,7 @@ class WeightsPlan:
     def _compact(
         self, name: str, stretches: Mapping[str, Stretch], outs: Sequence[torch.Tensor], stage: jobs.Stage
     ) -> None:
-        """INT4 as stored to packed, scale and row scale, on the device."""
+        """Converts stored INT4 to packed weights, compact scales and row scales, on the device."""
         stored = {}
         for suffix, stretch in stretches.items():
             piece = stretch.empty()
@@ -265,7 +265,7 @@ class WeightsPlan:
         self._rounding.add(name, lost)
 
     def _fill(self, name: str, outs: Mapping[str, torch.Tensor]) -> None:
-        """Copies a linear layer's stored parts to `outs`, by suffix; a part that is not there is only checked."""
+        """Copies a linear layer's stored parts to `outs`, by suffix; a part that is not in `outs` is only checked."""
         for suffix, stretch in self._stretches(name).items():
             if stretch.part is not None and stretch.part.covers:
                 self._job([stretch], partial(self._copy, stretch, outs[suffix]))
@@ -285,7 +285,7 @@ class WeightsPlan:
         info = stretch.info
         assert out.shape == stretch.shape, (out.shape, stretch)
         direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
-        row = info.nbytes // max(info.shape[0], 1)  # as it lies in the file: cut rows are read by the same pieces
+        row = info.nbytes // max(info.shape[0], 1)  # of the file: pieces of cut rows have as many rows as of whole ones
         step = max(jobs.STAGE_BYTES // max(row, 1), 1)
         for start in range(0, out.shape[0], step):
             piece = out[start : start + step]

@@ -1,7 +1,7 @@
 """A checkpoint's config.json as one frozen record, whichever of its published spellings it has.
 
 Flat (model_type kimi_k2 or deepseek_v3) or nested (kimi_k25 with a text_config of either kind); rope_parameters, or
-rope_scaling beside rope_theta. What is not served is refused by name here, not found out later.
+rope_scaling beside rope_theta. A value that is not served is refused here, by the name of its key.
 """
 
 import math
@@ -24,8 +24,8 @@ ARCHITECTURES = (
 )
 SERVED = "served: kimi_k2, deepseek_v3, and kimi_k25 around either"
 
-MAX_ENDS = 64  # end tokens of each level
-MAX_EXPERTS = 1 << 18  # of all layers; Kimi K2 has 23,040. Names are made for each before a file is opened
+MAX_ENDS = 64  # eos_token_ids of one level of the file, at most
+MAX_EXPERTS = 1 << 18  # of all layers, at most (Kimi K2: 23,040): names of all are made before a file is opened
 
 # Keys that transformers leaves out when it saves, and the one value that is served.
 _ONLY = {
@@ -194,7 +194,7 @@ class KimiConfig:
         return yarn_mscale(factor, self.yarn.mscale) / yarn_mscale(factor, self.yarn.mscale_all_dim)
 
     def rope_inv_freq(self) -> tuple[float, ...]:
-        """Of the interleaved pairs; see `inverse_frequencies`."""
+        """`inverse_frequencies` of the interleaved pairs."""
         return inverse_frequencies(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def parameters(self) -> Parameters:

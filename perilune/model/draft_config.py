@@ -1,4 +1,4 @@
-"""config.json of a draft for a target, as published ones spell it. No torch."""
+"""The configuration of a new draft. No torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,7 +22,7 @@ def config_for(
     form         "mla": EAGLE-3.1 with latent attention of the target's shape. "mha": plain EAGLE-3 with keys and values
                  of its own heads and no YaRN, which every engine reads
     aux_ids      layers of which the *output* is read, beginning with 1, as in published files; default: spread out
-    draft_vocab  tokens that it can say; default: all
+    draft_vocab  size of its output vocabulary; default: the target's
     """
     layers = target.num_hidden_layers
     middle = max(layers // 2 - 1, 2)  # as published drafts have it, but for targets of few layers

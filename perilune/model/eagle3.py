@@ -1,18 +1,18 @@
 """EAGLE-3 and 3.1 drafts: one decoder layer that predicts the target's next tokens from its hidden states
 (docs/formats.md section 6).
 
-A draft position t pairs the target's feature at t with the *next* token's embedding, and says what follows that token:
+At position t the draft reads the target's feature at t and the embedding of token t+1, and predicts token t+2:
 
     g = fc(aux states at t)                                       `features`
     x = [rms(embed(token t+1)), rms(g)]; r = g, or rms(g)         r: `norm_before_residual`
     h1 = r + attention(x); h = h1 + mlp(rms(h1))                  `hidden`
     logits = lm_head(rms(h)): token t+2                           `logits`
 
-The step after has no feature of the target's: it takes g = h, or rms(h) with `norm_output`, and the token just drafted,
-at position t+1. Keys and values of position t lie in the slot of the target's position t. They hold the token at t+1,
-so what a drafting step wrote is written anew once the target's features of accepted tokens are there.
+The next drafting step, at t+1, has no feature of the target: it takes g = h, or rms(h) with `norm_output`, and the
+token just drafted. Keys and values of position t are in the slot of the target's position t, and depend on token t+1.
+Entries written by drafting steps are computed again once the target's features of accepted tokens are known.
 
-With several ranks the draft is split as its target is: heads, MLP width, vocabulary; g and h are the same on all ranks.
+With several ranks the draft is split like its target: heads, MLP width, vocabulary; g and h are the same on all ranks.
 
 Letters: T rows, D hidden, A aux states, W draft vocabulary.
 """
@@ -63,7 +63,7 @@ class Eagle3Weights:
 
 
 class Eagle3:
-    """Holds weights and rope tables only. `pages` [blocks, block_size, `kv_width(config, group)`] is the caller's."""
+    """Holds weights and rope tables only; the caller owns `pages` [blocks, block_size, `kv_width(config, group)`]."""
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights, *, max_positions: int, group: Group = ALONE):
         """`config` is the whole draft's, `weights` are those of the group's rank."""
@@ -88,16 +88,16 @@ class Eagle3:
         if w.joint_norm is not None:
             aux = rmsnorm(aux, w.joint_norm, self.eps)
         if w.fc_norms is not None:
-            # All in one: A norms of slices would each be a copy and a kernel.
+            # One launch for all A norms: each norm of a slice would take a copy and a launch.
             states = aux.reshape(-1, w.fc_norms.shape[1])
             aux = (rmsnorm(states, self._ones, self.eps).view(len(aux), *w.fc_norms.shape) * w.fc_norms).flatten(1)
         return apply(w.fc, aux)
 
     def hidden(self, step: Step, features: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """(what `logits` takes, what the next drafting step takes for features), [T, D] each.
+        """(the input of `logits`, the features of the next drafting step), [T, D] each.
 
-        `step.tokens` are the tokens *after* the step's positions; all else is as in the target's step. `features` are
-        used up: their memory holds other values afterwards.
+        `step.tokens` are the tokens *after* the step's positions; all else is as in the target's step. `features` may
+        be overwritten.
         """
         w = self.weights
         x, cos, sin = self._inputs(step, features)
@@ -112,7 +112,7 @@ class Eagle3:
         return x, x if self.config.norm_output else h
 
     def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
-        """The part of `hidden` that later positions need: what the step leaves in `pages`. `features` are used up."""
+        """Only the part of `hidden` that writes the step's KV to `pages`. `features` may be overwritten."""
         w = self.weights
         x, cos, sin = self._inputs(step, features)
         if isinstance(w.attention, Attention):
@@ -133,7 +133,7 @@ class Eagle3:
         return drafted if ids is None else ids[drafted]
 
     def _inputs(self, step: Step, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(x [T, 2 D], the rope tables' rows)."""
+        """(x [T, 2 D], cos and sin of the step's positions)."""
         w = self.weights
         if self.group.ranks == 1:
             return draft_embed(
@@ -145,7 +145,7 @@ class Eagle3:
         return torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1), cos, sin
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
-        """h += x, the sum of all ranks' parts; gives the norm of that."""
+        """h += x summed over ranks, in place; returns the norm of h."""
         return add_parts(h, x, norm, self.eps, self.group, self.group.peers)
 
     def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Eagle3:
         q, k = _half_rope(qkv[:, :heads], cos, sin), _half_rope(qkv[:, heads : heads + shared], cos, sin)
         flat = pages.view(-1, 2, shared, d)
         rows, padding = torch.stack([k, qkv[:, heads + shared :]], 1).to(pages.dtype), step.slots < 0
-        # Padding rows, which come last, write again what the first row does.
+        # Padding rows (slot < 0, at the end) repeat the first row's write, so that every index is valid.
         flat[torch.where(padding, step.slots[:1], step.slots)] = torch.where(
             padding[:, None, None, None], rows[:1], rows
         )
@@ -205,10 +205,10 @@ def _attend_many(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: fl
 
 
 def _lower_right(rows: int, context: int, device: torch.device) -> Tensor:
-    """What the last `rows` of `context` positions see of them: on a GPU a mask that is never written out."""
+    """The causal mask of the last `rows` of `context` positions; on a GPU without a tensor of its values."""
     if device.type == "cpu":
         return torch.ones(rows, context, dtype=torch.bool).tril(context - rows)
-    # Not at the top: it imports torch._dynamo, half of an engine's imports, and few drafters have heads of their own.
+    # Imported late: it imports torch._dynamo, half of an engine's imports, and few drafters have heads of their own.
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(rows, context)
@@ -230,7 +230,7 @@ def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: flo
     seen = places <= own[:, None]
     rows = torch.where(seen, tables[owner][:, places // block_size] * block_size + places % block_size, 0)
     keys, values = flat[rows].to(q.dtype).unbind(2)  # [T, L, K, d]
-    # What a block held before, nan included, must not matter.
+    # Unseen entries become 0: what a block held before may be NaN.
     keys, values = (torch.where(seen[..., None, None], t, 0) for t in (keys, values))
     groups = q.view(T, keys.shape[2], -1, q.shape[2]).float() * scale
     scores = torch.einsum("tkgd,tlkd->tkgl", groups, keys.float())

@@ -1,7 +1,7 @@
 """The config.json of an EAGLE-3 or 3.1 draft, in the spellings that published ones have (docs/formats.md section 6).
 
-A key that is not known to be meaningless here is refused by name: a draft that is run otherwise than it was trained
-still "works", and only accepts less.
+An unknown key is refused by name: a draft that runs otherwise than it was trained causes no error, but fewer of its
+tokens are accepted.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.core.jsonfile import read_object
 from perilune.model.config import Keys, Yarn, inverse_frequencies, read_rope, yarn_mscale
 
-DRAFTER = "drafter"  # of a model directory: its own draft model
+DRAFTER = "drafter"  # subdirectory of a model directory: the draft model
 ARCHITECTURES: Mapping[str, Literal["mha", "mla"]] = {
     "LlamaForCausalLMEagle3": "mha",
     "Eagle3LlamaForCausalLM": "mha",
@@ -28,7 +28,7 @@ _READ = {
     "v_head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "eagle_config", "num_aux_hidden_states",
 }  # fmt: skip
-# May stand at the top or in eagle_config.
+# With their defaults; at the top level or in eagle_config.
 _FLAGS = {
     "fc_norm": False,
     "norm_output": False,
@@ -103,7 +103,7 @@ class Eagle3Config:
     rms_norm_eps: float
     rope_theta: float
     yarn: Yarn | None
-    aux_layer_ids: tuple[int, ...] | None  # as the file has them: `aux_layers`
+    aux_layer_ids: tuple[int, ...] | None  # as in the file; `aux_layers` converts them
     num_aux: int
     fc_norm: bool  # EAGLE-3.1: each aux state is normed before fc
     norm_output: bool  # EAGLE-3.1: the next step gets the state after the final norm
@@ -241,7 +241,7 @@ def _check_keys(level: Mapping[str, Any], where: str, prefix: str) -> None:
 
 
 def _once(levels: tuple[tuple[str, Mapping[str, Any]], ...], key: str, where: str) -> Any:
-    """The value of a key that may stand at either level, None if at neither."""
+    """The value of a key that may be at either level; None if at neither."""
     values = [level[key] for _, level in levels if level.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
         raise CheckpointError(f"{where}: {key} is {quoted(values[0])}, but eagle_config says {quoted(values[1])}")

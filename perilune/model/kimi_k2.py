@@ -4,9 +4,9 @@
 It holds no state but weights and rope tables, calls only `ops`, and knows neither requests nor devices: a step is
 T tokens of any requests, in any mixture of prompt chunks and single decoded tokens.
 
-With several ranks (dist/slicing.py) each has its heads, its part of every MLP, expert and the vocabulary. Attention and
-MLPs then give a rank's part of their sum; ranks add their parts where a layer's output joins the residual stream
-(`_add`), which is the same on all ranks, as routing is.
+With several ranks (dist/slicing.py) each holds some heads and a part of every MLP, expert and the vocabulary. Attention
+and MLPs then return partial sums, which `_add` sums over ranks where a layer's output joins the residual stream. The
+stream and the routing are the same on all ranks.
 
 Letters: T tokens, D hidden, H heads, n/r/v head sizes (nope, rope, value), R latent (kv_lora_rank), V vocabulary; with
 several ranks H and V are the rank's own.
@@ -74,26 +74,26 @@ from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
-LONG_STEP_TOKENS = 1024  # Smaller: two launches a layer to report progress, in steps that take under a second.
+LONG_STEP_TOKENS = 1024  # Longer steps report progress: two launches a layer. Smaller: also steps of under a second.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span(operands.Span):
-    """Requests with adjacent rows in the step; query_start is relative to rows.start. Of the plain span,
-    query_start and context are in host memory: its kernels are launched by request."""
+    """Requests with adjacent rows in the step; query_start is relative to rows.start. The plain span has query_start
+    and context in host memory: its kernels are launched by request."""
 
     rows: slice
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """T tokens to compute. `slots` are the flat cache rows (block * block_size + offset) their KV is written to; where
-    KV is sharded, of blocks with the tokens of all ranks.
+    """T tokens to compute. `slots` are the flat cache rows (block * block_size + offset) that their KV is written to;
+    where KV is sharded, block_size counts the tokens of all ranks.
 
     Requests that advance by few tokens attend in the absorbed form (one read of the latent for all heads), those that
     advance by many in the plain form (fewer FLOPs per query); together the two spans cover all rows.
     With `pending` (rows [T] int64, last_tokens) a token -1 means last_tokens[rows[t]].
-    With `replaced` (rows [M] int64, values [M, D]) these rows have these embeddings instead of their tokens'.
+    With `replaced` (rows [M] int64, values [M, D]) the values are the embeddings of these rows.
     """
 
     tokens: Tensor
@@ -124,9 +124,9 @@ class KimiK2:
         kv_shard_tokens: int | None = None,
         pieces: Pieces | None = None,
     ):
-        """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: KV is sharded
-        along the sequence, and so many tokens of each block are on each rank; None: each has the whole KV. `pieces`:
-        steps of prompts with more rows than one piece exchange partial outputs in pieces; None: whole."""
+        """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: tokens of each
+        block on each rank, where KV is sharded along the sequence; None: each rank has the whole KV. `pieces`: steps of
+        prompts with more rows than one piece exchange partial outputs in pieces; None: whole."""
         self.config = config
         self.weights = weights
         self.group = group
@@ -147,9 +147,8 @@ class KimiK2:
         self.sin = (angles.sin() * magnitude).to(device, torch.float32)
 
     def hidden_with_aux(self, step: Step, cache: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[T, D] after the final norm, and [T, len(layers) D]: the residual stream as it enters the layers with these
-        numbers, one beside the other, which is what drafts read (docs/formats.md section 6.3).
-        num_hidden_layers: as it leaves the last.
+        """[T, D] after the final norm, and [T, len(layers) D] for draft models (docs/formats.md section 6.3): the
+        residual stream at the inputs of `layers`, concatenated. num_hidden_layers means the last layer's output.
         """
         # out: the norm of h; from layer 1 on: the output of the layer before, not yet added to h
         out: Tensor | Rows | Pairs
@@ -177,7 +176,7 @@ class KimiK2:
                 heads = mla_heads(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
                 out = self._ffn_rows(layer.ffn, self._add(h, _apply_rows(w.o, heads), layer.post_norm))
             else:
-                # Nothing that the experts do not read has a name here: step_memory.py counts on it.
+                # Keep no reference to a tensor that the experts do not read: step_memory.py counts its memory as free.
                 x = self._add(h, self._attention(w, qkv, rotary, step, latents), layer.post_norm)
                 out = self._ffn(layer.ffn, x)
                 del x
@@ -191,7 +190,7 @@ class KimiK2:
         return apply(self.weights.lm_head, hidden, wide=True)
 
     def _own_part(self, step: Step) -> Step:
-        """The step as this rank's cache has it: slots, and contexts of rows that attend in the absorbed form."""
+        """The step for this rank's part of the KV: its slots, and its contexts of rows in the absorbed form."""
         kv, span = self.sharded_kv, step.absorbed
         if kv is None:
             return step
@@ -202,7 +201,7 @@ class KimiK2:
         return replace(step, slots=slots, absorbed=span)
 
     def _embed(self, step: Step, norm: Tensor) -> tuple[Tensor, Tensor, Rotary]:
-        """(the residual stream as it enters the first layer, its norm, the rope tables' rows)."""
+        """(the residual stream at the first layer's input, its norm, cos and sin of the positions)."""
         (rows, last_tokens), table = step.pending or (None, None), self.weights.embed
         if self.group.ranks == 1:
             h, x, cos, sin = embed_norm(
@@ -222,7 +221,7 @@ class KimiK2:
         return h, rmsnorm(h, norm, self.eps), rotary
 
     def _add(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor) -> Tensor:
-        """h += x, the sum of all ranks' parts; gives the norm of that."""
+        """h += x summed over ranks, in place; returns the norm of h."""
         if isinstance(x, Pairs):
             if self.peers is not None:
                 return exchange_pairs_add_rmsnorm(h, x, norm, self.eps, self.peers)
@@ -233,8 +232,8 @@ class KimiK2:
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
     def _add_project(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor, w: Matrix, whole: bool) -> Tensor:
-        """As `_add`, then the product with w. Unless `whole`, h may have the sum in the rows that this rank owns only,
-        which is what the next `_add` of the step needs."""
+        """`_add`, then the product with w. Unless `whole`, h may be updated only in the rows that this rank owns: the
+        next `_add` of the step reads no others."""
         peers = self.peers
         if isinstance(x, Pairs) and peers is not None and not whole and reads_owned_rows(h, norm, self.eps, peers):
             return self._scatter_project(h, x, norm, w, peers)
@@ -253,24 +252,24 @@ class KimiK2:
             own = linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
         else:
             own = apply(w, scatter_pairs_add_rmsnorm(h, x, norm, self.eps, peers))
-        if missing := -(-len(h) // peers.ranks) - len(own):  # of the last ranks' rows: all send as many
+        if missing := -(-len(h) // peers.ranks) - len(own):  # the last ranks own fewer rows; all send equally many
             own = torch.cat([own, own.new_empty(missing, own.shape[1])])
         return exchange_rows(own.view(1, -1), peers).view(-1, own.shape[1])[: len(h)]
 
     @property
     def _fused_over_sums(self) -> bool:
-        """Whether kernels may reach from one side of a sum over ranks to the other."""
+        """Whether a kernel may compute both sides of a sum over ranks: it does the sum itself, over peer memory."""
         return self.group.ranks == 1 or self.peers is not None
 
     def _norm(self, weight: Tensor) -> Norm:
-        """That of the stream after a sum over `peers`."""
+        """The norm of the residual stream after a sum over `peers`."""
         return Norm(weight, self.eps, self.peers)
 
     def _attention(self, w: Attention, qkv: Tensor, rotary: Rotary, step: Step, latents: Latents) -> Tensor:
         return mla(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor | Pairs:
-        """As `_ffn`, after attention with these queries, which is added to h."""
+        """Adds the attention of these queries to h; then as `_ffn`."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
         sharded = self.sharded_kv
@@ -282,8 +281,8 @@ class KimiK2:
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
-        """[T, D], or its P parts [T, P, D] float32, to be added; or, on one rank or where ranks exchange over peer
-        memory, the results of the experts of a long prompt's tokens."""
+        """[T, D], or P addends of it [T, P, D] float32; or, for a long prompt on one rank or with peer memory, the
+        results of its (token, expert) pairs."""
         if isinstance(w, Mlp):
             return mlp(w, x)
         chosen, e = self._chosen(w, x), w.experts
@@ -295,9 +294,9 @@ class KimiK2:
         return _mixture(w, x, chosen)
 
     def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
-        """The sum over the parts of `_ffn`, in x's type, some rows at a time."""
+        """As `_ffn`, with the addends summed, in x's type, computed some rows at a time."""
         if isinstance(w, Mlp):
-            y = mlp(w, x)  # whole: by rows, its weights would be converted for every piece; 1 of K2's 61 layers has one
+            y = mlp(w, x)  # not in pieces: each would convert its weights again; 1 of K2's 61 layers is dense
         else:
             chosen, e = self._chosen(w, x), w.experts
             if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
@@ -315,8 +314,8 @@ class KimiK2:
 
 
 def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peers: Peers | None) -> Tensor:
-    """h [T, D] += the sum over ranks of x [T, D] or [T, P, D], over the memory of `peers` if given; gives the norm of
-    that, [T, D]."""
+    """h [T, D] += the sum over ranks of x [T, D] or [T, P, D], in place, over the memory of `peers` if given; returns
+    the norm of h, [T, D]."""
     if peers is not None:
         return exchange_add_rmsnorm(h, x, norm, eps, peers)
     return add_rmsnorm(h, total(group, x), norm, eps)
@@ -333,7 +332,7 @@ def mla(
     sharded: ShardedKv | None = None,
 ) -> Tensor:
     """qkv [T, outputs of w.qkv_a] -> [T, D]; writes the step's latents to their pages [blocks, block_size, R + r]. With
-    `sharded`, step and latents are the rank's part, and the span that attends in the plain form is the whole one."""
+    `sharded`, step and latents are those of the rank's part of the KV, but step.plain has the whole contexts."""
     if step.plain is None and (span := step.absorbed) is not None and w.q_b.format != "int4":
         q_a, ckv = qkv.tensor_split((len(w.q_a_norm),), -1)
         q_full = mla_project_query(q_a, ckv, w, rotary, latents, norm_eps)
@@ -397,7 +396,7 @@ def _apply_rows(w: Matrix, x: Tensor) -> Rows:
 def _rows(
     q: Tensor, ckv: Tensor, rotary: Rotary, latents: Latents, rows: slice
 ) -> tuple[Tensor, Tensor, Rotary, Latents]:
-    """Those of one span."""
+    """The rows of one span."""
     return (
         q[rows],
         ckv[rows],
@@ -407,7 +406,7 @@ def _rows(
 
 
 def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float, sharded: ShardedKv | None) -> Tensor:
-    """[T, D], where all rows are of `span`."""
+    """The attention's output [T, D] where all rows of the step are in `span`."""
     if sharded is not None:
         return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
     if w.o.format == "int4":
@@ -422,7 +421,7 @@ def _absorbed(w: Attention, step: Step) -> bool:
 
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:
-    if linear_w8a8.applies(w.gate_up, x) and w.down.format == "fp8":  # it is not if its width is no multiple of 64
+    if linear_w8a8.applies(w.gate_up, x) and w.down.format == "fp8":  # down is dense if I is no multiple of 64
         return linear_w8a8.mlp(x, w)
     return apply(w.down, swiglu(apply(w.gate_up, x)))
 
@@ -433,7 +432,7 @@ def _fuses_shared(shared: Mlp | None) -> bool:
 
 
 def _mixture(w: Moe, x: Tensor, chosen: Chosen) -> Tensor:
-    """As `KimiK2._ffn`, of experts that are chosen."""
+    """As `KimiK2._ffn`, with the experts in `chosen`."""
     e, shared = w.experts, w.shared
     if isinstance(e, Int4Experts | Int4CompactExperts):
         fused = _fuses_shared(shared)
@@ -447,7 +446,7 @@ def _mixture(w: Moe, x: Tensor, chosen: Chosen) -> Tensor:
 
 
 def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
-    """x w^T as x, or in float32 if `wide`."""
+    """x w^T in x's type, or in float32 if `wide`."""
     if w.scale is None:
         return linear(x, w.weight, wide)
     if linear_w8a8.applies(w, x):

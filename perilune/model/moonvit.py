@@ -4,9 +4,9 @@ A media item is a grid of (t, h, w) patches: t = 1 of an image, up to `pos_emb_t
 are even. Items of a call are concatenated: patches by frame, then row, then column. N counts patches, C is the
 tower's width, H its heads, d their width, D the text model's width.
 
-A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all of them. A layer is `project`, then
-`mix`, each of all rows or, in a pass of one item, of one group of rows after the other, and `finish` is `merge`, then
-`head` of any tokens: so a caller can run other work in between.
+A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all of them. A caller that runs other work
+in between calls smaller parts: `project`, then `mix` for a layer (in a pass of one item also for groups of rows), and
+`merge`, then `head` (of any tokens) instead of `finish`.
 """
 
 import math
@@ -130,7 +130,7 @@ class MoonVit:
             whole[rows] = part
 
     def mix(self, state: Pass, i: int, rows: slice) -> None:
-        """The rest of layer i, which changes these rows of `state.x`; all rows are projected."""
+        """The rest of layer i: changes these rows of `state.x`. Call it after `project` of all rows."""
         w, c = self.weights.blocks[i], self.config
         q, k, v = state.qkv
         x = _attention(q, k, v, state.grids) if rows == ALL else _attend(q[rows], k, v, 1)
@@ -183,7 +183,7 @@ class MoonVit:
         return (table + frames[:, None, None]).flatten(0, 2)
 
     def _rotation(self, grid: Grid) -> Tensor:
-        """[t h w, d / 2] complex64: pairs turn by the column and by the row in turns; frames do not matter."""
+        """[t h w, d / 2] complex64: even pairs turn by the column, odd ones by the row; frames do not matter."""
         t, h, w = grid
         device, count = self.weights.positions.device, self.config.head_dim // 4
         frequency = THETA ** -(torch.arange(count, device=device) / count)
@@ -195,7 +195,7 @@ class MoonVit:
 
 
 def normalised(patches: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """uint8 patches [N, 3, P, P] as the tower takes them: (x / 255 - mean) / std of each colour, by float32."""
+    """uint8 patches [N, 3, P, P] as the tower takes them: (x / 255 - mean) / std of each colour, in float32."""
     shift, scale = (patches.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (mean, std))
     return ((patches.float() / 255 - shift) / scale).to(dtype)
 

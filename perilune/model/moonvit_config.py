@@ -18,7 +18,7 @@ MAX_SIDE_PATCHES = 512  # of a grid; the preprocessor's limit on one side, and t
 MAX_PATCH_WIDTH = 256  # pixels
 PLACEHOLDER = 163605  # <|media_pad|>, where the file does not say
 
-# Keys with the values that are served; absent is as good. A list in the file is compared as a tuple.
+# Keys with the values that are served; a key may be absent. A list in the file is compared as a tuple.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "merge_kernel_size": ((MERGE_SIDE, MERGE_SIDE), MERGE_SIDE),
     "merge_type": ("sd2_tpool",),
@@ -44,7 +44,7 @@ class MoonVitConfig:
     num_hidden_layers: int
     num_attention_heads: int
     projector_eps: float
-    text_hidden_size: int  # the projector's output; the file's mm_hidden_size is not
+    text_hidden_size: int  # of the projector's output; the file's mm_hidden_size is the tower's width
     placeholder: int  # id of the token that prompts have for each row of a picture
 
     @classmethod

@@ -34,7 +34,7 @@ ROUTER_BIAS = ".e_score_correction_bias"
 class Entry(NamedTuple):
     """One tensor of a record.
 
-    field   of the record in model/weights.py; where several tensors share it, they lie in it one below the other
+    field   of the record in model/weights.py; several tensors of one field are joined along dimension 0, in order
     suffix  of the name after the record's place; a linear layer's is followed by ".weight", or by its format's suffixes
     shape   letters, the dimensions separated by spaces; products are one word
     axis    along which ranks of tensor parallelism split it: whole heads, else single rows or columns. None: each rank
@@ -103,7 +103,7 @@ VISION_ENDS = (
     *_with_bias("pre_norm", "mm_projector.pre_norm", "C"),
     *_with_bias("linear0", "mm_projector.proj.0", "4C 4C"), *_with_bias("linear1", "mm_projector.proj.2", "T 4C"),
 )  # fmt: skip
-# Converted checkpoints spell the projector's layers so.
+# How converted checkpoints spell the projector's layers.
 _VISION_SPELLINGS = {"mm_projector.linear_1.": "mm_projector.proj.0.", "mm_projector.linear_2.": "mm_projector.proj.2."}
 
 # How quantisation blocks say "all but the routed experts": compressed-tensors' expressions, ModelOpt's globs; and
@@ -155,7 +155,7 @@ def model() -> Names:
 
 
 def layer(i: int) -> Names:
-    """Of norms, attention and router, which a dense layer lacks."""
+    """Names of norms, attention and router; a dense layer has no router."""
     at = _layer(i)
     return {**named(NORMS, at), **named(ATTENTION, f"{at}self_attn."), **named(ROUTER, ffn(i))}
 
@@ -174,7 +174,7 @@ def shared(i: int) -> Names:
 
 
 def experts(i: int) -> str:
-    """The place of all routed experts of a layer, without the last point."""
+    """The place of all routed experts of a layer, without the last dot."""
     return ffn(i) + "experts"
 
 
@@ -191,7 +191,7 @@ def _layer(i: int) -> str:
 
 
 def letters(c: "KimiConfig | Eagle3Config", inputs: int, width: int) -> dict[str, int]:
-    """The sizes of what a model and a draft share; X is `inputs`, I is `width`."""
+    """The sizes of the letters that a model and a draft share; X is `inputs`, I is `width`."""
     heads, n, r, v = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
     return {
         "D": c.hidden_size, "X": inputs, "I": width, "V": c.vocab_size, "Q": c.q_lora_rank, "R": c.kv_lora_rank,
@@ -303,7 +303,7 @@ def shapes(entries: Iterable[Entry], sizes: Letters) -> dict[str, tuple[int, ...
 
 
 def _sized(entries: Iterable[Entry], sizes: Letters) -> list[Tensor]:
-    """The tensors of a record that has no place yet."""
+    """The tensors of a record; their names lack the record's place, which `_at` adds."""
     found = []
     for entry in entries:
         words = entry.shape.split()

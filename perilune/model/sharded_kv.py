@@ -1,9 +1,9 @@
-"""Attention where every rank has its heads' weights, but of every request only a part of the KV (dist/kv_shards.py).
+"""Attention where every rank has its heads' weights, but only a part of every request's KV (dist/kv_shards.py).
 
-Few tokens: queries of all heads reach all ranks, each attends its own positions, and the outputs of a head go back to
-its rank with their log-sum-exp, which says how to add them up. Two exchanges, of 576 and 514 values per token and head.
-Many tokens: the latents of whole contexts reach all ranks, which attend with their own heads as if they had them. An
-exchange of 576 values per token of context, next to which a long chunk computes for much longer.
+Few tokens: ranks gather the queries of all heads, each attends its own positions with all heads, and the partial
+outputs of a head go to its rank, which merges them by their log-sum-exp. Two exchanges, of 576 and 514 values per token
+and head. Many tokens: ranks gather the latents of whole contexts and attend with their own heads, as without sharding.
+One exchange of 576 values per token of context, which is short beside the attention of a long chunk.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from perilune.ops.attention.mla_decode_partial import joined, mla_decode_partial
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.layouts.operands import Attention, Span
 
-CONTEXT_BYTES = 256 << 20  # of latents that all ranks give each other at once, unless a single request has more
+CONTEXT_BYTES = 256 << 20  # of latents gathered at a time, unless a single request has more. Larger: more memory
 
 
 class ShardedKv:

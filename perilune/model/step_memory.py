@@ -25,14 +25,14 @@ def workspace_bytes(
 
 
 def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: int, ranks: int) -> int:
-    """The largest of what lives together; the residual stream, features and qkv_a's output live all the time.
+    """Bytes of what lives all the time (residual stream, features, qkv_a's output) and of the largest phase:
 
     experts    their input, the shared expert's result, and rows of all pairs (token, expert): hidden values and results
                (moe_int4_grouped.py); float32 sums of more than CHUNK tokens. 1.8 GB of K2's 10,240 tokens on four GPUs
     dense      input, output, and a dense layer's hidden values, gate and up
-    attention  queries, outputs of heads and their sum; keys and values, of which so many bytes are made at a time; rows
-               of the cache that they are made of, as stored and unpacked; where KV is sharded, those of all ranks
-    logits     the final states, features side by side, and float32 logits, adjusted and sorted
+    attention  queries, outputs of heads and their sum; keys and values, KEY_VALUE_BYTES at a time; the rows of the
+               cache that they are computed from, as stored and unpacked; where KV is sharded, those of all ranks
+    logits     the final states, features concatenated, and float32 logits, adjusted and sorted
     """
     c, T = model, config.max_step_tokens or STEP_TOKENS["cuda"]
     size: int = getattr(torch, config.dtype).itemsize
@@ -48,7 +48,7 @@ def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: i
     key = heads * (c.qk_nope_head_dim + c.v_head_dim) * size
     rows = max(min(KEY_VALUE_BYTES // key, config.max_num_seqs * longest), longest)
     queries = T * heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + 2 * c.v_head_dim) * size
-    rounded = 1.5 if config.fp8_activations else 1.0  # keys and values are there in 8 bits, too
+    rounded = 1.5 if config.fp8_activations else 1.0  # keys and values exist in 8 bits, too
     attention = stream + queries + int(rounded * min(KEY_VALUE_BYTES, rows * key)) + rows * kv_row
     if kv_row != latent * size:
         attention += rows * latent * size

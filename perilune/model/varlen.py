@@ -1,4 +1,4 @@
-"""Many whole texts at a time: attention in a few launches for all, where reading a cache needs some for each."""
+"""The model on many whole texts at a time, layer by layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
-SPREAD, SLACK = 1.25, 8  # the longest text of a grid in terms of its shortest
+SPREAD, SLACK = 1.25, 8  # tokens of a grid's longest text: at most 1.25 times its shortest's, plus 8
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Texts of like length as a grid of `count` texts by `longest` tokens: where its tokens [t] are in the step, and
-    where in the grid [count * longest]."""
+    """`count` texts of similar length, padded to `longest` tokens. tokens [t]: rows of the step; places [t]: indices in
+    the flat grid [count * longest]."""
 
     tokens: Tensor
     places: Tensor
@@ -32,7 +32,7 @@ class Grid:
 
 
 def grids(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> list[Grid]:
-    """Every text in one grid, in which none is much longer than another."""
+    """Groups the texts by length: every text is in one grid."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     found: list[Grid] = []
     while order:
@@ -46,8 +46,8 @@ def grids(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -
 
 
 class WholeTexts(KimiK2):
-    """The same model for texts from their first token on: many at a time attend in a few launches, where the op that
-    reads a cache needs some for each text."""
+    """The same model for texts from their first token on. Attention takes a few launches for all texts; the op that
+    reads a cache would take some for each text."""
 
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
@@ -55,20 +55,20 @@ class WholeTexts(KimiK2):
         self._workspaces = Workspaces()
 
     def entering(self, step: Step) -> Tensor:
-        """[T, D], the residual stream as it enters the first layer."""
+        """[T, D], the residual stream at the first layer's input."""
         return embed(step.tokens, self.weights.embed)
 
     def leaving(self, h: Tensor) -> Tensor:
-        """[T, D] after the final norm, of the stream as it leaves the last layer."""
+        """[T, D] after the final norm; h is the last layer's output."""
         return rmsnorm(h, self.weights.norm, self.eps)
 
     def through(self, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> None:
-        """One layer, held or not; h [T, D], the residual stream as it enters it, is as it leaves it then."""
+        """Runs one layer, which `weights` need not hold, on the residual stream h [T, D], in place."""
         rotary, latents = Rotary(self.cos[step.positions], self.sin[step.positions]), Latents(pages, step.slots)
         x = rmsnorm(h, layer.input_norm, self.eps)
         attended = self._attention(layer.attention, apply(layer.attention.qkv_a, x), rotary, step, latents)
         x = add_rmsnorm(h, attended, layer.post_norm, self.eps)
-        # The next layer's norm, which would be wanted here, belongs to a layer that is not there yet.
+        # `_add` also computes a norm. The next layer's is not loaded yet, so any norm will do: its result is dropped.
         self._add(h, self._ffn(layer.ffn, x), layer.post_norm)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:

@@ -16,7 +16,7 @@ from perilune.ops.layouts.operands import Mlp as Mlp
 
 
 class _Experts:
-    """The first half of the fields is about gate_up, the rest about down: weight, scale, row_scale."""
+    """Fields: gate_up's weight, scale and row_scale, as far as the format has them; then as many of down."""
 
     @functools.cached_property
     def matrices(self) -> tuple[Matrix, Matrix]:
@@ -64,7 +64,7 @@ class Fp8Experts(_Experts):
 
 @dataclass(slots=True)
 class NvFp4Experts(_Experts):
-    """formats/nvfp4.py has the layout, whichever of the two the checkpoint had."""
+    """formats/nvfp4.py has the layout; checkpoints in nvfp4_packed.py's are converted to it."""
 
     gate_up_packed: torch.Tensor  # [E, 2I, D/2] uint8
     gate_up_scale: torch.Tensor  # [E, 2I, D/16] float8_e4m3fn

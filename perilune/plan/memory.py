@@ -37,7 +37,7 @@ class Model:
     routed_rows: int  # outputs of all their matrices
     linear: int  # of other linear layers that are split
     embedding: int  # split, never FP8
-    kv_b: int  # of kv_b_proj: split; where the rest is FP8, there is a copy of its half for values in FP8
+    kv_b: int  # of kv_b_proj: split; if the rest is FP8, there is also an FP8 copy of its half for values
     whole_linear: int  # of linear layers that every GPU holds
     whole: int  # of anything else that every GPU holds
     kv_values: int  # of one token, all layers
@@ -60,7 +60,7 @@ class Fit:
     footprint: Footprint
     count: int
     weights: float  # bytes per GPU
-    left: float  # bytes per GPU for the KV cache; below 0: so many are short
+    left: float  # bytes per GPU for the KV cache; below 0: bytes that are missing
     tokens: int  # of context that the KV cache holds; 0 if the weights do not fit
 
     @property
@@ -102,19 +102,19 @@ def table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What an engine wants of the memory of each of its devices, in bytes."""
+    """Memory that an engine needs on each of its devices, in bytes."""
 
     weights: tuple[Footprint, ...]  # the first that leaves room for `enough` tokens is taken
     drafter: Footprint
     graphs: float
-    workspace: Callable[[int], float]  # on each of so many devices
-    mailboxes: float  # of several ranks: what they exchange goes through these
+    workspace: Callable[[int], float]  # number of devices -> bytes on each
+    mailboxes: float  # memory for exchanges, if there are several ranks
     kv_bytes: int  # of a token on each device, where KV is not sharded
-    kv_sharded: int = 0  # of these, what devices share out
+    kv_sharded: int = 0  # the part of kv_bytes that is sharded over the devices
     enough: int  # tokens of context that are wanted
-    least: int  # tokens below which there is no engine
-    fraction: float  # of what weights leave free, for everything else
-    vision: float = 0.0  # tower, embeddings of pictures and what encoding one takes
+    least: int  # the fewest tokens of context with which an engine starts
+    fraction: float  # share of the memory left by weights that the engine may use
+    vision: float = 0.0  # tower, embeddings of pictures, and workspace for encoding one
 
     def kv_on_each(self, ranks: int) -> int:
         """Bytes of a token's KV on each of `ranks` devices, on average."""
@@ -123,14 +123,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One of `ranks` devices with `free` bytes: what takes how many, by name, and the tokens that the rest holds."""
+    """The use of one of `ranks` devices with `free` bytes: bytes by purpose (`takes`), and the rest for KV (`left`)."""
 
     demand: Demand
     footprint: Footprint
     ranks: int
     free: float
     takes: Mapping[str, float]
-    left: float  # for the KV cache; below 0: so many are short
+    left: float  # for the KV cache; below 0: bytes that are missing
 
     @property
     def tokens(self) -> int:
@@ -149,16 +149,17 @@ class Plan:
 
 
 def plan(demand: Demand, ranks: int, free: float) -> Plan:
-    """How `ranks` devices with `free` bytes on each would be filled: by the first footprint with enough room, else by
-    the one that leaves most."""
+    """The plan for `ranks` devices with `free` bytes on each: with the first footprint that leaves enough room, else
+    with the one that leaves most."""
     found = [_filled(demand, footprint, ranks, free) for footprint in demand.weights]
     return next((p for p in found if p.tokens >= demand.enough), max(found, key=lambda p: p.left))
 
 
 def fewest(demand: Demand, free: Sequence[float], counts: Sequence[int] = COUNTS) -> int | None:
-    """The fewest of the devices, which have so many free bytes, taken in order, that hold the model with enough room
-    for its KV cache, else at all; None if all of them do not.
+    """The fewest devices, taken in order, that hold the model with enough room for its KV cache; else the fewest that
+    hold it at all, or None.
 
+    free    bytes of each device
     counts  numbers of ranks that can share the model
     """
     plans = [plan(demand, n, min(free[:n])) for n in counts if n <= len(free)]

@@ -7,14 +7,14 @@ order: while a row's token equals the next draft, the next row computed what pla
 first token that differs is what plain decoding would have sampled; everything after it is dropped. If all drafts are
 accepted, the last row gives one token more. So answers equal those of plain decoding token for token, with any seed and
 at any temperature, as long as the target computes the same logits for a row in any batch (in bfloat16, almost equal
-logits may swap). That is stronger than an equal distribution, and a test can compare tokens. `accept` is for steps
-queued op by op; in a CUDA graph it is ops/drafts/accept_drafts.py.
+logits may swap). This is stronger than an equal distribution, and a test can compare tokens. `accept` is for steps
+queued op by op; CUDA graphs use ops/drafts/accept_drafts.py.
 
-Drafting the most likely token loses no acceptance against standard rejection sampling. That accepts a draft x with
-probability min(1, p(x) / q(x)) for target p and proposal q; for a proposal with all its mass on x that is p(x), which
-is how often a token sampled from p equals x. Sampling drafts from a model's distribution q and rejecting against it
-would accept with probability sum(min(p, q)), which is more than p(argmax q) only if both are flat and alike, at high
-temperature; and the tokens of an answer would then depend on what was drafted.
+Drafting the most likely token loses no acceptance against standard rejection sampling, which accepts a draft x with
+probability min(1, p(x) / q(x)) for target p and proposal q. If q has all its mass on x, this probability is p(x): the
+probability that a token sampled from p equals x. Drafts sampled from a draft model's q would be accepted with
+probability sum(min(p, q)). It exceeds p(argmax q) only if p and q are flat and alike, at high temperature; and the
+tokens of an answer would then depend on the drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,8 @@ def accept(
     counts = np.array(drafts, np.int64)
     first = np.cumsum(counts + 1) - counts - 1
     width = int(counts.max(initial=0)) + 1
-    staged = np.full((2, len(drafts), width), _NONE, np.int64)  # the drafts; no token equals the last column
+    # [0]: the drafts, padded so that no token equals the last column; [1]: their rows in `sampled`.
+    staged = np.full((2, len(drafts), width), _NONE, np.int64)
     for row, tokens in zip(staged[0], allowed):
         row[: len(tokens)] = tokens
     staged[1] = np.minimum(first[:, None] + np.arange(width), (first + counts)[:, None])
@@ -72,7 +73,7 @@ def accept(
 def rows_kept(
     lengths: Tensor, drafts: Sequence[int], on_device: Callable[[NDArray[Any], torch.device], Tensor]
 ) -> Tensor:
-    """[R] bool: the rows with tokens to keep, the first `lengths` [S] of each request's."""
+    """[R] bool: whether a row's token is kept: the first lengths[s] rows of request s, `lengths` [S]."""
     counts = np.array(drafts, np.int64) + 1
     owners = np.repeat(np.arange(len(drafts)), counts)
     offsets = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]

@@ -21,8 +21,8 @@ PRIOR_DRAFTS = 4.0  # Drafts that the initial value of a cell counts for. Larger
 FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
 REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0  # Of a request's factor. A larger prior: closer to the table.
 TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor, likewise.
-# With chained steps, learn from the chains of so many requests per step, round robin: Python must take less time than a
-# step. Larger: learns faster, takes more Python per step.
+# With chained steps, learn from the chains of this many requests per step, round robin: Python must take less time than
+# a step. Larger: learns faster, takes more Python per step.
 LEARN_PER_STEP = 4
 
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
@@ -158,7 +158,7 @@ class AcceptanceRates:
 
     def _cell(self, cell: Cell) -> Rate:
         source, row, column = cell
-        if source != "suffix":  # of a chain only the confidence is used: its position adds little to that
+        if source != "suffix":  # a draft model's token: `row`, its position in the chain, would add little
             return self._model[column]
         found = self._suffix.get(cell)
         if found is None:

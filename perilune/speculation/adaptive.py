@@ -20,9 +20,9 @@ LOOKUP_BUDGET_SHARE = 0.03
 # For chained and plain steps, which do not wait for Python: if n-gram lookups would take more than 10 % of a step, do
 # none. Larger: matches are used with smaller models too, and slow their steps.
 LOOKUP_LIMIT_SHARE = 0.1
-# After so many chains were learned from, a new batch size may begin without the draft model. Larger: later.
+# After this many learned chains, a new batch size may begin without the draft model. Larger: later.
 KNOWN_CHAINS = 8.0
-# It then begins with the draft model only if that is predicted to be 5 % faster than plain steps.
+# The batch size then begins with the draft model only if drafting is predicted to be 5 % faster than plain steps.
 PROMISING_RATIO = 1.05
 
 
@@ -43,19 +43,19 @@ class Adaptive:
         self._last_mode = Mode.ALL
 
     def can_look_up(self, requests: int) -> bool:
-        """Whether a step of `requests` requests is long enough for Python to look up matches meanwhile."""
+        """Whether a step of `requests` requests is long enough for Python to look up matches while it runs."""
         if not self._requests.suffix or (self._longest and not self._costs.can_chain):
             return self._requests.suffix
         step = self._costs.verifying.base(requests) if self._longest else self._costs.plain(requests, 0)
         return requests * LOOKUP_SECONDS <= LOOKUP_LIMIT_SHARE * step
 
     def defers_lookup(self, requests: int) -> bool:
-        """Whether n-gram lookup of requests that have a chain is left for when the next step runs."""
+        """Whether n-gram lookup for requests that have a chain is deferred until the next step runs."""
         return requests * LOOKUP_SECONDS > LOOKUP_BUDGET_SHARE * self._costs.waited.base(requests)
 
     def worth_waiting(self, running: StepPlan) -> bool:
-        """Whether to wait for the result of `running` before the next step is planned: the expected gain of drafts is
-        then more than the overlap with planning saves."""
+        """Whether to wait for the result of `running` before the next step is planned: if the expected gain of drafts
+        exceeds the time saved by planning while `running` runs."""
         if running.chain <= 0 and not self._requests.lookup:
             return False
         batch, choice = self.modes.of(running)
@@ -81,8 +81,7 @@ class Adaptive:
         return choose(candidates, costs, MAX_DRAFTS * n, choice.tokens_per_second(batch), costs.overhead(n)) > 0.0
 
     def chained(self, running: StepPlan) -> int | None:
-        """How many tokens of the chain drafted after `running` the next step verifies, if it should be planned now,
-        before these are known (a chained step); None if not."""
+        """As protocol.Drafting.chained."""
         drafted = any(w.drafts for w in running.work)
         if running.chain <= 0 and not drafted:
             return None
@@ -96,7 +95,6 @@ class Adaptive:
         return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
-        """Sets how many drafts are `taken`."""
         if any(c.survival for c in candidates):
             batch, choice = self.modes.of(plan)
             tokens_per_second = choice.tokens_per_second(batch)

@@ -1,5 +1,5 @@
-"""Chooses the length of the next draft chains, before the draft model's confidence is known: by what recent chains
-gained.
+"""Chooses the length of the next draft chains from the gains of recent chains, before the draft model's confidence is
+known.
 
 While chains do not pay, a short one is drafted now and then (a probe), to see whether the text has become easier.
 """
@@ -78,7 +78,7 @@ class ChainLengths:
                 continue
             survival = self._rates.survival(work.rid, state.chain_drafts)
             drafted = len(survival)
-            # A chain that low confidence did not end is extended by the typical course of chains.
+            # If low confidence did not end the chain, estimate its longer forms by the mean survival of chains.
             if drafted == plan.chain and drafted < self._longest:
                 typical = self._rates.typical(work.rid, self._longest)
                 survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]

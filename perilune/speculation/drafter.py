@@ -65,8 +65,10 @@ class Start:
 class Drafter(Protocol):
     """A draft model; one per engine. Its own KV cache has the same block ids and slots as the target's.
 
-    `aux_layers` are the target's layers, in ascending order, that it reads the inputs of; it drafts at most `longest`
-    tokens. It may skip any number of steps: its pages then hold zeros or old entries at those positions.
+    aux_layers  numbers of the target's layers that it reads the inputs of, ascending
+    longest     tokens that it drafts at most
+
+    It may skip any number of steps: its pages then hold zeros or old entries at those positions.
     """
 
     aux_layers: tuple[int, ...]
@@ -77,7 +79,7 @@ class Drafter(Protocol):
         ...
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-        """Bytes of its scratch blocks, which hold the KV of chains: those positions are after the last token."""
+        """Bytes of its scratch blocks, which hold the KV of chains, at positions after the last known token."""
         ...
 
     def allocate(

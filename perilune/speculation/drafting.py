@@ -25,16 +25,16 @@ from perilune.speculation.requests import Requests
 from perilune.speculation.stats import Tally
 from perilune.speculation.step_cost import Costs
 
-# On a CPU, a chain ends when the product of its tokens' probabilities is less. Larger: shorter chains.
+# On a CPU, a chain ends when the product of its tokens' probabilities is below this. Larger: shorter chains.
 MIN_CONFIDENCE = 0.4
 
 
 class Speculator:
-    """Drafts for the requests of one engine.
+    """Implements protocol.Drafting.
 
     suffix   whether matches with earlier text (n-gram lookup) are a source of drafts
     longest  tokens that the draft model can draft; 0: there is none
-    fixed    number of drafts, whenever there are so many; None: the number with the greatest gain, by `costs`
+    fixed    drafts per request and step, as far as they exist; None: the number with the greatest gain, by `costs`
     shared   whether texts of finished requests may match (this never changes an answer)
 
     min_confidence  see StepPlan
@@ -71,7 +71,6 @@ class Speculator:
         self._requests.open(rid, prompt, root)
 
     def drop(self, rid: int) -> None:
-        """Forgets a request that has ended; unknown ids are ignored."""
         self._requests.drop(rid)
 
     def record_paused(self, requests: int, deltas: Sequence[Delta]) -> None:
@@ -89,7 +88,6 @@ class Speculator:
         self._requests.read()
 
     def observe(self, deltas: Sequence[Delta], outputs: Sequence[Output]) -> None:
-        """Takes the results of a step that was committed."""
         requests, rates, n = self._requests, self._rates, len(deltas)
         learns = requests.suffix
         if self._records is not None:
@@ -121,17 +119,13 @@ class Speculator:
                 state.set_chain(output.chain)
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step observed last took `seconds` since the step before it was committed; `alone`: it was planned after
-        that, so that the device waited for the host."""
         if self._records is not None:
             self._records.record_time(plan, seconds, alone)
 
     def worth_waiting(self, running: StepPlan) -> bool:
-        """As Adaptive.worth_waiting."""
         return self._policy.worth_waiting(running)
 
     def chained(self, running: StepPlan) -> int | None:
-        """As Adaptive.chained."""
         return self._policy.chained(running)
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
@@ -163,7 +157,6 @@ class Speculator:
         return proposed
 
     def chain_length(self, plan: StepPlan) -> int:
-        """StepPlan.chain: tokens that the draft model drafts after this step, or LEFT_OUT. May begin a pause."""
         return self._policy.chain_length(plan)
 
     def maintain(self) -> None:
@@ -174,7 +167,6 @@ class Speculator:
         self._requests.index()
 
     def report(self, stats: EngineStats) -> EngineStats:
-        """`stats` with the numbers of drafts."""
         return self._tally.report(stats)
 
     def _tally_drafts(self, delta: Delta, state: RequestState) -> None:

@@ -138,8 +138,8 @@ class Eagle3Drafter:
     def _steps(self, owned: Tensor, last: Tensor, count: int) -> list[Step]:
         """`count` steps of one token per request, from the position after `last` [S] on, without their tokens.
 
-        owned [S, M] int32: the requests' blocks. From the block of the first of these positions on, consecutive scratch
-        blocks replace them; the entries of that block are copied to the first scratch block.
+        owned [S, M] int32: the requests' blocks. From the block of position last + 1 on, consecutive scratch blocks
+        replace them; the entries of that block are copied to the first scratch block.
         """
         tables, *rows = draft_tables(owned, last, self._pages, self._first_scratch, self._scratch_blocks, count)
         S = len(last)

@@ -176,7 +176,7 @@ class ModeChoice:
         slower, lost = self.trial, 0.0  # seconds
         if best != self.trial:
             lost = self._trial_seconds - self._trial_tokens / self._rate(best, batch)
-        elif best == Mode.PLAIN:  # plain steps won: what was lost is the old mode's time
+        elif best == Mode.PLAIN:  # plain steps won: the old mode's steps lost time
             slower, rate = self.mode, self._rates[self.mode]
             lost = rate.total - rate.hits * plain
         self.steps_left = max(MIN_INTERVAL_STEPS, math.ceil(lost / TRIAL_LOSS_SHARE[slower] / plain))

@@ -4,7 +4,7 @@ A draft gains P(it and all drafts before it are right) tokens. It costs the seco
 converted to tokens by the speed of the batch (modes.py). Drafts of all requests are added in order of probability, up
 to the number with the greatest gain less cost. Large batches get few or none, because verifying is cheap only while
 memory bandwidth limits a step; so do texts without likely drafts. The length of a draft model's chain must be chosen
-before its confidence is known: by what recent chains of each length gained for the request.
+before its confidence is known: by the mean gain of the request's recent chains at each length.
 """
 
 from collections.abc import Sequence

@@ -44,8 +44,8 @@ class Drafting(Observer, Protocol):
     def min_confidence(self) -> float: ...
 
     def chained(self, running: StepPlan) -> int | None:
-        """How many tokens of the running step's draft chain the next step verifies, if it should be planned now, before
-        the running step's tokens are known; None: plan it without chaining."""
+        """Whether to plan the next step now, before the tokens of `running` are known (a chained step). Returns how
+        many tokens of the chain drafted after `running` it verifies, maybe 0; None: no chained step."""
         ...
 
     def worth_waiting(self, running: StepPlan) -> bool:
@@ -65,8 +65,8 @@ class Drafting(Observer, Protocol):
         ...
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step observed last took `seconds` since the step before it was committed. `alone`: it was planned after
-        that, so that the device waited for the host."""
+        """The step observed last took `seconds` from the commit of the step before. `alone`: it was planned after that
+        commit, so the device waited for the host."""
         ...
 
     def record_paused(self, n: int, deltas: Sequence[Delta]) -> None:

@@ -25,9 +25,9 @@ from perilune.core.step import MAX_DRAFTS, StepPlan
 
 CONTEXT_TOKENS = 2048  # tokens before a record's answer
 ANSWER_TOKENS = 1024  # tokens of answer in a record
-AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer goes on so long
-FILE_BYTES = 256 << 10  # a file is written when it has about so many bytes
-FILES = 16  # at least so many files fit the limit of bytes
+AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer has more
+FILE_BYTES = 256 << 10  # a file is written when its lines have about this size
+FILES = 16  # files that fit the limit of bytes, at least: a low limit makes files smaller
 PREFIX, SUFFIX = "rejected-", ".jsonl"
 MAX_LINE_BYTES = 16 << 20
 TOKEN_IDS = 2**31  # ids fit int32
@@ -82,7 +82,7 @@ def _ids(value: Any) -> TypeGuard[list[int]]:
 
 @dataclass(slots=True)
 class _Follow:
-    """A sampled request: the last tokens of its text, of which those from index `given` on are answer."""
+    """A sampled request. `ids`: the last tokens of its text; ids[given:] are of its answer."""
 
     ids: list[int]
     given: int
@@ -135,7 +135,6 @@ class RejectedLog:
                 self._record(follow)
 
     def drop(self, rid: int) -> None:
-        """Forgets a request that has ended; unknown ids are ignored."""
         if (follow := self._followed.pop(rid, None)) is not None:
             self._record(follow)
 

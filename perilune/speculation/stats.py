@@ -31,7 +31,6 @@ class Tally:
             self._accepted[source, position] += position < accepted
 
     def report(self, stats: EngineStats) -> EngineStats:
-        """`stats` with the numbers of drafts."""
         for (drafted, accepted), count in self._chains.items():
             for position in range(drafted):
                 self._drafted["eagle3", position] += count

@@ -2,9 +2,9 @@
 
     seconds = base(tokens of the step) + sum over requests of attention(tokens of the request) * its context
 
-Steps that decode one token each and are queued while the step before runs have a curve of their own, by requests; so
-have steps with a draft model that are queued so, with or without drafts, by tokens. The table is measured with the
-engine's own model, kernels and sampler on this machine, and with random tokens, each of which is routed to other
+`base` is for steps planned after the step before. Steps queued while the step before runs have two more curves: by
+requests, if each decodes one token without a draft model; by tokens, with a draft model. The table is measured with
+the engine's own model, kernels and sampler on this machine, and with random tokens, which are routed to different
 experts. Neighbouring tokens of a real text share experts, and planning takes time that is not in the table:
 live_costs.py corrects both.
 """
@@ -22,7 +22,7 @@ STEP_TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # Sizes of steps that are timed. M
 ONE_REQUEST_TOKENS = 9  # Sizes up to this are timed with one request, larger ones with several.
 EACH_REQUEST_TOKENS = 4  # Tokens of each of several requests.
 ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request that are timed at a long context.
-SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts: their difference in time is attention's.
+SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts, to time attention: the difference of their steps' seconds.
 # A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
 MIN_DRAFT_SHARE = 0.005
 CHAIN_TOKENS = 4  # Length of the chains that are timed.

@@ -10,10 +10,10 @@ from perilune.speculation.modes import IN_FLIGHT_STEPS, Mode, Modes
 from perilune.speculation.pausing import Pause
 from perilune.speculation.step_cost import StepKind
 
-# If steps can be chained, record one of so many plain steps. Larger: less Python per step.
+# If steps can be chained, record one of this many plain steps. Larger: less Python per step.
 PLAIN_STEPS_PER_SAMPLE = 8
 DRAFT_STEPS_PER_SAMPLE = 3  # As above, for steps of a settled mode with a draft model.
-# Every step is recorded until so many chains were learned from. Larger: better estimates, more Python at first.
+# Every step is recorded until this many chains were learned from. Larger: better estimates, more Python at first.
 SETTLED_CHAINS = 16.0
 
 
@@ -25,7 +25,7 @@ class Sample:
     seconds: float
     mode: Mode
     kind: StepKind
-    tokens: int  # sum of what the requests got
+    tokens: int  # accepted and sampled, of all requests
     chain: int  # length of the longest chain drafted after it
     steps: int  # number of similar steps that this sample represents
 
@@ -63,8 +63,7 @@ class StepRecords:
         self._unrecorded += 1
 
     def record_time(self, plan: StepPlan, seconds: float, alone: bool) -> None:
-        """The step committed last took `seconds` since the step before it was committed; `alone`: it was planned after
-        that."""
+        """As protocol.Drafting.record_time."""
         mode = self._planned.pop(plan.step, Mode.PLAIN)
         if any(w.count > MAX_DRAFTS + 1 for w in plan.work):  # a prompt is in the step: it does not measure decoding
             return
@@ -95,7 +94,7 @@ class StepRecords:
         self._samples.clear()
 
     def _steps_per_sample(self, plan: StepPlan, mode: Mode) -> int:
-        """One of so many steps is recorded: chained steps leave little time for Python."""
+        """N: one of N steps is recorded, because chained steps leave little time for Python."""
         if not self._costs.can_chain or mode == Mode.MATCHES:
             return 1
         if mode == Mode.PLAIN:

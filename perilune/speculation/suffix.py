@@ -20,7 +20,7 @@ from dataclasses import dataclass
 GRAM_TOKENS = 2  # Tokens by which positions are indexed. Larger: fewer, longer matches.
 MAX_MATCH_TOKENS = 32  # Longer matches count as this long. Larger: one long match outweighs more short ones.
 MAX_POINTERS = 8  # Pointers of a request. More: more Python per token, better drafts.
-MAX_PLACES = 5  # Positions of an n-gram that are tried, latest first, in the own text and in the store.
+MAX_PLACES = 5  # Positions of an n-gram that are tried, latest first, in the request's text and again in the store.
 CONTEXT_TOKENS = 32  # Tokens of the prompt that are stored before a finished answer.
 TOKEN_BYTES = 256  # Memory of a stored token with its index entry, about.
 STORE_BYTES = 64 << 20  # Memory of all stored texts, at most. Larger: older answers still match.
@@ -28,7 +28,7 @@ STORE_BYTES = 64 << 20  # Memory of all stored texts, at most. Larger: older ans
 _BITS = 21  # per id in the key of an n-gram; larger ids may collide, which `_match_length` detects
 _MASK = (1 << (_BITS * GRAM_TOKENS)) - 1
 _NOWHERE = -1
-_POSITION_BITS = 32  # a place in the store is the number of the text, then the position
+_POSITION_BITS = 32  # a place in the store: number of the text << 32 | position
 
 
 def salted(root: bytes) -> int:
@@ -275,7 +275,7 @@ class SuffixMatcher:
             return
         known = {(p.number, p.position) for p in self._pointers}
         for number, tokens, position in self._places(self._key):
-            # The latest own position is the end of the text.
+            # In the request's own text, the latest position is the end of the text: nothing follows.
             if position < len(tokens) and (number, position) not in known and len(self._pointers) < MAX_POINTERS:
                 length = _match_length(tokens, position, self.tokens)
                 if length >= GRAM_TOKENS:

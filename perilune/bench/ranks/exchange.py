@@ -41,11 +41,11 @@ from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 WIDTH = 7168  # of Kimi K2
 PARTS = 9  # partial sums of one token after the experts of a layer: 8 chosen and the shared one
 MAX_PARTS_TOKENS = 16
-OPS, REPLAYS = 48, 24  # exchanges in a graph of few tokens; replays of it that are timed
-GRAPH_TOKENS = 4096  # in all exchanges of a graph, so that one of many tokens is short
+OPS, REPLAYS = 48, 24  # exchanges in a graph of few tokens; its timed replays
+GRAPH_TOKENS = 4096  # of all exchanges in a graph: with more tokens there are fewer exchanges
 TIMEOUT_SECONDS = 300
 EPS = 1e-5
-EXCHANGES = {"nccl": "nccl", "none": "none", "loopback": "local-copy"}  # of a form; all others are of peer memory
+EXCHANGES = {"nccl": "nccl", "none": "none", "loopback": "local-copy"}  # by form; all other forms use peer memory
 
 Report = Callable[[str], None]
 
@@ -76,7 +76,7 @@ def measure(ranks: int, tokens: Sequence[int], report: Report) -> list[dict[str,
 
 
 def _outputs(commands: Sequence[Sequence[str]], scratch: Path) -> str:
-    """What rank 0 prints, once all ranks have ended. EngineError as soon as one fails: the others would wait for it."""
+    """Rank 0's output, once all ranks have ended. EngineError as soon as one fails: the others would wait for it."""
     with contextlib.ExitStack() as opened:
         files = [[opened.enter_context((scratch / f"{k}{r}").open("w+")) for k in "oe"] for r in range(len(commands))]
         processes = [subprocess.Popen(c, stdout=out, stderr=err) for c, (out, err) in zip(commands, files)]
@@ -103,7 +103,7 @@ class Rank:
     rank: int
     ranks: int
     peers: Peers
-    own: Peers  # a loopback
+    own: Peers  # exchanges between two places of this GPU's memory
     swap: peer_memory.Swap
 
     def rows(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ class Rank:
         return found
 
     def kv_rows(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """What sharded KV exchanges in a layer: the queries of all heads, then outputs with their log-sum-exp."""
+        """The exchanges of sharded KV in a layer: the queries of all heads, then outputs with their log-sum-exp."""
         heads, found = K2.heads // self.ranks, []
         for T in tokens:
             if T > MAX_PARTS_TOKENS:
@@ -260,7 +260,7 @@ def _ops(tokens: int) -> int:
 
 
 def run(scratch: Path, ranks: int, tokens: Sequence[int], rank: int) -> list[dict[str, Any]]:
-    """What one rank does, in a process of its own."""
+    """The rows of one rank, in a process of its own."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = FileStore(str(scratch / "store"), ranks)

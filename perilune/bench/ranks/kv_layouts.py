@@ -1,5 +1,5 @@
-"""Decode speed of ranks with the whole KV each and with KV sharded along the sequence, and from which context on the
-latter is faster."""
+"""Decode speed of ranks with replicated KV and with KV sharded along the sequence, and the context from which sharded
+KV is faster."""
 
 import itertools
 import statistics
@@ -59,7 +59,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _crossing(steps: Mapping[int, Mapping[str, float]]) -> str:
-    """Where sharded KV becomes faster, between the contexts that were measured on a straight line."""
+    """The context from which sharded KV is faster, interpolated between the measured ones."""
     lost = [(context, times["sequence"] - times["replicated"]) for context, times in steps.items()]
     if all(ms >= 0 for _, ms in lost):
         return f"sharded KV is not faster up to {lost[-1][0]:,} tokens"

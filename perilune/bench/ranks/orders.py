@@ -1,8 +1,7 @@
-"""What it costs to send a step to other ranks: rank 0 encodes its plan and sends it, the others read it.
+"""Time of sending a step to other ranks: rank 0 encodes its plan and sends it, the others read it.
 
-Processes read what rank 0 sends as engine/rank.py does, with nothing else to do; there is no model. Every plan is of
-decode steps of `batch` requests, made just before it is sent, as by the scheduler; block tables grow as those of real
-ones.
+The other processes only read plans, as engine/rank.py does; there is no model. Every plan is a decode step of `batch`
+requests, made just before it is sent, as by the scheduler; block tables grow like those of real steps.
 """
 
 import os

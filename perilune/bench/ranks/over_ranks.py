@@ -1,9 +1,9 @@
 """Time per layer of a large shape on real tensor-parallel ranks, exchanges included, with random weights.
 
-The engine runs twice, with n layers and with a few less, each rank a process on a GPU of its own; the difference of the
-two decode graphs' replay times, or of the times of a prompt in one step, over the layers between, is one MoE layer (see
-microscope.py for one GPU). All ranks replay at once, because their graphs wait for each other. Tokens are random, so
-routing is near uniform.
+The engine runs twice, with n layers and with a few less, each rank a process on a GPU of its own. One MoE layer is the
+difference of the two decode graphs' replay times, or of the times of a prompt in one step, divided by the difference of
+layers (microscope.py: one GPU). All ranks replay at once, because their graphs wait for each other. Tokens are random,
+so routing is near uniform.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def measure(
     common: dict[str, Any] = {}
     apart = _apart(layers)
     for engine in _engines(name, layers, settings, report):
-        engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold
+        engine.runner.zero(engine.info.num_blocks)  # the KV of prompts that are taken as cached
         own = dict[int, Timed]()
         for batch in batches:
             own[batch] = timed(engine, batch, context)
@@ -136,13 +136,13 @@ def _check(kernels: bool) -> None:
 
 
 def _replayed(engine: Engine) -> int:
-    """Replays the decode graph that ran last, on all ranks and on this thread; how often."""
+    """Replays the decode graph that ran last, on all ranks, here from this thread; returns the number of replays."""
     engine.runner.time_graph(1, on_caller=True)
     return replays(1)
 
 
 def _apart(layers: int) -> int:
-    """Layers between the two engines."""
+    """The difference of the two engines' layers."""
     if layers < 3:
         raise ConfigError(f"layers must be at least 3, not {layers}: the difference of two engines is measured")
     return min(STEP, (layers - 1) // 2)
@@ -163,7 +163,7 @@ def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) 
 
 
 def prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
-    """Of a prompt, until its first token has come."""
+    """From submitting a prompt to its first token."""
     rng = random.Random(turn)
     prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
     engine.submit(Submit(turn, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
@@ -218,8 +218,8 @@ def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, i
 
 
 def timed(engine: Engine, batch: int, context: int, *, drafts: int = 0) -> Timed:
-    """`batch` requests decode from `context` tokens on, which are taken to be in the cache; a step brings up to
-    1 + `drafts` tokens of each."""
+    """`batch` requests decode from `context` tokens on, which are taken as cached; a step gives each up to 1 + `drafts`
+    tokens."""
     rng, model = random.Random(batch), engine.runner.model
     vocabulary = model.config.vocab_size
     for rid in range(batch):
