@@ -34,8 +34,8 @@ __device__ __forceinline__ void put(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// A pair of bf16 as a mailbox word: inverted, and never zero, because zero means "not written yet".
-__device__ __forceinline__ uint32_t written(uint32_t pair) { return ~pair ? ~pair : 0x80000000u; }
+// A pair of bf16 or a float as a mailbox word: inverted, and never zero, because zero means "not written yet".
+__device__ __forceinline__ uint32_t written(uint32_t bits) { return ~bits ? ~bits : 0x80000000u; }
 __device__ __forceinline__ bool misses(const uint4& v) { return !v.x || !v.y || !v.z || !v.w; }
 __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
   uint4 v;

@@ -293,7 +293,7 @@ __global__ __launch_bounds__(ROW_WORDS / EACH, EACH == MANY ? 2 : 1) void two_sh
     }
   }
   if (QUANTIZED && blockIdx.x == 0) {  // scales of rows past y's last row become 0
-    const int last = SCATTER ? min(a.T - static_cast<int>(rank) * block, block) : a.T;
+    const int last = SCATTER ? max(min(a.T - static_cast<int>(rank) * block, block), 0) : a.T;
     const int past = a.scale_rows - last, groups = (a.D + 127) / 128;
     for (int n = threadIdx.x; n < past * groups; n += THREADS) {
       a.scales[static_cast<int64_t>(n / past) * a.scale_rows + last + n % past] = 0.0f;

@@ -115,7 +115,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
         "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5, peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None),
         "gate": Gate(
             rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
-            torch.zeros_like(multiples),
+            multiples * (0 if c.against else -2),  # reverses the choice; the weights of the chosen do not have it
             Routing(c.k, 1, 1, 2.827, c.normalise),
         ),
     }

@@ -64,16 +64,6 @@ struct Args {
   Peers peers;            // ranks 0: none
 };
 
-__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
-  uint32_t yes;
-  asm volatile(
-      "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
-      : "=r"(yes)
-      : "r"(shared_address(barrier)), "r"(phase)
-      : "memory");
-  return yes;
-}
-
 // 8 adjacent weights as floats.
 template <typename W>
 __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {

@@ -26,8 +26,6 @@ constexpr int CTAS = OUTER / ROWS_A;
 constexpr int SHARE = 128, KS_Q = 4;  // values of a row of q_b that a warp multiplies per slot; warps that share a tile
 constexpr int GROUPS_Q = WARPS / KS_Q, ROWS_Q = GROUPS_Q * TILE;
 constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b, per CTA
-constexpr int TILES = ROWS / TILE, ROUNDS = ROWS / ROWS_Q;
-constexpr int COLUMNS = LATENT / 2;  // of W_UK, per CTA
 // A CTA adds one piece of the residual: PIECE quads of 4 values.
 constexpr int QUADS = HIDDEN / 4, PIECE = (QUADS + CTAS - 1) / CTAS, PIECES = (QUADS + PIECE - 1) / PIECE;
 constexpr int USUAL_PARTS = 9;    // parts of x: 8 experts of a token, and the shared one

@@ -47,15 +47,6 @@ PERILUNE_PRODUCT(32, 2, 16, 17)
 PERILUNE_PRODUCT(64, 4, 32, 33)
 PERILUNE_PRODUCT(128, 8, 64, 65)
 
-// Multicast: to the same address, and with the same barrier, in every CTA of `mask`.
-__device__ __forceinline__ void tensor_load_to(void* shared, const CUtensorMap* map, int x, int y, uint64_t* barrier,
-                                               int mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(x), "r"(y), "r"(0), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask))
-      : "memory");
-}
 __device__ __forceinline__ float4 load_from(const float* p, int rank) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -178,7 +169,7 @@ __global__ void __launch_bounds__(Sizes<BYTES, N, TILES>::THREADS, 1)
         uint8_t* to = memory + p.stage * stage_bytes + a.rows * ROW + member * box * ROW;
 #pragma unroll
         for (int i = 0; i < S::K / 64; i++) {
-          if (sharing > 1) tensor_load_to(to + i * N * ROW, &x, p.k + i * 64, member * box, full + p.stage, mask);
+          if (sharing > 1) tensor_load_to(to + i * N * ROW, &x, p.k + i * 64, member * box, 0, full + p.stage, mask);
           else tensor_load(to + i * N * ROW, &x, p.k + i * 64, 0, 0, full + p.stage);
         }
       };

@@ -31,11 +31,6 @@ struct Args {
   float eps;
 };
 
-__device__ __forceinline__ uint32_t written(float v) {
-  const uint32_t bits = ~__float_as_uint(v);
-  return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
-}
-
 // Selects the experts, with all warps. Each warp waits for the scores of 32 EACH adjacent experts and lists its best
 // ones. An expert's rank is the number of better experts in all lists. Ties go to the lower id. K: top_k, or 0.
 template <int EACH>
@@ -200,7 +195,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
         v = 1.0f / (1.0f + expf(-v));
         const int row = lane / 8;
         if (lane % 8 == 0 && row < ROWS && begin + row < E && !rehearsal) {
-          mailbox::put(a.scores + begin + row, written(v));
+          mailbox::put(a.scores + begin + row, mailbox::written(__float_as_uint(v)));
         }
       }
     }

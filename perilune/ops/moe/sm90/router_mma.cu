@@ -32,11 +32,6 @@ struct Args {
 // Bytes between a warp's rows of the gate, so that two neighbouring rows share no bank.
 __host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
 
-__device__ __forceinline__ uint32_t written(float v) {
-  const uint32_t bits = ~__float_as_uint(v);
-  return bits ? bits : 0x80000000u;  // 0 means "not written": another NaN instead
-}
-
 // Waits for the sums of a token for experts 32 n + lane, adds their parts and clears them. A negative token: a dry run,
 // which neither waits nor clears.
 template <int EACH>
@@ -117,7 +112,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[s][n];
     const int64_t token = n / TILE;
-    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, written(v));
+    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, mailbox::written(__float_as_uint(v)));
   }
 }
 
