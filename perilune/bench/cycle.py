@@ -18,6 +18,7 @@ import torch
 
 from perilune.bench import ledger
 from perilune.bench.microscope import (
+    BALANCED,
     CEILING_TB_S,
     DRAWS,
     REPLAYS,
@@ -150,7 +151,7 @@ def measure(
         "draft_share": round(draft_ms / whole, 4),
         "distinct_experts": round(distinct, 2),
         "cycle_tokens": verified,
-        "balanced": verified == batch * (draft + 1)
+        "balanced": verified >= BALANCED * batch * (draft + 1)  # two of 256 random ids are equal in 18 % of runs
         and balanced(shape(bench.name, bench.layers), distinct, batch * (draft + 1)),
         "ceiling_tb_s": CEILING_TB_S,
         "measured_read_tb_s": round(bench.read_tb_s, 3),

@@ -100,7 +100,7 @@ def test_ranks_exchange_in_one_process(T: int, mode: str) -> None:
 )
 def test_ranks_exchange_what_tokens_get_from_experts(mode: str, ranks: int, T: int, D: int) -> None:
     """All rows; then, as in a step of a prompt, each rank those that it owns, and after that another sum of all rows.
-    CTAs take turns in a random order, and ranks' launches overlap. T = 300: some CTAs have two rows; 5: a rank has none."""
+    CTAs take turns in a random order; launches of ranks overlap. T = 300: some CTAs have two rows; 5: rank 3 has 0."""
     make, eps = Make(BFLOAT16, CPU, ranks), 1e-5
     given = [pairs_op.inputs(pairs_op.Case(T, D, 3, mixed=ranks == 4), make) for _ in range(ranks)]
     before, w, pairs = given[0]["residual"], given[0]["w"], [one["pairs"] for one in given]
