@@ -161,11 +161,6 @@ def _few() -> Any:
     return build.function("mla_decode.cu", "mla_attend_few", "ppllplppppllfp")
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:
     """Of `attend`."""
     return (
@@ -185,7 +180,7 @@ def attend(
     tables, query_start, context = span.contiguous()
     (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
     # As many CTAs as the GPU runs at once, and one for each tile there may be.
-    ctas = max(processors(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
+    ctas = max(build.sm_count(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
     partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
     failed = _kernel()(
@@ -221,7 +216,7 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
-    slots, sharing = processors(device), -(-H // QUARTER)  # CTAs of a range
+    slots, sharing = build.sm_count(device), -(-H // QUARTER)  # CTAs of a range
     if B != 1 or pages.dtype != BFLOAT16 or -(-M * block_size // FEW) * sharing > slots:
         return *attend(q_full, pages, span, scale, None, None), LEAST
     partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)

@@ -140,7 +140,7 @@ def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.de
     )
     if found is not True:
         return found
-    processors = mla_decode.processors(device)
+    processors = build.sm_count(device)
     return build.on_hopper(
         "mla_decode.cu",
         device,
@@ -168,7 +168,7 @@ def fits(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device
     )
     if found is not True:
         return found
-    processors = mla_decode.processors(device)
+    processors = build.sm_count(device)
     return build.on_hopper(
         "mla_decode.cu",
         device,
@@ -223,7 +223,7 @@ def launch(
         H,
         len(w.o.weight),
         least,
-        mla_decode.processors(device),
+        build.sm_count(device),
         peers.table(others),
         build.stream(device),
     )

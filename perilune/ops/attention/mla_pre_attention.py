@@ -142,10 +142,6 @@ def _kernel(few: bool) -> Any:
     return build.function(f"{name}.cu", name, "ppllpfppppp" + "pppp" + "llpf" + "ppp" + few * "l" + "lpp")
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (H, n, R) = a.residual.shape, a.weights.w_uk.shape
     kimi = D == K2.hidden and len(a.weights.q_a_norm) == K2.q_rank and n == K2.nope and R == K2.latent
@@ -160,7 +156,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         *cache_rows.needs(a.latents.pages),
         *peers.needs(a.norm.peers),
         (a.norm.peers is None or H <= MOST_SPLIT_HEADS, f"at most {MOST_SPLIT_HEADS} heads of a rank among others"),
-        (_processors(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
+        (device.type == "cuda" and build.sm_count(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
     )
 
 

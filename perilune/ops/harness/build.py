@@ -184,6 +184,12 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
     return found if isinstance(found, str) else True
 
 
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU. Cached: torch would be asked seven times per layer of a prompt."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def stream(device: torch.device | None = None) -> int:
     """The handle of the current stream of `device`, a GPU (None: of the current GPU), for a launch.
     torch.cuda.current_stream takes 10 us of host time, and a layer of a prompt has 19 launches."""

@@ -158,7 +158,7 @@ def run_streamed(
     tensor, if given."""
     x = aligned(x)
     (T, i), o = x.shape, w.shape[0]
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = build.sm_count(x.device)
     shared = norm is None and halved(x, w)
     if y is None:
         y = torch.empty(T, o, dtype=FLOAT32 if wide else BFLOAT16, device=x.device)

@@ -104,7 +104,7 @@ def cuda(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
     assert w.scale is not None
     (T, i), o = x.shape, w.weight.shape[0]
     y = torch.empty(T, o, dtype=BFLOAT16, device=x.device)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = build.sm_count(x.device)
     failed = _kernel()(
         x.data_ptr(),
         x_scale.data_ptr(),

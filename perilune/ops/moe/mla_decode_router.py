@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.attention import mla_decode_output
 from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
@@ -185,7 +185,7 @@ def _chooses(a: Any, device: torch.device) -> bool | str:
 
 def _rows(experts: int, device: torch.device) -> int:
     """Rows of the gate for each CTA but the one that chooses the experts."""
-    return max(LEAST_GATE, -(-experts // (mla_decode.processors(device) - 1)))
+    return max(LEAST_GATE, -(-experts // (build.sm_count(device) - 1)))
 
 
 def _run(

@@ -188,11 +188,6 @@ def _down(source: str) -> Any:
     return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _fits(a: Any, device: torch.device) -> bool | str:
     (T, D), (E, both, _) = a.x.shape, a.gate_up.scale.shape
     most = MAX_TOKENS if a.gate_up.row_scale is None else MAX_COMPACT
@@ -242,7 +237,7 @@ def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
 @op.impl("cuda", when=_fits, waits=(T1,))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
-    I, memory, processors = both // 2, workspace.current(x.device), _processors(x.device)  # noqa: E741
+    I, memory, processors = both // 2, workspace.current(x.device), build.sm_count(x.device)  # noqa: E741
     source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
     published = mailbox(memory).take(chosen.publication, x) if source == T1 else None
     x, ids, weights = x.contiguous(), chosen.ids.contiguous(), chosen.weights.contiguous()

@@ -89,7 +89,7 @@ def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Te
         D,
         I,
         rows // 8,
-        torch.cuda.get_device_properties(device).multi_processor_count,
+        build.sm_count(device),
         build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"

@@ -155,7 +155,7 @@ def _chunk(
         classes(T, k, E),
         tiles,
         groups,
-        torch.cuda.get_device_properties(device).multi_processor_count,
+        build.sm_count(device),
         build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"

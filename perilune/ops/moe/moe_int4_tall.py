@@ -90,7 +90,7 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
         classes(T, k, E),
         tiles,
         rows // 8,
-        torch.cuda.get_device_properties(device).multi_processor_count,
+        build.sm_count(device),
         build.stream(device),
     )
     assert not failed, f"CUDA error {failed}: {x.shape=} {gate_up.kind=}"

@@ -75,7 +75,7 @@ def test_one_tokens_kernels_say_what_they_need(
     """As on a Hopper GPU, which is not here: what those kernels do not take they refuse before they are chosen."""
     monkeypatch.setattr(build, "is_hopper", lambda device: True)
     monkeypatch.setattr(build, "library", lambda source: object())
-    monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: 132)
+    monkeypatch.setattr("perilune.ops.harness.build.sm_count", lambda device: 132)
     sizes = {"q_full": (1, 64, 576), "pages": (8, 64, 576), "gate": (384, 7168), "routing": (8, 1, 1)} | other
     sizes.setdefault("peers", None)
 
@@ -118,7 +118,7 @@ def test_heads_and_weights_choose_the_kernel_after_attention(
 ) -> None:
     monkeypatch.setattr(build, "is_hopper", lambda device: True)
     monkeypatch.setattr(build, "library", lambda source: object())
-    monkeypatch.setattr("perilune.ops.attention.mla_decode.processors", lambda device: other.get("processors", 132))
+    monkeypatch.setattr("perilune.ops.harness.build.sm_count", lambda device: other.get("processors", 132))
     D, latent = other.get("D", 7168), other.get("latent", 576)
     o = torch.empty(D, heads * 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="meta")
     weights = SimpleNamespace(o=Matrix(o), uv_fp8=Matrix(o) if fp8 else None)

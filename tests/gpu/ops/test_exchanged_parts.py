@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.attention import mla_decode, mla_decode_output, mla_pre_attention
+from perilune.ops.attention import mla_decode_output, mla_pre_attention
 from perilune.ops.exchange.peers import HALF_BYTES, Mailboxes, Peers
-from perilune.ops.harness import check
+from perilune.ops.harness import build, check
 from perilune.ops.harness.case import BFLOAT16, K2, Make, Tol, clone
 from perilune.ops.moe import mla_decode_router
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() != (9, 0)
-    or not mla_pre_attention.PROCESSORS <= mla_decode.processors(CUDA) <= mla_decode_output.MOST_PROCESSORS,
+    or not mla_pre_attention.PROCESSORS <= build.sm_count(CUDA) <= mla_decode_output.MOST_PROCESSORS,
     reason="for Hopper GPUs of 132 processors",
 )
 QUADS = K2.hidden // 4  # words of a token: four values each

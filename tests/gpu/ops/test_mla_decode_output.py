@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, K2, Make
 from perilune.ops.layouts.operands import Matrix
 from perilune.ops.linear import linear_fp8
@@ -18,7 +19,7 @@ CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() != (9, 0)
-    or not K2.heads <= mla_decode.processors(CUDA) <= mla_decode_output.MOST_PROCESSORS,
+    or not K2.heads <= build.sm_count(CUDA) <= mla_decode_output.MOST_PROCESSORS,
     reason="for Hopper GPUs",
 )
 
@@ -73,7 +74,7 @@ def test_launches_in_a_graph_give_the_bits_of_a_lone_one(
 @pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (64, 16), (32, 32)])
 def test_attention_beside_it_is_attention_before_it(heads: int, block_size: int, fp8: bool) -> None:
     """A wider table, which holds no more, takes the kernel that leaves no room beside it."""
-    most = mla_decode.processors(CUDA) // (heads // mla_decode.QUARTER) * mla_decode.FEW // block_size
+    most = build.sm_count(CUDA) // (heads // mla_decode.QUARTER) * mla_decode.FEW // block_size
     for context in (1, (most - 1) * block_size, *torch.randint(2, (most - 1) * block_size + 1, (8,)).tolist()):
         case = mla_decode_output.Case((1,), (context,), heads, block_size=block_size, D=K2.hidden, fp8=fp8)
         args = mla_decode_output.inputs(case, Make(BFLOAT16, CUDA, context))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.attention import mla_decode, mla_decode_output
+from perilune.ops.attention import mla_decode_output
+from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, K2, Make
 from perilune.ops.moe import mla_decode_router, moe_int4, router
 from perilune.ops.moe.chosen import Chosen
@@ -16,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() != (9, 0)
-    or not K2.heads <= mla_decode.processors(CUDA) <= mla_decode_output.MOST_PROCESSORS,
+    or not K2.heads <= build.sm_count(CUDA) <= mla_decode_output.MOST_PROCESSORS,
     reason="for Hopper GPUs",
 )
 EXPERTS = 48
