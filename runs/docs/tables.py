@@ -147,7 +147,7 @@ def experts() -> str:
     newest = {(r["width"], r["expert_format"], r["tokens"]): r for r in rows("experts")}
     lines = [
         f"| routed experts of a K2.5 layer, us | {' | '.join(KERNELS.values())} | humming-kernels | "
-        "the fastest here is so many times as fast | SM MHz | commit |",
+        "humming-kernels / our fastest | SM MHz | commit |",
         "|---" * (len(KERNELS) + 5) + "|",
     ]
     for key in sorted(newest, key=lambda k: (-k[0], k[1] != "int4-g32", k[2])):
@@ -189,7 +189,7 @@ def nano() -> str:
         stage = stage.get("before")
     return (
         f"kimi-nano is a demonstration of checked skills, not a chat model: {trained['parameters'] / 1e6:.0f} million "
-        f"parameters, trained from nothing\nin {minutes:.0f} minutes on one {trained['device']} by "
+        f"parameters, trained from nothing\nin {minutes:.0f} minutes of one {trained['device']} by "
         "[runs/kimi-nano.sh](runs/kimi-nano.sh). Its [card](perilune/bundled/kimi-nano/README.md) has its scores."
     )
 
