@@ -62,7 +62,7 @@ def text() -> str:
         may = MAY[rule]
         what = "everything" if may is None else ", ".join(sorted(may)) or "the standard library"
         lines.append(f"{rule:18s} -> {what}")
-    never = ", ".join(NO_TORCH)
+    never = ", ".join(m for m in NO_TORCH if [*(ROOT / "perilune").glob(m.replace(".", "/") + "*")])
     return "\n".join(["```", *lines, "```", "", f"Never torch, checked transitively: {never}."])
 
 
