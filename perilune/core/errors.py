@@ -1,7 +1,7 @@
 """Errors meant for people: one line that names the value and, where there is one, the remedy.
 
-Whatever a message quotes from a file or a request goes through `shown`: files of a checkpoint come from anyone, and a
-name in them may have a million characters, or be made of terminal control codes.
+Messages quote files and requests through `shown`: a name in a checkpoint may have a million characters or terminal
+control codes.
 """
 
 import reprlib
