@@ -63,7 +63,7 @@ def text() -> str:
         what = "everything" if may is None else ", ".join(sorted(may)) or "the standard library"
         lines.append(f"{rule:18s} -> {what}")
     never = ", ".join(m for m in NO_TORCH if [*(ROOT / "perilune").glob(m.replace(".", "/") + "*")])
-    return "\n".join(["```", *lines, "```", "", f"Never torch, checked transitively: {never}."])
+    return "\n".join(["```", *lines, "```", "", f"Never import torch, not even indirectly: {never}."])
 
 
 def rooms() -> dict[str, set[str]]:
