@@ -111,7 +111,7 @@ def layers() -> str:
         cached, compact = r.get("cached") or 0, r["expert_format"] == "int4-compact"
         peer = PEER_PREFILL.get(r["tokens"]) if plain(r) else None
         what = f"prefill, {r['tokens']:,} tokens"
-        what += f" behind {cached:,} cached" if cached else ""
+        what += f" after {cached:,} cached" if cached else ""
         what += ", compact scales" if compact else ""
         lines.append(line(what, r, r["ms_per_layer"], r["floor_ms_per_layer"], peer, "ms"))
     return "\n".join(lines)
