@@ -1,6 +1,5 @@
-# A server for NVIDIA GPUs in a container; deploy/cpu.Dockerfile is the one without. The devel image has nvcc: all CUDA
-# kernels are built here, none at start. On another processor than the image was built on, C++ kernels are compiled
-# again at start.
+# A server for NVIDIA GPUs in a container; without GPUs: deploy/cpu.Dockerfile. The devel image has nvcc: all CUDA
+# kernels are built here, none at start. C++ kernels are compiled again at start if the processor is another one.
 #   docker build -t perilune:cuda .
 #   docker run --gpus all -p 127.0.0.1:8000:8000 -v /models:/models:ro perilune:cuda serve /models/NAME --host 0.0.0.0
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -10,7 +9,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev
 RUN useradd --uid 10001 --create-home perilune && install -d -o perilune /opt/perilune /opt/source
 # By number: Kubernetes (runAsNonRoot) takes no name for a user that is not root.
 USER 10001
-# Models are kept here, on a volume perhaps, which takes its owner from the image.
+# For downloaded models. A volume that is mounted here gets its owner from the image.
 RUN mkdir -p /home/perilune/.cache/huggingface
 ENV PATH=/opt/perilune/bin:$PATH
 RUN python3 -m venv /opt/perilune

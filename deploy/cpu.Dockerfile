@@ -8,11 +8,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 RUN useradd --uid 10001 --create-home perilune && install -d -o perilune /opt/perilune /opt/source
 # By number: Kubernetes (runAsNonRoot) takes no name for a user that is not root.
 USER 10001
-# Models are kept here, on a volume perhaps, which takes its owner from the image.
+# For downloaded models. A volume that is mounted here gets its owner from the image.
 RUN mkdir -p /home/perilune/.cache/huggingface
 ENV PATH=/opt/perilune/bin:$PATH
 RUN python3 -m venv /opt/perilune
-# The index has torch with the CUDA libraries; this one is 4 GB smaller.
+# PyPI's torch brings the CUDA libraries; this one is 4 GB smaller.
 RUN pip install --no-cache-dir 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cpu
 
 WORKDIR /opt/source

@@ -1,4 +1,4 @@
-"""Pictures and videos in Python, without a server, with a model that sees (Kimi K2.5, K2.6, K2.7).
+"""Pictures and videos in Python, without a server, with a model that sees (Kimi K2.5 to K2.7, kimi-nano).
 
 python examples/pictures.py MODEL FILE [FILE ...]       videos need: pip install 'perilune[video]'
 """

@@ -47,7 +47,7 @@ Ctrl-C interrupts an answer."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an answer. Counts are what is known so far: of the prompt, and of the whole answer."""
+    """A piece of an answer, and the tokens of the prompt and of the answer so far, where known."""
 
     events: Sequence[Event]
     prompt_tokens: int | None = None
@@ -66,7 +66,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Local:
-    """The engine in a process of its own. `sampling` is what the user asked for; the checkpoint says the rest."""
+    """The engine in a process of its own. `sampling`: the user's values; the rest are the checkpoint's."""
 
     name: str
     client: EngineClient
@@ -124,7 +124,7 @@ class Remote:
 
 @dataclass(slots=True)
 class Turn:
-    """An answer while it comes in: its message, and when its tokens came."""
+    """An answer while it arrives: its message, and the times of its tokens."""
 
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -154,7 +154,7 @@ class Turn:
                 self.calls[e.index]["function"]["arguments"] += e.text
 
     def message(self, *, interrupted: bool) -> dict[str, Any] | None:
-        """What the conversation keeps of it; None if that is nothing. A call cut short is not kept."""
+        """The message that the conversation keeps; None if empty. Calls of an interrupted answer are not kept."""
         calls = [] if interrupted else [self.calls[i] for i in sorted(self.calls)]
         if not (calls or self.content or self.reasoning):
             return None
@@ -177,7 +177,7 @@ class Turn:
 
 
 class Printer:
-    """Shows an answer as it comes: thinking dimmed, calls as name(arguments). Colours only on a terminal."""
+    """Prints an answer as it arrives: thinking dimmed, calls as name(arguments). Colours only on a terminal."""
 
     def __init__(self) -> None:
         self._kind: type[Event] | None = None
@@ -196,7 +196,7 @@ class Printer:
             click.secho(e.text, nl=False, dim=kind is Reasoning or None, fg="cyan" if kind is ToolStart else None)
 
     def end(self) -> None:
-        """Ends the line of whatever was shown last."""
+        """Ends the current line."""
         if self._kind is not None:
             click.echo(click.style(")", fg="cyan") if self._kind is ToolStart else "")
             self._kind = None
@@ -279,7 +279,7 @@ class Chat:
         return True
 
     def attach(self, file: Path, medium: dict[str, Any]) -> None:
-        """A picture or video that the next question is about: its file and its part of the message."""
+        """Adds a picture or video, its part of a message, to the next question."""
         self.attached.append(medium)
         click.secho(f"{file.name} goes with the next question", dim=True)
 

@@ -148,7 +148,7 @@ def _say(line: str) -> None:
 
 
 def _show(conversion: Conversion, directory: Path) -> None:
-    """Sizes before anything is written, and whether they fit."""
+    """Prints sizes. Error if the disk has no room for them."""
     before, parts = conversion.checkpoint.nbytes, sizes(conversion.files)
     click.echo(f"{conversion.source.name}: {before / GB:.3f} GB -> {conversion.nbytes / GB:.3f} GB", err=True)
     if conversion.drafter:

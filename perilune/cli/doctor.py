@@ -91,7 +91,7 @@ def _opened(model: str, revision: str | None) -> Iterator[tuple[Path, bool]]:
 
 
 def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = True, show: bool = False) -> Report:
-    """Everything that can be found out about a directory.
+    """The report on a model directory.
 
     values     whether its shards hold more than headers
     checksums  compare the SHA-256s that a conversion kept, which reads all bytes of its files
@@ -133,7 +133,7 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
 
 
 def _checksums(report: Report, path: Path, compare: bool, show: bool) -> str:
-    """Adds what differs from the SHA-256s that the checkpoint keeps; what to say if nothing does."""
+    """Adds findings for files that differ from the checkpoint's SHA-256s. Returns words for Report.sound."""
     try:
         kept = sums.kept(path)
     except CheckpointError as e:
@@ -156,7 +156,7 @@ def _checksums(report: Report, path: Path, compare: bool, show: bool) -> str:
 
 
 def _drafter(report: Report, path: Path, config: KimiConfig, values: bool) -> str:
-    """What there is to say about a model's own draft model; adds what is wrong with it."""
+    """The answer about the draft model in the directory; adds findings if it is damaged."""
     folder = path / DRAFTER
     if not values:
         return "not looked at in a repository; give the directory of a download"
@@ -198,7 +198,7 @@ def _title(model: str, config: KimiConfig, text: text_examine.Text, shards: shar
 
 
 def _ids(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The token ids that config.json names; KimiConfig has found them to be such."""
+    """The token ids that config.json names, which KimiConfig has checked."""
     inner = raw.get("text_config")
     levels = (raw, inner if isinstance(inner, dict) else {})
     ids: dict[str, tuple[int, ...]] = {}
@@ -209,7 +209,7 @@ def _ids(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
-    """What a draft's configuration says; None if it is no draft's."""
+    """The fields of a draft model's config.json; None if it is another model's."""
     eagle = raw.get("eagle_config")
     names = raw.get("architectures")
     if not isinstance(eagle, dict) and "eagle3" not in str(names).lower():

@@ -68,7 +68,7 @@ def command(
 
 
 def _build() -> None:
-    """What would otherwise happen on first use. A source without its compiler is named and skipped."""
+    """Compiles all kernel sources now instead of on first use. Names and skips those without a compiler."""
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, built in zip(build.sources(), pool.map(build.library, build.sources())):

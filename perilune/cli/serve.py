@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from perilune.server.service import Service
     from perilune.server.tracing import Traces
 
-# After which a thread lets the event loop go on (by default 5 ms). The loop asks for the interpreter's lock after
-# each call of a socket: a body of megabytes, parsed on a thread, delayed each piece of each stream by that time. Less
-# costs more switches.
+# After this time a thread must hand the GIL to another one (Python's default: 5 ms). The event loop needs the GIL back
+# after each socket call, so a thread that parses a body of megabytes delays each piece of each stream by this time.
+# Smaller: more switches.
 SWITCH_SECONDS = 0.0005
-GRACE_SECONDS = 1.0  # for answers in flight to say that the server stops, and for threads to end
+GRACE_SECONDS = 1.0  # for answers in flight to end with an error, and for threads to end
 QUESTION = "What is 347 + 589?"
 BACKLOG_CONNECTIONS = 2048
 DRAIN_POLL_SECONDS = 0.02
@@ -138,9 +138,8 @@ def command(
         member_named(server.chat_template)  # a wrong name must not cost a download
     console = Console(stderr=True, highlight=False)
     logs.configure(server.log_format, server.log_level)
-    # Like the address, what the server needs besides the model is looked at before minutes of loading.
+    # Files are checked and the address is bound first: an error must not come after minutes of loading.
     check_access(server)
-    # The address is taken before the model is loaded: a taken port must not cost minutes of loading.
     with listening(server) as sock, contextlib.ExitStack() as made:
         if synthetic is not None:
             path = made.enter_context(directory(synthetic, layers))
@@ -217,10 +216,10 @@ async def run(
     assert this is not None
     for number in SIGNALS:
         loop.add_signal_handler(number, this.cancel)
-    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # A reload would be too early: its files are read later.
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # no reload yet: the files are read later
     try:
-        # The engine's process starts, and imports torch while this one imports the rest. What takes seconds on a busy
-        # machine is done on threads, so that signals need not wait for it.
+        # The engine's process imports torch while this one imports the rest. Work that takes seconds on a busy machine
+        # runs on threads, so that signals are handled meanwhile.
         await aside(lambda: importlib.import_module("perilune.server.app"))
         from perilune.grammar.constrain import warm_up
         from perilune.media.limits import Limits
@@ -233,7 +232,7 @@ async def run(
         tokenizer = await aside(lambda: Tokenizer.from_directory(path))
         template = template_for(path, server.chat_template)
         generation_config, limits = read_generation_config(path), Limits.from_directory(path)
-        # Seconds for a large vocabulary, hidden behind the engine's start; without it the first tool call would pay.
+        # Takes seconds for a large vocabulary: done while the engine starts, not at the first tool call.
         await aside(lambda: warm_up(tokenizer))
         client = await starting
     except BaseException as e:
@@ -248,7 +247,7 @@ async def run(
         raise
     try:
         client.end_tokens |= tokenizer.stop_ids
-        # What exists now lives as long as the server: a full garbage collection need not walk through it again, which
+        # Objects that exist now live as long as the server. Full garbage collections skip them: walking through them
         # would add some 50 ms to each pause that a large request causes.
         gc.collect()
         gc.freeze()
@@ -291,7 +290,7 @@ async def run(
 
 
 async def aside(work: Callable[[], T]) -> T:
-    """Runs `work` on a daemon thread and returns its result. Once this is cancelled, nothing waits for the thread, not
+    """Runs `work` on a daemon thread and returns its result. After a cancellation nothing waits for the thread, not
     even the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -315,7 +314,7 @@ async def aside(work: Callable[[], T]) -> T:
 
 
 def observers(service: "Service") -> "list[AuditLog | Traces]":
-    """What is said about each request besides the log and the metrics; to be closed after the last one."""
+    """The audit log and the traces, if configured; the caller closes them after the last request."""
     from perilune.server import audit
     from perilune.server.audit import AuditLog
     from perilune.server.tracing import Traces
@@ -348,8 +347,8 @@ def reloadable(service: "Service") -> tuple[list[Watched], Certificate | None]:
 
 
 class Ending:
-    """When the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight any
-    more. Meanwhile it answers probes, and refuses other requests."""
+    """Decides when the server ends: at once after SIGINT or a second signal; after SIGTERM when no answer is in flight
+    or drain_seconds have passed. Meanwhile the server answers probes and refuses other requests."""
 
     def __init__(self, service: "Service", listener: "Listener", drain_seconds: float) -> None:
         self._service, self._listener, self._drain_seconds = service, listener, drain_seconds
@@ -420,7 +419,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError naming the remedy when the address cannot be had."""
+    """A listening socket. ConfigError with the remedy if the address is not available."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -455,7 +454,7 @@ def address(sock: socket.socket, *, https: bool) -> str:
 def show_ready(
     console: Console, info: EngineInfo, name: str, sock: socket.socket, *, locked: bool, https: bool
 ) -> None:
-    """Prints the automatic choices with their reasons, the address and a question to try, once."""
+    """Prints the automatic choices with their reasons, the address and a request to try."""
     for key, value, reason in info.choices:
         console.print(f"  {escape(key)} = [bold]{escape(value)}[/]  [dim]{escape(reason)}[/]", soft_wrap=True)
     url = address(sock, https=https)
@@ -465,7 +464,7 @@ def show_ready(
     where = f"[bold]{url}/v1[/]" if not reach else f"the Unix socket [bold]{escape(sock.getsockname())}[/]"
     console.print(f"\n[bold]{escape(name)}[/] is served at {where}", soft_wrap=True)
     console.print(f"Talk with it at [bold]{url}/[/], or try\n" if not reach else "Try\n", soft_wrap=True)
-    # Not through the console, which would wrap the line: it is there to be copied.
+    # Not through the console, which would wrap the line: users copy it.
     click.echo(
         f"curl{reach} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
         err=True,

@@ -49,8 +49,8 @@ class EngineConfig:
         False,
     )
     expert_scales: Literal["auto", "checkpoint", "compact"] = _doc(
-        "scales of INT4 experts: as stored, or made a byte each while they are read, which saves a sixteenth of the "
-        "model; auto: as stored if that leaves room for 32,768 tokens",
+        "scales of INT4 experts: as stored, or made a byte each while they are read, which saves 5 % of the model; "
+        "auto: as stored if that leaves room for 32,768 tokens",
         "auto",
     )
     qk_norm_eps: float | None = _doc(

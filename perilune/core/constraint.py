@@ -10,7 +10,7 @@ class Constraint:
     """The shape of one answer, in plain values that travel as msgpack.
 
     thinking         the answer begins with a thought, which only `</think>` ends
-    thinking_budget  tokens of the thought after which `</think>` is the only token left; None: no bound
+    thinking_budget  tokens of the thought after which only `</think>` is allowed; None: no bound
     text             free text may be the answer, or come before tool calls
     tools            (name, grammar of the arguments) of the tools that may be called; none: no tool can be called
     parallel         more than one call may be made
@@ -20,7 +20,7 @@ class Constraint:
     least            tokens that the shortest answer takes, its end token included; 0 where any length will do
     leap             bytes, at most, that one more token can add to the shortest completion of an argument or answer
     param            the request field to blame when `least` does not fit
-    group            requests of one group share compiled grammars; others cannot notice by time which there are
+    group            requests of one group share compiled grammars; other groups cannot learn of them by timing
 
     The grammars are llguidance's, in text form. Where tools and `answer` are both there, the model chooses.
     """

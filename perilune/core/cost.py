@@ -1,4 +1,4 @@
-"""What each op must do at least: FLOPs, and bytes that have to move. Plain functions of ints.
+"""The least FLOPs and bytes moved of each op. Plain functions of ints.
 
 Letters as in the model: T tokens, D hidden, H heads, R latent, r rope, n nope, v value, E experts, I expert width.
 `size` is bytes of an activation or weight element. A multiply and an add are two FLOPs. Bytes count every input read

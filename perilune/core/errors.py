@@ -1,7 +1,7 @@
 """Errors meant for people: one line that names the value and, where there is one, the remedy.
 
-Whatever a message quotes from a file or a request goes through `shown`: files of a checkpoint come from anyone, and a
-name in them may have a million characters, or be made of terminal control codes.
+Messages quote files and requests through `shown`: a name in a checkpoint may have a million characters or terminal
+control codes.
 """
 
 import reprlib
@@ -64,17 +64,17 @@ class RequestError(PeriluneError):
 
 
 def signal_note(code: int | None) -> str:
-    """What to say of a process that ended with this exit status, behind the signal: "" where nothing is known."""
+    """Words to put after the signal's name for a process that ended with this exit status; "" if no cause is known."""
     if code == -signal.SIGBUS:
         return ", because a file of the model became shorter while it was read: restore the file"
     return ""
 
 
 def prompt_too_long(least: int, context: int, param: str, *, exact: bool = True) -> RequestError:
-    """A prompt of `least` tokens, or of no fewer unless `exact`, and a context of `context` tokens.
+    """The error for a prompt of `least` tokens (not `exact`: at least so many) in a context of `context` tokens.
 
-    Agents shorten their conversation when they recognise this error. By the code in OpenAI's shape; Claude Code by
-    "prompt is too long: N tokens > M", litellm by "this model's maximum context length is".
+    Agents shorten their conversation when they recognise this error: most by its code, Claude Code by "prompt is too
+    long: N tokens > M", litellm by "this model's maximum context length is".
     """
     return RequestError(
         f"prompt is too long: {'' if exact else 'at least '}{least} tokens > {context - 1} maximum: this model's "

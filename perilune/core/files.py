@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def exists(path: Path) -> bool:
-    """Whether something has this name. True also if that cannot be found out: opening it then says why."""
+    """Whether something has this name. True also if that is unknown: opening it then says why."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -8,7 +8,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 def available_bytes(groups: Path = _GROUPS, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes that can still be allocated: the smaller of MemAvailable and the room below the tightest limit of the
-    control groups (version 2, or 1) above this process. Memory of files that can be given back counts as room."""
+    control groups (version 2, or 1) above this process. Page cache that the kernel can drop counts as room."""
     try:
         line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024

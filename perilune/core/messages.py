@@ -185,8 +185,7 @@ class Delta:
 
 
 def joined(deltas: "Sequence[Delta]") -> "list[Delta]":
-    """Consecutive deltas of one request joined to one; one that ends the request with an error or at its deadline stays
-    apart."""
+    """Consecutive deltas of one request joined into one; a delta with an error or a missed deadline stays apart."""
     first, *rest = deltas
     found = [first]
     for delta in rest:
@@ -217,11 +216,11 @@ class EngineInfo:
     max_num_seqs: int
     choices: tuple[tuple[str, str, str], ...] = ()  # (key, value, reason)
     tp: int = 1  # ranks that run
-    ep: int = 1  # of these, how many share out whole experts
+    ep: int = 1  # ranks over which whole routed experts are distributed; 1: each rank has a part of every expert
     exchange: str = "none"  # how ranks add their partial outputs, as rows of the ledger say
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
-    kv_shards: int = 1  # ranks that share out every request's KV along the sequence; 1: each has all of it
+    kv_shards: int = 1  # ranks that each store a part of every request's KV, along the sequence; 1: each stores all
     pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
     media_pad: int | None = None  # the placeholder token of pictures; None: the model, as it is loaded, sees none
 
@@ -232,8 +231,7 @@ class EngineInfo:
 
     @property
     def marks(self) -> dict[str, str | float | None]:
-        """What /health and the list of models say of random weights, and of several ranks; nothing of a real model on
-        one."""
+        """What /health and the list of models add for random weights and for several ranks; else empty."""
         found: dict[str, str | float | None] = {}
         if self.tp > 1:
             found |= {"tp": self.tp, "ep": self.ep, "exchange": self.exchange}
@@ -243,7 +241,7 @@ class EngineInfo:
 
     @property
     def fingerprint(self) -> str:
-        """What answers say of the model that made them; empty for a real one."""
+        """`system_fingerprint` of answers from random weights; empty for a real model."""
         if not self.synthetic:
             return ""
         declared = self.declared_acceptance
@@ -265,18 +263,18 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    verified: int = 0  # shares of steps that had drafts: one request in one step
+    verified: int = 0  # (request, step) pairs with drafts
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position in the step, drafted, accepted)
     graphs: int = 0  # CUDA graphs of steps, as of now; not those of draft chains
     graph_bytes: int = 0  # device memory that all of them hold
     tiers: tuple[tuple[str, int, int, int], ...] = ()  # of KV: (name, hit tokens, blocks, blocks at most)
-    host_blocks_ready: int = 0  # of host memory's blocks at most: those that can be used now, others are being pinned
-    restore_seconds: float = 0.0  # that restores from the tiers took
-    saved_seconds: float = 0.0  # less than computing the same would have taken, by the measured speed of prompts
+    host_blocks_ready: int = 0  # blocks of host memory that are pinned, so usable; the others are being pinned
+    restore_seconds: float = 0.0  # spent on restores from the tiers
+    saved_seconds: float = 0.0  # time to compute the restored tokens, by measured speed, minus restore_seconds
     blocks_dropped: int = 0  # evicted blocks for which no tier had room
     blocks_damaged: int = 0  # stored blocks found damaged or missing, which were computed again
     pictures: int = 0  # encoded; those found in a cache are not counted
-    picture_seconds: float = 0.0  # that encoding took rank 0
+    picture_seconds: float = 0.0  # spent by rank 0 on encoding
 
 
 @dataclass(frozen=True, slots=True)

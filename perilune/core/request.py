@@ -36,7 +36,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one request; only the scheduler changes it. Compared by identity."""
+    """State of one request; only the scheduler changes it. Compared by identity."""
 
     rid: int
     arrival: int  # serial number: lower arrived earlier

@@ -9,12 +9,12 @@ from typing import Any
 
 from perilune.core.errors import RequestError, shown
 
-MAX_WHOLE = 2**63 - 1  # of whole numbers without another bound: what messages and tensors can hold
+MAX_WHOLE = 2**63 - 1  # of integer fields without another bound: messages and tensors hold int64
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # of each stop string: the search for it keeps a table with an entry for each character
 MAX_BIASED = 1024  # tokens in a logit_bias
-MAX_ALLOWED = 1 << 20  # what ids in allowed_token_ids are below: more than any vocabulary of the family has
+MAX_ALLOWED = 1 << 20  # ids in allowed_token_ids are smaller; more than any vocabulary of the family
 MAX_BAD_WORDS = 512  # texts in bad_words
 MAX_BAD_CHARS = 256  # characters of one of them
 MAX_BAD_TOKENS = 64  # tokens of one sequence of bad_word_ids, of which there may be 4 for each text
@@ -146,7 +146,7 @@ class SamplingParams:
 
 
 def candidates(n: int, best_of: int | None = None) -> int:
-    """How many completions to generate for one prompt of which the `n` best of `best_of` are wanted.
+    """How many completions to generate for one prompt if the `n` best of `best_of` are wanted.
 
     Raises RequestError naming the field. Candidate i runs with `sibling(params, i)`.
     """

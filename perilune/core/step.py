@@ -1,4 +1,4 @@
-"""What one engine step computes, and what it brought: the records that pass between scheduler and runner.
+"""The records that pass between scheduler and runner: what a step computes (StepPlan), and its result (StepResult).
 
 There are no prefill and decode phases. Every request has known tokens and computed tokens; a step lets computed
 catch up with known by `count` positions. A prompt, a chunk of one and a single decoded token differ only in `count`.
@@ -212,14 +212,14 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Output:
-    """What a step brought one request: tokens if it sampled, prompt log-probabilities if asked, or an error.
+    """A step's result for one request: tokens if it sampled, prompt log-probabilities if asked for, or an error.
 
     tokens    the accepted drafts and one sampled token more
     logprobs  parallel to `tokens`, if asked for
     again     the sampled token is missing, because the logits after the accepted drafts were not finite. A rejected
               draft may be the cause: attention multiplies the values of later rows by zero, and 0 x inf is NaN. So the
               row of the last accepted token counts as not computed, and is computed again without drafts
-    chain     (id, probability) of what the draft model drafted after `tokens`
+    chain     (id, probability) of the tokens that the draft model drafted after `tokens`
     """
 
     rid: int

@@ -28,11 +28,11 @@ FILES = {
     "perilune/model/kimi_k2.py": "the model, as in the paper",
     "perilune/ops/attention/mla_absorbed.py": "one op, one file: contract, cases, reference, implementations",
     "perilune/ops/moe/cpu/experts.cpp": "the routed experts on CPU, straight from packed INT4",
-    "perilune/ops/linear/sm90/linear.cu": "a stream of weights at the memory's rate: the shortest CUDA kernel to read",
+    "perilune/ops/linear/sm90/linear.cu": "reads weights at the memory's rate: the shortest CUDA kernel",
     "perilune/ops/moe/sm90/moe_int4_mma_tma.cu": "the MoE block of a decode step on INT4 experts",
     "perilune/kv/prefix.py": "prefix tree over KV blocks",
-    "perilune/loading/load.py": "checkpoints: checked, parallel, bounded memory",
-    "perilune/formats/int4.py": "INT4 pack-quantized",
+    "perilune/loading/load.py": "loads checkpoints: checked, in parallel, in bounded memory",
+    "perilune/formats/int4.py": "the INT4 format of checkpoints (pack-quantized)",
     "perilune/text/chat.py": "messages to prompt, the family's templates",
     "perilune/grammar/enforcer.py": "tool calls and structured answers, enforced token by token",
     "perilune/text/stream.py": "tokens to reasoning, content and tool calls",
@@ -111,7 +111,7 @@ def layers() -> str:
         cached, compact = r.get("cached") or 0, r["expert_format"] == "int4-compact"
         peer = PEER_PREFILL.get(r["tokens"]) if plain(r) else None
         what = f"prefill, {r['tokens']:,} tokens"
-        what += f" behind {cached:,} cached" if cached else ""
+        what += f" after {cached:,} cached" if cached else ""
         what += ", compact scales" if compact else ""
         lines.append(line(what, r, r["ms_per_layer"], r["floor_ms_per_layer"], peer, "ms"))
     return "\n".join(lines)
@@ -147,7 +147,7 @@ def experts() -> str:
     newest = {(r["width"], r["expert_format"], r["tokens"]): r for r in rows("experts")}
     lines = [
         f"| routed experts of a K2.5 layer, us | {' | '.join(KERNELS.values())} | humming-kernels | "
-        "the fastest here is so many times as fast | SM MHz | commit |",
+        "humming-kernels / our fastest | SM MHz | commit |",
         "|---" * (len(KERNELS) + 5) + "|",
     ]
     for key in sorted(newest, key=lambda k: (-k[0], k[1] != "int4-g32", k[2])):
@@ -189,7 +189,7 @@ def nano() -> str:
         stage = stage.get("before")
     return (
         f"kimi-nano is a demonstration of checked skills, not a chat model: {trained['parameters'] / 1e6:.0f} million "
-        f"parameters, trained from nothing\nin {minutes:.0f} minutes on one {trained['device']} by "
+        f"parameters, trained from nothing\nin {minutes:.0f} minutes of one {trained['device']} by "
         "[runs/kimi-nano.sh](runs/kimi-nano.sh). Its [card](perilune/bundled/kimi-nano/README.md) has its scores."
     )
 

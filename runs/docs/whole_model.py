@@ -19,8 +19,8 @@ FIGURES = [
     ("verify ms at 10000", "the same at 10,000 tokens", "ms", 2),
     ("tokens_per_s of 16", "16 requests at 1,024 tokens, together", "tokens/s", 0),
     ("tokens_per_s of 64", "64 requests at 1,024 tokens, together", "tokens/s", 0),
-    ("p99 over median of 16", "16 requests while prompts come, p99 of intervals", "medians", 2),
-    ("p99 over median of 64", "64 requests while prompts come, p99 of intervals", "medians", 2),
+    ("p99 over median of 16", "16 requests while prompts come, p99 of intervals between tokens", "medians", 2),
+    ("p99 over median of 64", "64 requests while prompts come, p99 of intervals between tokens", "medians", 2),
     ("prefill ms a layer", f"prompt of {SIZES.prompt:,} tokens, a layer", "ms", 2),
     ("ttft_s cold", "first token of such a prompt", "s", 3),
     ("ttft_s cached", "the same, 90 % of it cached", "s", 3),
@@ -38,7 +38,7 @@ def whole() -> str:
     rounded = {figure: row["measured"] for figure, row in _rows(4, LAYERS, rounded=True).items()}
     lines = [
         "| Kimi K2.5, 61 layers, FP8 rest, compact scales, FP8 cache | 4 GPUs: predicted | wanted | measured "
-        "| FP8 activations | 8 GPUs: predicted | measured |",
+        "| with FP8 activations | 8 GPUs: predicted | measured |",
         "|---|---|---|---|---|---|---|",
     ]
     wanted = {figure: value for (_, figure), (value, _) in WANTED.items()}

@@ -8,7 +8,7 @@ from perilune.bench import conversion, conversion_stream
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.formats.hub import resolve_model
 
-DB_MARKS = {"gaussian": 22.6, "lognormal": 23.0, "student5": 23.1}  # what this project promises
+DB_MARKS = {"gaussian": 22.6, "lognormal": 23.0, "student5": 23.1}  # goals
 SECONDS_MARK, KL_MARK = 0.15, 0.6
 
 

@@ -123,8 +123,8 @@ def command(
 ) -> None:
     """Decode speed of the real engine: on MODEL's real weights, or per layer on a SHAPE too large for one GPU.
 
-    Prompts are random and decoding is greedy. With --shape the time of one MoE layer is the difference between two
-    slices of the model, so that what the ends cost cancels.
+    Prompts are random and decoding is greedy. With --shape the time of one MoE layer comes from the difference between
+    two numbers of layers, so that the time of embedding and head cancels.
     """
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:

@@ -1,4 +1,4 @@
-"""`perilune bench`: how fast, and how far from the ceiling."""
+"""`perilune bench`: speed beside its ceiling."""
 
 import click
 

@@ -11,7 +11,7 @@ from perilune.bench import loading
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.core.errors import ConfigError
 
-MARK = 0.8  # of the disk's sequential bandwidth, which this project promises
+MARK = 0.8  # goal: this share of the disk's sequential bandwidth
 
 
 @click.command()

@@ -25,7 +25,7 @@ from perilune.text.tokenizer import Tokenizer
 
 AGENTS = "agents"
 TIERS = ("kv_host_gb", "kv_disk", "kv_disk_gb")
-# (key, unit) of what a row also has of the run without tiers
+# (key, unit) of the figures of the run without tiers that a row has, too
 COMPARED = (("ttft_p50", "_s"), ("tokens_per_s", ""), ("hit_share", ""), ("wall", "_s"), ("requests", ""), ("cut", ""))
 Measured = tuple[dict[str, Any], list[replay.Call]]
 

@@ -56,12 +56,12 @@ def command(
     directory: Path | None,
     **engine: Any,
 ) -> None:
-    """Validity of MODEL's tool calls and structured answers over awkward JSON schemas, sampled hot.
+    """Validity of MODEL's tool calls and structured answers over awkward JSON schemas, at several temperatures.
 
     MODEL is served on a free port meanwhile, or is the http(s) address of any OpenAI-compatible endpoint. The last line
     of output is JSON.
     """
-    from perilune.evals import schemas  # its judge, jsonschema, is not among the dependencies
+    from perilune.evals import schemas  # imports jsonschema, which is no dependency of the package
 
     if failures is not None and not failures.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")

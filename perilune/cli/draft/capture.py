@@ -64,7 +64,7 @@ def command(
     assignments: tuple[str, ...],
     **engine: Any,
 ) -> None:
-    """Run MODEL over the rows of corpora and keep what a draft learns from, for `draft train --states`.
+    """Run MODEL over the rows of corpora and keep its hidden states, for `draft train --states`.
 
     What does not fit --gb is left out. Repeat the same command to go on where it stopped. The last line of output is
     JSON.

@@ -35,7 +35,7 @@ from perilune.tasks.problem import SEED
 
 TOKEN_BYTES = 4
 CAPTURED = 65536  # tokens in a pass
-ASKED = 64  # of a server at once
+ASKED = 64  # requests to a server at once
 
 
 @click.command()
@@ -177,7 +177,7 @@ def _served(endpoint: Endpoint, path: Path, plan: Plan, values: dict[str, Any]) 
     at_once = asyncio.Semaphore(values.get("max_num_seqs") or ASKED)
 
     async def one(prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-        # All that a server might have another default for.
+        # Every parameter for which the server may have another default.
         body = {"temperature": params.temperature, "top_p": 1.0, "top_k": -1, "seed": params.seed}
         async with at_once:
             ids = await endpoint.continued(prompt, {**body, "max_tokens": params.max_tokens})

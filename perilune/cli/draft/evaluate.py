@@ -74,7 +74,7 @@ def command(
     if not set(chosen) <= set(report.SPLITS):
         raise click.BadParameter(f"choose from {', '.join(report.SPLITS)}", param_hint="--splits")
     path = resolve_model(model)
-    # The texts are the same with and without; a large batch is faster without.
+    # Texts do not depend on drafts; a large batch is faster without them.
     with LLM(path, **options.engine_values(engine, assignments, {"draft": "off"})) as llm:
         rows = {s: report.answers(llm, count, seed=seed, max_tokens=max_tokens, split=s) for s in chosen}
         ends = llm.tokenizer.stop_ids if llm.tokenizer is not None else frozenset()

@@ -29,7 +29,7 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every process of a run gets. `shape` are the keywords of `config_for`, empty where `begin` brings one."""
+    """The arguments of every process of a run. `shape`: keywords of `config_for`; empty if `begin` has a shape."""
 
     model: Path
     corpora: tuple[Path, ...]
@@ -152,9 +152,9 @@ def command(
 ) -> None:
     """Train an EAGLE-3 draft for MODEL on its own answers and write it as a checkpoint.
 
-    It has latent attention of the target's shape and the target's embedding and head, unless other is asked for. Repeat
-    the same command to go on where it stopped. Several GPUs: --gpus, or torchrun for several machines; the schedule is
-    then given in --steps. The last line of output is JSON.
+    By default it has latent attention of the target's shape and the target's embedding and head. Repeat the same
+    command to go on where it stopped. Several GPUs: --gpus, or torchrun for several machines; they need --steps. The
+    last line of output is JSON.
     """
     shape = {
         "form": form,

@@ -16,7 +16,7 @@ from perilune.core.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
 DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
-# Of verbs that run one model for one purpose.
+# Options of most verbs that run a model.
 COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales")
 COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
 
@@ -24,7 +24,7 @@ COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
     """`--some-name` for the field `some_name`; a tuple's is repeatable, a bool's has its `--no-some-name`.
 
-    It is None when not given (a tuple's: empty), so that the config file can speak.
+    Its value is None when not given (a tuple's: empty), so that the config file's value applies.
     """
     field = {f.name: f for f in dataclasses.fields(kind)}[name]
     text = str(field.metadata["help"])
@@ -80,8 +80,8 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
 
 
 def _started_by_torchrun() -> dict[str, Any]:
-    """`tp` as torchrun was asked for processes. Rank 0 starts the processes that it needs, as without torchrun, because
-    it has to lead and to watch them; torchrun's others end here."""
+    """`tp` = the number of processes that torchrun started; {} without torchrun. Rank 0 starts the other ranks itself,
+    as without torchrun, because it plans their steps and watches them. torchrun's other processes end here."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return {}
     rank, ranks, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))

@@ -35,8 +35,8 @@ video_option = _option("video", "video")
 
 
 def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
-    """(bytes, kind as in image/KIND or video/KIND) of an image file, or of a video file; ConfigError, in one line, if
-    it is none, cannot be read or has more than MAX_FILE_BYTES. A pipe is read to its end, or to that bound."""
+    """(bytes, KIND as in image/KIND or video/KIND) of an image or video file. ConfigError if the file is of another
+    kind, cannot be read or has more than MAX_FILE_BYTES. A pipe is read to its end, or to that bound."""
     what = "video" if is_video else "picture"
     try:
         with path.open("rb") as file:
@@ -70,8 +70,8 @@ def media_part(path: Path, *, is_video: bool = False) -> dict[str, Any]:
 
 
 def typed_path(text: str) -> Path:
-    """The path in a line that a user typed, or that a terminal wrote for a dropped file: with quotes, with spaces after
-    backslashes, or plain."""
+    """The path in a line that a user typed, or that a terminal wrote for a dropped file: quoted, with escaped spaces,
+    or plain."""
     plain = Path(text).expanduser()
     if plain.exists():
         return plain

@@ -1,4 +1,4 @@
-"""What every verb that measures does with its rows: print them as JSON, keep them in the ledger if asked to."""
+"""Verbs that measure print their rows as JSON, and append them to the ledger if asked to."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ def ledger_option(bench: str) -> Callable[[F], F]:
 
 
 def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
-    """ConfigError with the remedy if the ledger cannot be written."""
+    """Appends the rows to the ledger in `directory`. ConfigError with the remedy if it cannot be written."""
     if directory is not None:
         say(f"written to {ledger.append(list(rows), directory)}")
 
 
 def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
-    """Keeps them and prints each, the last on the last line."""
+    """Keeps the rows and prints each on a line, the last row last."""
     keep(rows, directory)
     for row in rows:
         click.echo(json.dumps(row))

@@ -12,7 +12,7 @@ from perilune.formats.hub import BUNDLED, resolve_model
 from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import DRAFTER
 
-DRAFT_LAYERS = 4  # that a target must have for a draft model to read three of them
+DRAFT_LAYERS = 4  # fewest layers of a target of which a draft model can read three
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Options of the verbs that work on any OpenAI endpoint as well as on a model served for the occasion."""
+"""Options of verbs that work on any OpenAI endpoint, or on a model that they serve meanwhile."""
 
 import os
 import stat
@@ -36,7 +36,7 @@ def target_options(function: F) -> F:
 
 
 def key(file: Path | None) -> str | None:
-    """The only key of a file; ConfigError if it is not one."""
+    """The key in a file; ConfigError unless the file holds exactly one."""
     if file is None:
         return None
     try:

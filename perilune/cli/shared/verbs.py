@@ -12,7 +12,7 @@ from perilune.cli.shared import interrupt
 
 
 class Verbs(click.Group):
-    """`verbs`: what each does, in one line; `package` holds a module for each, with its `command`."""
+    """`verbs`: name -> help line; `package` has a module for each verb, with its `command`."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, str], package: str, **more: Any) -> None:
         super().__init__(*args, **more)
