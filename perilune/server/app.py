@@ -175,7 +175,7 @@ async def live(request: Request) -> Response:
 
 
 async def usage(request: Request) -> Response:
-    """What the key of this request has used since the server's start, an operator's: what every key has."""
+    """Usage of the request's key since the server's start; with an operator's key, usage of every key."""
     service: Service = request.app.state.service
     account = current().account
     shown = service.keys.accounts if account.grant.operator else [account]

@@ -134,7 +134,7 @@ class Keyring:
         """ConfigError for a file that cannot be used."""
         self.file = None if file is None else Path(file)
         self.since = int(time.time())
-        self.open = Account(Grant("", operator=True))  # without keys: all requests; else those that need none
+        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of OPEN paths
         self._accounts: dict[str, Account] = {}
         if key is not None:
             self._take([Grant("default", (digest(key),), operator=True)])
@@ -143,7 +143,7 @@ class Keyring:
             self.open.renew(Grant(""))  # probes and the page
 
     def load(self) -> None:
-        """Reads the file again. ConfigError if it cannot be used: the keys before stay. Answers in flight go on."""
+        """Reads the file again. ConfigError if it cannot be used: earlier keys stay. Answers in flight go on."""
         if self.file is not None:
             self._take(read_grants(self.file))
 

@@ -48,7 +48,7 @@ class Observe:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"].endswith("/"):  # as the path without it: a redirect would name the client's Host and http://
+        if scope["path"].endswith("/"):  # drop it: a redirect would name the client's Host and http://
             scope["path"] = scope["path"][:-1] or "/"
         headers = Headers(scope=scope)
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
@@ -75,7 +75,7 @@ class Observe:
                 raise  # for the log
             finally:
                 # Unknown paths share one label: clients must not be able to grow the metrics without bound.
-                # What is refused before it is routed has the path of a route, or not.
+                # A request refused before routing has no endpoint: its label is the path if a route has it.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
                 # Probes of one status every second would fill the log: a probe is logged if its status has changed.
@@ -86,7 +86,7 @@ class Observe:
 
 
 def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
-    """The answer to what never became a request, with the headers, log line and metrics of every answer.
+    """The answer to bytes that are no valid request, with the headers, log line and metrics of every answer.
 
     `scope` has what is known of the connection: client, scheme and an empty path.
     """
@@ -174,7 +174,7 @@ class ApiKey:
 
 
 class ClientLimit:
-    """Bounds the requests of each client address, see limits.Proxies. What is open to probes is not counted."""
+    """Bounds the requests of each client address, see limits.Proxies. Paths in OPEN are not counted."""
 
     def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app

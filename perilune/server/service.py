@@ -49,7 +49,7 @@ class ModelText:
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
 
     def described(self, info: EngineInfo) -> dict[str, Any]:
-        """What the list of models says: what can be asked for, and the samplings of requests that send none, by
+        """The model's entry in the list of models: capabilities, and default sampling parameters by thinking
         mode."""
         chat, thinking = not isinstance(self.template, NoChatTemplate), self.template.member.thinking
         modes = {"thinking": True} if thinking != "never" else {}
@@ -87,7 +87,7 @@ class Service:
         generation_config: dict[str, float] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """`limits`: sizes of pictures, of a model that sees; None: those of Kimi K2.5."""
+        """`limits`: picture sizes of a model with vision; None: those of Kimi K2.5."""
         self.engine = engine
         self.text = ModelText(tokenizer, template, generation_config or {}, config.default_max_tokens)
         self.config = config

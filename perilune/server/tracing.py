@@ -8,7 +8,7 @@ from perilune.core.errors import ConfigError
 from perilune.server.audit import UNSEEN
 from perilune.server.call import Call, Run
 
-EXPORT_SECONDS = 5.0  # that the collector may take for a batch; meanwhile at most 2048 spans wait, more are dropped
+EXPORT_SECONDS = 5.0  # time limit of an export to the collector; meanwhile at most 2048 spans wait, more are dropped
 CLOSE_SECONDS = 1.0
 SERVER_ERRORS = 500  # a status below is the client's mistake
 

@@ -217,7 +217,7 @@ class Batches:
 
     async def _work(self, batch: Batch) -> None:
         batch.recover(await asyncio.to_thread(answered, batch))
-        if batch.record["status"] in ("cancelling", "finalizing"):  # the earlier server ended before `finish` had
+        if batch.record["status"] in ("cancelling", "finalizing"):  # the earlier server ended inside `finish`
             batch.finish("cancelled")
             return
         self.store.get(batch.owner, batch.record["input_file_id"], "input_file_id")

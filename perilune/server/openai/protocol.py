@@ -435,8 +435,8 @@ def usage(
     predictions: Predictions,
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """`acceptance_length`, which OpenAI's has not, is tokens per step with drafts: 1 and those that were right.
-    `media` are image_tokens and video_tokens, if there are any."""
+    """OpenAI's usage object, and `acceptance_length`: tokens per step with drafts, 1 + accepted drafts.
+    `media`: image_tokens and video_tokens, if there are any."""
     p = predictions
     return {
         "prompt_tokens": prompt,
