@@ -203,7 +203,7 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
 
 def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
     """Texts in a row are joined."""
-    if content is None:  # which only an assistant's may be
+    if content is None:  # only allowed for an assistant message
         return ()
     if isinstance(content, str):
         return (content,)
