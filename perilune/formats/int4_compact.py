@@ -105,7 +105,6 @@ def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tens
 
 
 def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace `name`.weight [o, i] in a checkpoint."""
     int4.require_matrix(name, weight)
     try:
         packed, scale, row = quantize(weight)

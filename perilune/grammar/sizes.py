@@ -274,7 +274,6 @@ def _names(named: Any) -> Sequence[str]:
 
 
 def kinds_of(named: Any) -> set[str]:
-    """The kinds of value that a schema's `type` allows."""
     return {kind for name in _names(named) for kind in NAMED[name]}
 
 

@@ -207,7 +207,6 @@ class Generation:
         return {name: count for name, count in counts.items() if count}
 
     def add_reasoning(self, count: int) -> None:
-        """Counts `count` more of the generated tokens as reasoning."""
         self.run.reasoning_tokens += count
         self.account.usage.reasoning_tokens += count
 

@@ -76,7 +76,7 @@ class Account:
         self._meter = Meter("this API key", "answers", grant.limit, clock)
 
     def renew(self, grant: Grant) -> None:
-        """Applies a new version of the key's entry; a limit that has not changed keeps its level."""
+        """Applies a new version of the key's entry."""
         self.grant = grant
         self._meter.renew(grant.limit)
 
@@ -110,7 +110,6 @@ class Account:
             )
 
     def take(self, count: int) -> None:
-        """Takes room for `count` answers in flight; LimitReached if there is none. `take(-count)` releases it."""
         self._meter.take(count)
 
     def begin(self, prompt_tokens: int) -> None:
@@ -123,7 +122,6 @@ class Account:
         self._meter.spend(count)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* of the limits per minute."""
         return self._meter.headers()
 
 

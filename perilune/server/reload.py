@@ -47,13 +47,11 @@ class Watched:
 
 
 def again(files: Sequence[Watched]) -> None:
-    """Reads all files again, changed or not."""
     for file in files:
         file.poll(force=True)
 
 
 async def watch(files: Sequence[Watched]) -> None:
-    """Polls until it is cancelled."""
     while True:
         await asyncio.sleep(POLL_SECONDS)
         for file in files:

@@ -123,7 +123,6 @@ class Service:
             observer(call)
 
     def check_ready(self) -> None:
-        """EngineUnavailable unless generations are taken now."""
         self.admission.check_open()
 
     def check_model(self, name: str | None) -> None:

@@ -44,7 +44,6 @@ class Traces:
         self._tracer = self._provider.get_tracer("perilune", perilune.__version__)
 
     def record(self, call: Call) -> None:
-        """Makes the spans of a request that has ended."""
         if call.route in UNSEEN:
             return
         span = self._tracer.start_span(

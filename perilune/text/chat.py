@@ -199,7 +199,6 @@ class ChatTemplate:
     def render_ids(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
     ) -> list[int]:
-        """The prompt as token ids."""
         return self.read(tokenizer, messages, **options).ids
 
 

@@ -36,12 +36,10 @@ def _batches(request: Request) -> Batches:
 
 
 async def files(request: Request) -> Response:
-    """POST and GET /v1/files."""
     return await (_create_file if request.method == "POST" else _list_files)(request)
 
 
 async def batches(request: Request) -> Response:
-    """POST and GET /v1/batches."""
     return await (_create_batch if request.method == "POST" else _list_batches)(request)
 
 
@@ -110,7 +108,6 @@ async def _list_files(request: Request) -> Response:
 
 
 async def file_by_id(request: Request) -> Response:
-    """GET and DELETE /v1/files/{id}."""
     served, owner, id = _batches(request), current().account.name, request.path_params["id"]
     if request.method == "GET":
         return json_response(served.store.get(owner, id))

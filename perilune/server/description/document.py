@@ -247,7 +247,6 @@ def _body(kind: type[Body], name: str) -> dict[str, Any]:
 
 
 def meaning(body: str, field: str) -> str:
-    """What a declared field asks for."""
     return MEANINGS.get(f"{body}.{field}") or MEANINGS[field]
 
 

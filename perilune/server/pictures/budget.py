@@ -91,5 +91,4 @@ class Share:
         self._size -= size
 
     def release(self) -> None:
-        """Releases all of it."""
         self.give(self._size)

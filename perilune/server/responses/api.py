@@ -375,7 +375,6 @@ def _followed(service: Service, job: Job, after: int) -> Response:
 
 
 async def response_by_id(request: Request) -> Response:
-    """GET and DELETE."""
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     jobs: Jobs = request.app.state.jobs
