@@ -1,4 +1,4 @@
-"""What a request asks of its answer's form, as a `Constraint` the engine enforces."""
+"""Makes the `Constraint`, which the engine enforces, from the fields of a request about its answer's form."""
 
 import dataclasses
 import functools
@@ -244,7 +244,7 @@ def _compiled(compile: Compile, write: Callable[[Any], str], value: Any, where: 
 
 
 def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
-    """The schema of a call's arguments, which are an object whatever else it says, and its leap."""
+    """(The schema of a call's arguments, with type object; its leap)."""
     parameters = tool.parameters
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):

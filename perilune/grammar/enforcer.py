@@ -243,7 +243,7 @@ class Enforcer:
         return ends and (1 if self.phase is Phase.START else len(self._closing())) < left
 
     def advance(self, token: int) -> None:
-        """The answer goes on with this token. Raises GrammarError if it may not."""
+        """Adds the token to the answer. Raises GrammarError if it may not come here."""
         if self._rest:
             if token != self._rest[0]:
                 raise self._misfit(token)

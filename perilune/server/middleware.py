@@ -34,8 +34,8 @@ access = logging.getLogger("perilune.access")
 
 
 class Observe:
-    """Gives each request its id and its headers, and says afterwards what became of it: to the log, the metrics and the
-    service's observers. Never headers, query strings or contents."""
+    """Gives each request its id and its headers, and reports its outcome to the log, the metrics and the service's
+    observers, without headers, query strings or contents."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Mapping[Any, str]) -> None:
         """`paths` names the route of each endpoint."""

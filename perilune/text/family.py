@@ -1,4 +1,4 @@
-"""The members of the family, as far as their prompts differ, and how a checkpoint is recognised as one of them.
+"""The members of the family, where their prompts differ, and how a checkpoint is recognised as one of them.
 
 A model directory's name says nothing reliable. What its files hold does: `model_type`, the vendor's own chat template
 (never executed, only searched for what sets members apart), names that converters leave behind, and whether the

@@ -22,7 +22,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A part of a message: a picture that was decoded, of so many `tokens`. JSON has no such value, so that only the
+    """A part of a message: a decoded picture, with its number of `tokens`. JSON has no such value, so that only the
     program can put one into a message."""
 
     tokens: int

@@ -56,13 +56,13 @@ CHECKPOINT = "eyes.safetensors"
 GUIDED = 0.7  # share of the schedule through the text model after which reading counts for LEAST_GUIDE
 LEAST_GUIDE = 0.1
 WARMUP_STEPS, FALL = 100, 0.5
-FILLER = 0.1  # weight of the rows behind a caption
+FILLER = 0.1  # weight of the rows after a caption
 SHARPNESS = 4.0  # factor of a row's logits over the vocabulary (dot products with embeddings)
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
 SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
 WORDS_WORKERS = 3
-KEPT = 0.15  # of the text model's weights before
+KEPT = 0.15  # share of the text model's weights from before
 
 
 @dataclass
