@@ -91,7 +91,7 @@ class Trace:
 def what_ran_is_what_was_logged(
     op: Op, case: Any, dtype: torch.dtype, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Asserts it of the implementation chosen for a case, and of every other that can run there, asked for by name."""
+    """Asserts that the logged implementation runs: the one chosen for a case, and each other that is called by name."""
     args = list(op.inputs(case, Make(dtype, device, check.SEED)).values())
     able = [c.name for c in op.candidates if op.refusal(c.name, args) is None]
     if case.big:

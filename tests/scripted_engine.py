@@ -75,7 +75,7 @@ class PrefixCache:
         self.seen: OrderedDict[bytes, None] = OrderedDict()
 
     def take(self, prompt: Sequence[int], keys: Sequence[str]) -> int:
-        """Tokens of the prompt that were there; afterwards all its whole blocks are."""
+        """Number of the prompt's tokens that were cached; then caches all its whole blocks."""
         hits, hitting = 0, True
         digest = hashlib.blake2b(json.dumps(keys).encode(), digest_size=16).digest()
         for end in range(self.block_size, len(prompt), self.block_size):

@@ -70,7 +70,7 @@ STATS = EngineStats(2, 1, 64, 10, 20, 1000, 300, 77, 1, 50, 1.5, 8, (("suffix", 
 @dataclass
 class FakeEngine:
     """Answers every prompt with the tokens of `answer` and `<|im_end|>`, one token per delta unless `width` is more:
-    then all but one had been guessed, and another one wrongly.
+    such a delta reports `width` - 1 accepted drafts and a rejected one.
 
     With `closed` its grammar ended the answer because max_tokens ran out.
 
@@ -268,7 +268,7 @@ class Served:
         return BYTES.decode(self.engine.seen[-1][0])
 
     async def hangs(self, generations: int = 1) -> None:
-        """Until so many wait in the engine for `release`."""
+        """Returns when `generations` wait in the engine for `release`."""
         while self.engine.held < generations:
             await asyncio.sleep(0.001)
 

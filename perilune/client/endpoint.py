@@ -71,8 +71,8 @@ class Endpoint:
     """A server at `url`; an address without a path gets /v1. An async context manager; entering it asks what is served.
 
     After entering, `model` is the model's name there, `max_model_len` its context if the server says so (else None),
-    `owner` what the server calls itself in its list of models ("" if nothing), and `marks` what a row about it must
-    say: random weights, declared acceptance.
+    `owner` what the server calls itself in its list of models ("" if nothing), and `marks` fields that a
+    ledger row about it must have: random weights, declared acceptance.
     All methods raise EndpointError; nothing is retried.
     """
 

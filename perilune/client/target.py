@@ -1,4 +1,4 @@
-"""What a quality or speed run is aimed at: an endpoint that is there already, or a private server for the occasion."""
+"""The server that a quality or speed run measures: a running endpoint, or a private server started for the run."""
 
 import asyncio
 import contextlib
@@ -109,7 +109,7 @@ async def _read(lines: asyncio.StreamReader, ready: asyncio.Future[str], last: d
 
 
 def _words(last: Sequence[str]) -> str:
-    """What a server's log says of its end."""
+    """The reason of a server's end, from the last lines of its log."""
     errors = (line.removeprefix("error: ") for line in reversed(last) if line.startswith("error: "))
     return next(errors, last[-1] if last else "no message")
 

@@ -1,4 +1,4 @@
-"""Every shard of a checkpoint against its index, by headers and sizes alone. Unlike `Checkpoint.open` it goes on."""
+"""Checks every shard of a checkpoint against its index, by headers and sizes alone; a fault does not end it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from perilune.formats.checkpoint import INDEX, SINGLE, few, weight_map
 from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 
 AGAIN = "download it again"
-NAMED = 8  # damaged shards, each with its fault; more are counted
+NAMED = 8  # damaged shards that are named, each with its fault; further ones are counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The values that the configurations of all published members of the family have, to hold a checkpoint's against."""
+"""Values in the configurations of all published members of the family, to compare a checkpoint's with."""
 
 from perilune.core.errors import quoted, shown
 from perilune.model.config import KimiConfig
@@ -44,7 +44,7 @@ def is_full_size(config: KimiConfig) -> bool:
 
 
 def differences(config: KimiConfig) -> list[str]:
-    """What no published member has, as 'key=value (published: ...)'; for a configuration of full size."""
+    """Values that no published member has, as 'key=value (published: ...)'; for a configuration of full size."""
     odd = [
         f"{key}={quoted(value)} (published: {' or '.join(map(repr, known))})"
         for key, known in _TEXT.items()

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors against its configuration, a bounded part of their values, and what only tensors show."""
+"""Checks a checkpoint's tensors against its configuration, and a sample of their values."""
 
 import os
 import random
@@ -30,8 +30,8 @@ EXPERT_PIECES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    tensors: int  # looked at
-    of: int  # that hold values which can be wrong
+    tensors: int  # checked
+    of: int  # with values that can be wrong
     nbytes: int
 
 
@@ -44,7 +44,7 @@ def examine(shards: Shards, config: KimiConfig) -> tuple[Survey, list[Finding]]:
 
 
 def tower(shards: Shards, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
-    """What there is to say about the vision tower, and what keeps it from being loaded; text needs none of it.
+    """A description of the vision tower, and faults that prevent loading it; text needs no tower.
 
     raw  config.json
     """
@@ -52,7 +52,7 @@ def tower(shards: Shards, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     held = f"{len(stored):,} tensors ({sum(t.nbytes for t in stored.values()) / 1e9:.2f} GB)"
     if not isinstance(raw.get("vision_config"), dict):
         return (f"{held} known, and no vision_config that describes them" if stored else "none"), []
-    if shards.unread:  # else what is in other shards would be missed
+    if shards.unread:  # tensors of the tower may be in those
         return f"{held} known, not checked: shards are missing" if stored else "none", []
     if not stored:
         text = "config.json describes a vision tower, and no tensor of one is there"

@@ -31,7 +31,7 @@ MAX_ERRORS = 20
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one number of the table is about. The baselines are shares of 1 and need no model."""
+    """The problems behind one number of the table. The baselines are shares of 1 and need no model."""
 
     family: str
     split: str
@@ -133,7 +133,7 @@ async def evaluate(
 ) -> tuple[list[Tally], list[Failure]]:
     """Asks every problem of every cell, `concurrency` at a time; `advance` is called after each.
 
-    Raises EndpointError when the endpoint is gone or refuses everyone, and after MAX_ERRORS single refusals;
+    Raises EndpointError when the endpoint is gone or refuses every request, and after MAX_ERRORS single refusals;
     ConfigError when pictures are to be shown to a model that takes none.
     """
     await _require_sight(endpoint, cells)
@@ -168,7 +168,7 @@ async def evaluate(
 
 
 async def _require_sight(endpoint: Endpoint, cells: Sequence[Cell]) -> None:
-    """Shows one picture, if any is to be shown: a server of a model that does not see refuses each of them alike."""
+    """Sends one picture, if a cell has any: a server of a model without vision refuses each of them alike."""
     every = (p for cell in cells for p in cell.problems)
     if (shows := next(filter(_has_picture, every), None)) is None:
         return

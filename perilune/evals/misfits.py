@@ -47,7 +47,7 @@ def _multiple(_: Any, unit: Any, value: Any, __: Any) -> Iterator[jsonschema.Val
         yield jsonschema.ValidationError(f"{value} is not a multiple of {unit}")
 
 
-_DIGITS = 10_000  # behind the point, after which a number of an answer's length is no multiple of anything but itself
+_DIGITS = 10_000  # from this many decimal places on, a number other than 0 counts as no multiple
 _Exactly = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"multipleOf": _multiple})
 
 

@@ -112,7 +112,7 @@ class Maker:
     # ---- members
 
     def _member(self, depth: int) -> Schema:
-        """Anything; past the deepest level only what does not go deeper."""
+        """A member of any sort; from depth DEEPEST on, of one without nesting."""
         leaves = list(self.sorts)[:11]
         sort = self.rng.choice(leaves if depth >= DEEPEST or self.rng.random() < 0.6 else list(self.sorts))
         return self.sorts[sort](depth)

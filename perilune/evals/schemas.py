@@ -125,7 +125,7 @@ def request(case: Case, drawn: Sequence[Drawn], max_tokens: int) -> dict[str, An
 
 
 def name(schema: int) -> str:
-    """Tool names in the several fashions there are."""
+    """The tool name for a schema, in one of four common spellings."""
     return (f"get_item_{schema}", f"item.get-{schema}", f"getItem{schema}", f"get_item_{schema}_v2")[schema % 4]
 
 

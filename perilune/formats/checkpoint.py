@@ -84,7 +84,7 @@ class Checkpoint:
 
     def read_block(self, info: TensorInfo, out: torch.Tensor, region: Sequence[slice]) -> None:
         """Fills `out` (CPU, contiguous, of info's type) with rows, or rows and columns, of a tensor of at most two
-        dimensions. Of rows that are cut only the columns are copied."""
+        dimensions. If `region` cuts columns, only these are copied."""
         assert out.is_contiguous() and len(region) == len(info.shape) <= 2, (out.stride(), info, region)
         if not out.numel():
             return
@@ -117,7 +117,7 @@ def weight_map(path: Path) -> dict[str, Path]:
     listed = read_object(path / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path / INDEX}: weight_map must be a non-empty object")
-    files: dict[str, Path] = {}  # one object for each: a full-size index has 200,000 entries
+    files: dict[str, Path] = {}  # one Path per shard: a full-size index has 200,000 entries
     for name, shard in listed.items():
         if isinstance(shard, str) and shard in files:
             continue

@@ -16,7 +16,7 @@ from perilune.formats.checkpoint import few
 
 RECORD = "conversion.json"
 MAX_FILES = 10_000  # of a record; Kimi K2 converted has about 150
-MAX_THREADS = 8  # one computes about 1.5 GB/s, which 8 multiply to what fast disks deliver
+MAX_THREADS = 8  # a thread hashes about 1.5 GB/s; 8 keep up with fast disks
 _PIECE = 1 << 22
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -45,12 +45,12 @@ def kept(path: Path) -> dict[str, str]:
 
 
 def nbytes(path: Path, sums: Mapping[str, str]) -> int:
-    """Of those of the files that are there."""
+    """Bytes of those files of `sums` that exist."""
     return sum((path / name).stat().st_size for name in sums if (path / name).is_file())
 
 
 def damage(path: Path, sums: Mapping[str, str], advance: Advance = _ignore) -> dict[str, str]:
-    """{file: what is wrong with it}, for those that are not as `sums` has them. Reads all bytes of all files.
+    """{file: what is wrong with it}, for files that differ from `sums`. Reads all bytes of all files.
 
     advance  called with the numbers of bytes that were read, by one thread at a time
     """
@@ -88,7 +88,7 @@ def described(faults: Mapping[str, str]) -> str:
 
 
 def sha256(path: Path, advance: Advance = _ignore) -> str:
-    """OSError if `path` is no regular file that can be read."""
+    """The SHA-256 of a file, in hex. OSError if `path` is no regular file that can be read."""
     digest, piece = hashlib.sha256(), bytearray(_PIECE)
     with open_regular(path) as file:
         for n in iter(partial(file.readinto, piece), 0):

@@ -50,7 +50,6 @@ def decode_blocks(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tor
 
 
 def encode(name: str, weight: torch.Tensor, *, rows: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace `name`.weight [o, i] in a checkpoint."""
     try:
         w, scale = quantize_rows(weight) if rows else fp8_block.quantize(weight)
     except ValueError as e:

@@ -73,8 +73,8 @@ def resolve_model(
 
 @contextlib.contextmanager
 def headers(name: str, *, revision: str | None = None, endpoint: str | None = None) -> Iterator[Path]:
-    """A temporary directory like the repository's, without its weights: of each shard the header is there, fetched by
-    an HTTP range, and behind it a hole of the data's size, which takes no room. ConfigError as `resolve_model`.
+    """A temporary directory like the repository's, without its weights: each shard is its header, fetched by an HTTP
+    range, and a hole of the data's size, which takes no disk space. ConfigError as `resolve_model`.
     """
     texts = _download(name, revision, False, endpoint, patterns=TEXTS)
     with tempfile.TemporaryDirectory(prefix="perilune-headers-") as temporary:
@@ -94,7 +94,7 @@ def _fetch_headers(name: str, revision: str | None, endpoint: str | None, to: Pa
         url = huggingface_hub.hf_hub_url(name, file, revision=info.sha, endpoint=endpoint)
         start = _range(url, 0, min(size, _FIRST_BYTES))
         length = 8 + int.from_bytes(start[:8], "little")
-        # A length beyond these is damage, which the reader of the file reports.
+        # A longer header is damage, which the reader of the file reports.
         if len(start) < length <= min(size, 8 + MAX_HEADER):
             start += _range(url, len(start), length)
         with (to / file).open("wb") as out:
@@ -138,7 +138,7 @@ def is_repository(name: str) -> bool:
 
 
 def _local(name: str) -> Path:
-    """As a path. os.path's functions, unlike Path's, take any text: one that cannot be a path is no directory."""
+    """MODEL as a path. os.path's functions, unlike Path's, accept any text; an invalid path is no directory."""
     return Path(os.path.expanduser(name))
 
 

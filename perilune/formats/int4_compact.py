@@ -1,4 +1,4 @@
-"""INT4 with compact scales, our own: one byte for every 32 weights instead of two (docs/formats.md section 3.6).
+"""INT4 with compact scales, a format of Perilune: 1 byte per 32 weights instead of 2 (docs/formats.md section 3.6).
 
 weight_packed    [..., o, i/8] int32, as int4.py's
 weight_scale     [..., o, i/32] uint8 in 1..255
@@ -18,11 +18,11 @@ from perilune.formats.scheme import INT4_COMPACT, INT4_GROUP
 from perilune.formats.stored import Part, finite
 
 STEPS = 255
-_ZEROS = -0x77777778  # eight nibbles of 8, which stand for 0
+_ZEROS = -0x77777778  # eight nibbles of 8: levels 0
 
 
 class Error(NamedTuple):
-    """Energy of weights, energy of their change, and the largest change of a weight as a share of that weight."""
+    """Sum of squared weights, sum of their squared changes, and the largest relative change of a weight."""
 
     signal: float
     error: float
@@ -44,13 +44,13 @@ def compact(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compacted(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Error]:
-    """int4.py's packed and scale -> packed, weight_scale, weight_scale_row, and what that changes.
+    """int4.py's packed and scale -> packed, weight_scale, weight_scale_row, and the error of the weights.
 
-    Levels stay what they are, but for those of groups with scale 0. ValueError if scales are negative or not finite.
+    Levels do not change, except to 0 in groups with scale 0. ValueError if scales are negative or not finite.
     """
     steps, row = compact(scale)
     none = scale == 0
-    if none.any():  # a compact scale cannot say 0, levels can
+    if none.any():  # a compact scale cannot be 0, levels can
         words = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8))
         packed = torch.where(none.unsqueeze(-1), _ZEROS, words).flatten(-2)
     levels = torch.unflatten(int4.unpack(packed), -1, (-1, INT4_GROUP)).short()
@@ -105,7 +105,6 @@ def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tens
 
 
 def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace `name`.weight [o, i] in a checkpoint."""
     int4.require_matrix(name, weight)
     try:
         packed, scale, row = quantize(weight)

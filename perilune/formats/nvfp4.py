@@ -48,7 +48,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def values(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15 -> the e2m1 numbers they stand for, float32."""
+    """Codes 0 to 15 -> their e2m1 numbers, float32."""
     table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=codes.device)
     return table[codes.int()]
 
@@ -111,7 +111,7 @@ def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tens
 
 
 def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace `name`.weight [o, i] in a checkpoint. input_scale takes a calibration: not written."""
+    """The tensors that replace `name`.weight [o, i] in a checkpoint. Without input_scale, which needs calibration."""
     packed, scale, factor = checked(name, weight)
     yield f"{name}.weight", packed
     yield f"{name}.weight_scale", scale
@@ -119,7 +119,7 @@ def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def checked(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantize` of one matrix; CheckpointError naming it if that cannot be."""
+    """`quantize` of one matrix; CheckpointError naming it if that fails."""
     if weight.ndim != 2 or weight.shape[1] % NVFP4_GROUP:
         raise CheckpointError(
             f"{name}: NVFP4 needs [o, i] with i a multiple of {NVFP4_GROUP}, not {list(weight.shape)}"

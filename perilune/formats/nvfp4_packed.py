@@ -48,7 +48,6 @@ def decode(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tens
 
 
 def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that replace `name`.weight [o, i] in a checkpoint."""
     packed, scale, factor = nvfp4.checked(name, weight)
     yield f"{name}.weight_packed", packed
     yield f"{name}.weight_scale", scale

@@ -1,4 +1,4 @@
-"""How far a long read of files has come, on stderr: a bar, or a line now and then where that is no terminal."""
+"""Progress of a long read of files, on stderr: a bar, or a line every LINE_SECONDS if stderr is no terminal."""
 
 import contextlib
 import math

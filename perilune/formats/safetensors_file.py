@@ -43,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes from byte `offset` of `file`, row-major, little-endian."""
+    """The place of a tensor: `nbytes` bytes from byte `offset` of `file`, row-major, little-endian."""
 
     name: str
     dtype: torch.dtype
@@ -85,17 +85,17 @@ class SafetensorsFile:
             done += n
 
     def read_columns(self, offset: int, width: int, columns: slice, out: NDArray[np.uint8]) -> None:
-        """Fills `out` [rows, columns] with these bytes of rows that are `width` bytes long and begin at `offset`.
+        """Fills `out` [rows, columns] with the bytes `columns` of rows of `width` bytes each, the first at `offset`.
 
-        Any thread may call it. Rows are a few hundred bytes here and millions in all. They are mapped while they are
-        copied: a system call for each row takes 15 times as long, reading whole rows up to 3 times. Where a file
-        shrinks during the copy, the process ends by SIGBUS, and the process that started it says why
-        (core.errors.signal_note); where only its last page shrinks, CheckpointError.
+        Any thread may call it. A checkpoint has millions of rows of a few hundred bytes. They are mapped during the
+        copy: a system call per row takes 15 times as long, reading whole rows up to 3 times. If the file shrinks during
+        the copy, SIGBUS ends the process, and the process that started it says why (core.errors.signal_note); if only
+        its last page shrinks, CheckpointError.
         """
         nbytes, file = len(out) * width, self._file.fileno()
         self._check_end(offset + nbytes)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        if hasattr(os, "posix_fadvise"):  # not on macOS: in large reads, which the other ranks find in the page cache
+        if hasattr(os, "posix_fadvise"):  # not on macOS. Reads ahead for all ranks, in large pieces
             os.posix_fadvise(file, start, offset + nbytes - start, os.POSIX_FADV_WILLNEED)
         try:
             mapped = mmap.mmap(file, offset + nbytes - start, prot=mmap.PROT_READ, offset=start)

@@ -57,10 +57,10 @@ _Args = Mapping[str, tuple[Any, tuple[Any, ...]]]
 def declared(
     config: Mapping[str, Any], text: Mapping[str, Any], hf_quant: Mapping[str, Any] | None, *, where: str
 ) -> str:
-    """The scheme's name: one of the constants above, or a spelling of what was found instead.
+    """The scheme's name: one of the constants above, or a description of the unsupported one.
 
-    config    config.json; its quantization_config goes before the one inside `text` (text_config)
-    hf_quant  hf_quant_config.json if there is one; it goes before both, which may be stale beside it
+    config    config.json; its quantization_config overrides the one inside `text` (text_config)
+    hf_quant  hf_quant_config.json if there is one; it overrides both, which may be stale then
     """
     if hf_quant is not None:
         file = f"{where}: hf_quant_config.json"
@@ -95,7 +95,7 @@ def _block(block: Mapping[str, Any], where: str) -> str:
 
 
 def _mixed(block: Mapping[str, Any], where: str) -> str:
-    """INT4 experts, if any are quantised, beside FP8 for everything else: named after the FP8."""
+    """The scheme of FP8 layers, with INT4 experts if any: the name is the FP8's."""
     strategies = set()
     for name, group in _table(block, "config_groups", where).items():
         alone = {"config_groups": {name: group}}
@@ -136,7 +136,7 @@ def _modelopt(block: Mapping[str, Any], where: str) -> str:
 
 
 def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: bool = True) -> str | None:
-    """What in config_groups is not as `args` want it. Quantised activations may be declared if `activations`."""
+    """The first entry of config_groups that `args` refuses. `activations`: quantised activations may be declared."""
     for name, group in _table(block, "config_groups", where).items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise CheckpointError(f"{where}: quantization_config.config_groups.{shown(name)}.weights must be an object")

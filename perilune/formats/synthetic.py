@@ -1,4 +1,4 @@
-"""Model directories without weights: a shape, a vocabulary, and a mark that says to make random weights of the shape.
+"""Model directories without weights: a shape, a vocabulary, and a file (the mark) that asks for random weights.
 
 Whatever loads such a directory (engine, ranks, bench) gets random weights, made on the device. No torch.
 """
@@ -21,7 +21,7 @@ VOCABULARY, SPECIALS = "tiktoken.model", "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """What a mark says: random weights with this seed, of a shape of this name, cut to so many of its layers."""
+    """The content of a mark: name of the shape, number of its layers that are kept, seed of the random weights."""
 
     shape: str
     layers: int

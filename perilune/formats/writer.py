@@ -184,7 +184,7 @@ class _Shard:
     def finish(self) -> None:
         text = json.dumps({"__metadata__": {"format": "pt"}} | self.header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # keeps the data aligned
-        # Trailing spaces are legal in a header. Where they would weigh something beside the data, the data move up.
+        # Trailing spaces are legal in a header. Where they would exceed 1/256 of the data, the data move up.
         if (_ROOM - len(text)) * 256 <= self.nbytes:
             text += b" " * (_ROOM - len(text))
         else:

@@ -1,4 +1,4 @@
-"""What the text of a grammar says to a search for an end beyond the bytes that may come next."""
+"""Hints in the text of a grammar for the search for a completion (shortest_end.py)."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class Clues:
 
 
 def clues(grammar: str) -> Clues:
-    """Of a grammar as `matcher` writes it, from a schema or from anything else."""
+    """The clues in a grammar that matcher.py wrote, from a schema or other text."""
     counts = (int((found[1] or found[2])[:9]) for found in _COUNT.finditer(grammar))
     count = min(max(counts, default=0), MAX_BYTES)
     if not grammar.startswith('{"grammars"'):
@@ -46,9 +46,9 @@ def clues(grammar: str) -> Clues:
 
 
 def _hints(objects: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
-    """A short match of each pattern in the schemas: one that is not anchored cannot be found by trying.
+    """A short match of each pattern in the schemas: trying bytes does not find a match of an unanchored pattern.
 
-    Where several patterns have to match at once, their matches in a row may do.
+    Of patterns in one `allOf`, also their matches in a row.
     """
     found: dict[bytes, None] = {}
     for node in objects:

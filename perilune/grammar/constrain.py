@@ -1,4 +1,4 @@
-"""What a request asks of its answer's form, as a `Constraint` the engine enforces."""
+"""Makes the `Constraint`, which the engine enforces, from the fields of a request about its answer's form."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ MAX_GRAMMAR_CHARS = 65_536
 # the event loop for 0.25 s, 30,000 times for 35 s.
 MAX_PATTERN_CHARS = 8_192
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
-_JSON_LEAP = 96  # what a token of brackets and quotes opens has to be closed again, and a number or two
+_JSON_LEAP = 96  # bytes that close the brackets and quotes of one token, and one or two numbers
 _FREE_LEAP = 256
 _OVERLAP = (
     "oneOf has alternatives that one value could satisfy together: use anyOf, or distinguish them by type or a const"
@@ -90,7 +90,7 @@ def constrain(
     response has begun. Takes about a millisecond for each schema not seen before, and some seconds on the first call
     with a large vocabulary (`warm_up` does that ahead): call it on a thread.
 
-    `group`: compiled grammars are shared with requests of the same.
+    `group`: only requests of one group share compiled grammars.
     `begun` is content of the answer that the prompt already holds: the form applies to all of it. JSON may have any
     white space there; what follows is compact.
     """
@@ -152,7 +152,7 @@ def constrain(
         param="tools" if forced else answer.param if answer is not None else None,
         group=group,
     )
-    # What the prompt ends in is not known here: one token more if the model has to open its thought itself.
+    # Whether the prompt opens the thought is not known here: if it does not, the answer has one token more.
     return dataclasses.replace(made, least=len(Enforcer(known, made, opened=True).shortest()))
 
 
@@ -211,7 +211,7 @@ def _check_chars(count: int, where: str, what: str, most: int = MAX_GRAMMAR_CHAR
 
 
 def _begun(compile: Compile, grammar: str, answer: AnswerFormat, text: str) -> str:
-    """What the grammar has to match of an answer's beginning; RequestError if it does not."""
+    """An answer's beginning as the grammar matches it (JSON: compact); RequestError if it does not."""
     if answer.kind in ("json_object", "json_schema"):
         text = compact(text)
     try:
@@ -244,7 +244,7 @@ def _compiled(compile: Compile, write: Callable[[Any], str], value: Any, where: 
 
 
 def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
-    """The schema of a call's arguments, which are an object whatever else it says, and its leap."""
+    """(The schema of a call's arguments, with type object; its leap)."""
     parameters = tool.parameters
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -256,8 +256,8 @@ def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
 def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
     """The schema as the compiler takes it, and its leap: bytes that a token can add to the shortest completion.
 
-    A token may open some of the heaviest values a schema has room for. Too much costs time near the end of the budget;
-    with too little an answer could run into it.
+    A token may open some of the heaviest values of a schema. A larger leap costs time near the end of the budget; with
+    a smaller one an answer could be cut off.
     """
     try:
         made, heaviest = bounded(enforceable(resolved(schema)))
@@ -268,9 +268,9 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Refuses what llguidance takes but does not hold: minProperties counts a key that comes twice as two.
+    """Refuses minProperties above 1 and above the required properties: llguidance counts a repeated key twice.
 
-    One pair is one pair, though, and so are the required ones. Also refuses expressions that take long to compile.
+    Also refuses expressions that take long to compile.
     """
     expressions = 0
     for node in nodes(schema):

@@ -1,4 +1,4 @@
-"""Which tokens an answer may go on with, so that it keeps to its constraint and ends before its tokens do.
+"""The token masks of one answer, by which it satisfies its constraint and ends within its token budget.
 
     OPEN -- <think> --> THINK -- </think> --> START
     START -- text --> TEXT       START, TEXT -- section begin --> SECTION      START -- structured answer --> ANSWER
@@ -7,17 +7,17 @@
 
 A structured answer that the prompt has begun (Constraint.begun) starts in ANSWER.
 
-Outside the two phases that match JSON (or what else a grammar says) the tokens allowed are all text, or a few markers.
-Control tokens are allowed where the picture has them, and nowhere else.
+A grammar selects the tokens in ANSWER and ARGUMENTS. In other phases all text tokens are allowed, or a few markers.
+Control tokens are allowed only where the diagram has them.
 
-A structure once begun always comes to its end within the tokens that are left. A completion ("way") is searched for
-whenever the last one found may have become too long, and when no more tokens are left than the shortest takes, it is
-what follows. Close to that point one careless token (a key with a long value) could make every completion too long:
-such a token is exchanged for the first of the way before the client sees it (`tight`, `settle`). Where llguidance
-reaches its limits, the structure is completed at once.
-
-What follows for want of tokens is exchanged too, not masked: a token that differs from the drawn one shows that the
-tokens ran out, not that the model came to its end.
+A structure that has begun ends within the tokens that are left. A completion (`_way`) is a list of tokens that ends the
+answer from here:
+1. While more than `_most` + leap tokens are left, any allowed token is safe, and nothing is searched.
+2. Below that, `_forced` searches a completion. Up to leap tokens above its length, `tight` is set: one token (a key
+   with a long value) could make every completion too long. `settle` replaces such a token by `_way[0]`.
+3. At the completion's length, `settle` replaces every token by `_way[0]`, unless the sampled one ends the text.
+   Replacing instead of masking shows that the tokens ran out: the result differs from the sampled token.
+If llguidance reaches its limits, the structure is completed at once (`_rest`).
 """
 
 import copy
@@ -70,18 +70,18 @@ class Enforcer:
         self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
         self._thought = 0  # tokens of the thought
         self._calls = 0
-        self._typed = b""  # of the header
+        self._typed = b""  # text of the header so far
         self._matcher: Matcher | None = None
-        self._inner: list[int] = []  # a completion of the matcher's text at some earlier time
+        self._inner: list[int] = []  # the completion of the matcher's text that was found last
         self._way: list[int] | None = None  # a completion of the answer from here
-        self._shortest = False  # whether `_way` was searched for, or follows from one that was
+        self._shortest = False  # whether a full search has found nothing shorter than `_way`
         self._most = 0  # the shortest completion from here has at most that many tokens
         self._lost = False  # no completion of the matcher's text was found: it may be cut off
-        self._rest: list[int] = []  # what has to follow, because the matcher cannot be asked any more
+        self._rest: list[int] = []  # tokens that must follow: llguidance has reached its limits
         self._vetted: tuple[int, list[int]] | None = None
-        self._refused: frozenset[tuple[int, int]] = frozenset()  # (token, tokens to spare) since the way is followed
+        self._refused: frozenset[tuple[int, int]] = frozenset()  # (token, left - len(_way)) that `settle` refused
         self.tight = False  # the next token has to go through `settle`
-        self.imposed: int | None = None  # what `settle` takes unless the drawn token ends the text, as few are left
+        self.imposed: int | None = None  # `settle` returns it unless the sampled token ends the text
         if constraint.begun:
             assert self._answer is not None and self.phase is Phase.START
             if rest := self._answer.begin(constraint.begun):
@@ -90,14 +90,14 @@ class Enforcer:
             self._most = len(self.shortest())
 
     def copy(self) -> "Enforcer":
-        """The same answer, to go on with separately."""
+        """An independent copy at the same place of the answer."""
         made = copy.copy(self)
         if self._matcher is not None:
             made._matcher = self._matcher.copy()
         return made
 
     def shortest(self) -> list[int]:
-        """Tokens that complete the answer from here; none where it may be cut off anywhere."""
+        """A completion of the answer from here; empty where the answer may be cut off anywhere."""
         match self.phase:
             case Phase.OPEN | Phase.THINK:
                 rest = self._from_start()
@@ -155,7 +155,7 @@ class Enforcer:
 
     @property
     def fallback(self) -> int:
-        """What `settle` takes where the drawn token will not do; `tight` only."""
+        """The token by which `settle` replaces an unusable one; only while `tight`."""
         assert self.tight
         if self.imposed is not None:
             return self.imposed
@@ -163,7 +163,7 @@ class Enforcer:
         return self._way[0]
 
     def _fill_phase(self, mask: Words, left: int, *, forced: bool = False) -> None:
-        """`forced`: whether few tokens are left plays no part."""
+        """`forced`: in HEADER, allow names that do not fit `left`, because `settle` replaces the token."""
         match self.phase:
             case Phase.OPEN:
                 permit(mask, self._think_begin)
@@ -201,7 +201,7 @@ class Enforcer:
                 permit(mask, self._end)
 
     def settle(self, token: int, left: int) -> int:
-        """The drawn token, or the one to take instead because after it the answer could not be ended in time."""
+        """The sampled token, or its replacement if the answer could not end within `left` tokens, `token` included."""
         assert self.tight
         if self.imposed is not None:
             return token if self._finishes(token, left) else self.imposed
@@ -243,7 +243,7 @@ class Enforcer:
         return ends and (1 if self.phase is Phase.START else len(self._closing())) < left
 
     def advance(self, token: int) -> None:
-        """The answer goes on with this token. Raises GrammarError if it may not."""
+        """Adds the token to the answer. Raises GrammarError if it may not come here."""
         if self._rest:
             if token != self._rest[0]:
                 raise self._misfit(token)
@@ -342,7 +342,7 @@ class Enforcer:
     # ---- ends
 
     def _forced(self, left: int) -> bool:
-        """Whether only the first token of `_way` may come next. Sees to it that `tight` is set where it must be."""
+        """Whether only the first token of `_way` may come next. Sets `tight` where `settle` is needed."""
         leap = max(self._constraint.leap, 1)
         if self._lost or left > self._most + leap:
             return False
@@ -364,7 +364,7 @@ class Enforcer:
         return False
 
     def _complete(self, inner: list[int] | None) -> list[int]:
-        """The completion of the answer by one of the matcher's text."""
+        """The completion of the answer; `inner`: that of the matcher's text, None if there is none."""
         if inner is None:
             self._lost = True
             return []
@@ -372,7 +372,7 @@ class Enforcer:
         return [*inner, *self._closing()]
 
     def _closing(self) -> list[int]:
-        """What follows the matcher's text."""
+        """The tokens after the matcher's text."""
         return [self._end] if self.phase is Phase.ANSWER else [self._call_end, self._section_end, self._end]
 
     def _from_start(self) -> list[int]:
@@ -388,26 +388,26 @@ class Enforcer:
         return min(calls, key=len)
 
     def _through(self, name: str) -> list[int]:
-        """From inside a header, or its beginning, through a call of this tool to the end."""
+        """Tokens from inside a header, or its beginning, through a call of this tool to the end."""
         typed = self._typed if self.phase is Phase.HEADER else b""
         return [*self._vocabulary.encode(self._header(name)[len(typed) :]), *self._arguments(name)]
 
     def _arguments(self, name: str) -> list[int]:
-        """From behind a header through the call to the end."""
+        """Tokens after a header, through the call to the end."""
         return [self._argument_begin, *self._tools[name].from_start, self._call_end, self._section_end, self._end]
 
     def _header(self, name: str) -> bytes:
         return f"functions.{name}:{self._constraint.first_index + self._calls}".encode()
 
     def _named(self) -> list[str]:
-        """The tools that the header may still come to name."""
+        """The tools with a header that begins with `_typed`."""
         return [name for name in self._tools if self._header(name).startswith(self._typed)]
 
 
 def _completion(matcher: Matcher, earlier: list[int], room: int | None = None) -> list[int] | None:
-    """A completion of the matcher's text: by the one found earlier, or else a new one, for which a search takes longer.
+    """A completion of the matcher's text: `earlier` adapted, or else a searched one, which takes longer.
 
-    One of more than `room` tokens only if no other was found.
+    It has more than `room` tokens only if no shorter one was found.
     """
     found = matcher.adapted(earlier, room)
     return matcher.completion(room or 0) if found is None else found

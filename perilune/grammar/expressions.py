@@ -1,4 +1,4 @@
-"""Regular expressions of clients, read with Python's parser, with nearly llguidance's syntax: for a first look."""
+"""Estimates about clients' regular expressions, by Python's parser, which has nearly llguidance's syntax."""
 
 import re
 import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
@@ -9,7 +9,7 @@ from typing import Any
 
 MAX_CHARS = 65_536  # of an example
 
-# What Python thinks of a client's expression is not for the log.
+# Python's warnings about a client's expression must not fill the log.
 warnings.filterwarnings("ignore", "Possible (nested )?set", FutureWarning)
 
 

@@ -1,8 +1,7 @@
-"""JSON schemas in the words that the grammar compiler can enforce, meaning the same.
+"""Rewrites JSON schemas to equivalent ones of keywords that llguidance, the grammar compiler, can enforce.
 
-llguidance refuses some keywords that a schema can do without, and holds a few formats less tightly than their
-readers do (it knows February 29 in every year). What cannot be said in other words stays, and is refused by name when
-the grammar is compiled.
+llguidance refuses some keywords that others can express, and checks a few formats less strictly than parsers do (it
+accepts February 29 in every year). Keywords that cannot be rewritten stay; compiling the grammar refuses them by name.
 """
 
 import itertools
@@ -22,8 +21,8 @@ _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
     "discriminator", "externalDocs", "xml",
 )  # fmt: skip
-# The count keywords, and above which bounds they are left out: a count of characters takes memory for each, and no
-# answer has so many items.
+# The count keywords; those above these bounds are dropped: counting takes memory for each character, and no answer has
+# so many items.
 _UNBOUNDED = float("inf")
 _COUNTS: Mapping[str, float] = {
     "minLength": _UNBOUNDED,
@@ -35,22 +34,22 @@ _COUNTS: Mapping[str, float] = {
     "minContains": _UNBOUNDED,
     "maxContains": 1 << 32,
 }
-_FARTHEST, _NEAREST = 10**18, 1e-30  # ends of ranges of numbers, from 0
-_GREATEST = 2**63 - 1  # whole number of a schema that names no greatest
+_FARTHEST, _NEAREST = 10**18, 1e-30  # ends of number ranges farther from 0 are dropped, nearer ones become 0
+_GREATEST = 2**63 - 1  # maximum of an integer without one
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
-_STARTS = 4  # places in an array for the item that `contains` needs; _heads says what there is for several
-_MOST_CONTAINED = 64  # items
+_STARTS = 4  # first places of an array where the item that `contains` needs may be; for several: _heads
+_MOST_CONTAINED = 64  # items of minContains
 _MOST_OVERLAPPING = 32  # alternatives of a oneOf each of which then excludes all others
-_MOST = 50_000  # schemas looked at for that, a microsecond each; a client chooses how many there are
+_MOST = 50_000  # schemas visited to distinguish alternatives, 1 us each; a client chooses how many there are
 
 
 def enforceable(schema: Any) -> Any:
     """The same schema, or one that holds for exactly the same values, with fewer keywords that cannot be enforced.
 
-    Nearly: strings of some formats are narrowed to what is read everywhere (no year 0, no leap seconds), and numbers
-    by a millionth of a small range. Upper bounds that an answer hardly reaches are left out: of characters above
-    MAX_BYTES, of numbers above 10^18; whole numbers without bounds get some of 18 digits (down) and 64 bits (up).
-    Raises SchemaError for a lower bound that no number reaches.
+    Exceptions: strings of some formats are narrowed to what all parsers read (no year 0, no leap seconds), and numbers
+    by a millionth of a small range. Upper bounds that an answer hardly reaches are dropped: of characters above
+    MAX_BYTES, of numbers above 10^18. Integers without bounds get 1 - 10^18 and 2^63 - 1. Raises SchemaError for a
+    lower bound that no number reaches.
     """
     return _Rewriter(schema).rewrite(schema)
 
@@ -64,7 +63,7 @@ class _Rewriter:
     def rewrite(self, node: Any) -> Any:
         if not isinstance(node, Mapping):
             return node
-        # The compiler takes no remarks beside some references. Other words of a root may be what references name.
+        # The compiler refuses annotations beside some references. The root keeps x-...: references may lead there.
         made = {k: v for k, v in node.items() if k not in _REMARKS and k != "x-guidance"}
         if node is not self._root:
             made = {k: v for k, v in made.items() if not k.startswith("x-")}
@@ -103,8 +102,8 @@ class _Rewriter:
         return made
 
     def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Alternatives of which no two can hold at once are any of them; so is one required property out of several, of
-        an object: anything else satisfies all of them."""
+        """`oneOf` as `anyOf` if no two alternatives can hold at once; also if each only requires one property, another
+        one each: as objects with exactly one of them, because a value that is no object satisfies all."""
         choices = node.get("oneOf")
         if not isinstance(choices, list) or not choices:
             return node
@@ -124,7 +123,7 @@ class _Rewriter:
         return _and(rest, {"anyOf": made}) if "anyOf" in rest else rest | {"anyOf": made}
 
     def _condition(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`if` one required property, of which all values are listed, has some of them: two alternatives."""
+        """`if` as two alternatives, where it tests one required property, with listed values, for some of them."""
         asked = node.get("if")
         if not isinstance(asked, Mapping) or asked.keys() - {"properties", "required"}:
             return node
@@ -152,7 +151,7 @@ class _Rewriter:
         return _and(rest, {"anyOf": made})
 
     def _choice(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`oneOf`, `if` and `dependentSchemas` as alternatives, by what they exclude."""
+        """`oneOf`, `if` and `dependentSchemas` as `anyOf`, with `not` for what an alternative excludes."""
         if "oneOf" in node:
             parts = items(node["oneOf"])
             if len(parts) > _MOST_OVERLAPPING:
@@ -180,8 +179,8 @@ class _Rewriter:
         return _and(rest, {"anyOf": self._negation.alternatives(node["not"])})
 
     def _contains(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Arrays in which the items that `contains` needs are among the first ones: at most _STARTS - 1 others come
-        before the last of them. Where there is a greatest number, or more than three are needed, they are adjacent."""
+        """`contains` as `prefixItems`: at most _STARTS - 1 other items come before the last one that it needs. With
+        `maxContains`, or more than three needed items, the needed ones are adjacent."""
         rest = {k: v for k, v in node.items() if k not in ("contains", "minContains", "maxContains")}
         wanted, least, most = node.get("contains"), node.get("minContains", 1), node.get("maxContains")
         if wanted is None or (least == 0 and most is None):
@@ -232,8 +231,8 @@ class _Rewriter:
         return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
 
     def _integer(self, node: dict[str, Any]) -> dict[str, Any]:
-        """A whole number gets the ends that its schema leaves open: a model may write digits for ever, and few readers
-        take more than 64 bits."""
+        """Adds the bounds that an integer lacks: a model may write digits for ever, and few parsers take more than 64
+        bits."""
         if not _is_whole(node) or "const" in node or "enum" in node:
             return node
         low = next((node[word] for word in ("minimum", "exclusiveMinimum") if word in node), None)
@@ -245,9 +244,9 @@ class _Rewriter:
         return node
 
     def _range(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Ends of a range so far out that no number written is beyond them are left out; some near 0 become 0.
+        """Drops ends of a range beyond _FARTHEST, and makes ends within _NEAREST of 0 zero.
 
-        llguidance can count neither in 64 bits. Of whole numbers it takes a greatest one of any size for 2^63 - 1.
+        llguidance can count neither in 64 bits. It takes a larger maximum of an integer for 2^63 - 1.
         """
         for word, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
             end = node.get(word)
@@ -266,9 +265,9 @@ class _Rewriter:
         return node
 
     def _number(self, node: dict[str, Any]) -> dict[str, Any]:
-        """An open end at a whole number that begins all numbers of a range is moved in by a millionth of the range.
+        """Moves an exclusive end inwards by a millionth of the range if it is the integer part of all numbers in it.
 
-        llguidance lets that whole number itself through: 0 as above 0 and below 0.5.
+        llguidance would accept the end itself: 0 as above 0 and below 0.5.
         """
         low, high = node.get("exclusiveMinimum", node.get("minimum")), node.get("exclusiveMaximum", node.get("maximum"))
         if low is None or high is None or not (is_number(low) and is_number(high)) or node.get("type") == "integer":
@@ -284,7 +283,7 @@ class _Rewriter:
         return node
 
     def _names(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`propertyNames` that lists names, or says how they are spelled, as `properties` and `patternProperties`."""
+        """`propertyNames` with a list of names as `properties`, with a pattern or length as `patternProperties`."""
         if "propertyNames" not in node:
             return node
         names, rest = node["propertyNames"], {k: v for k, v in node.items() if k != "propertyNames"}
@@ -333,7 +332,7 @@ class _Rewriter:
     # ---- whether two schemas can hold at once
 
     def _apart(self, a: Any, b: Any) -> bool:
-        """Whether no value satisfies both, by its type or by a tag; False also where that is not seen."""
+        """Whether types or listed values (of a required property) show that no value satisfies both."""
         if self._left <= 0:
             return False
         kinds, others = self._kinds(a), self._kinds(b)
@@ -345,7 +344,7 @@ class _Rewriter:
         return any(_values_apart(self._property(a, name), self._property(b, name)) for name in needed)
 
     def _facets(self, node: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
-        """Schemas that all hold where this one does."""
+        """The schema, its `$ref` and its `allOf`: all hold where it holds."""
         self._left -= 1
         if not isinstance(node, Mapping) or depth > _DEEPEST or self._left <= 0:
             return
@@ -384,7 +383,7 @@ class _Rewriter:
 
 
 def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list[Any]]:
-    """Beginnings of an array, as schemas of its items, with `count` items that are wanted; the last one is."""
+    """Lists for `prefixItems` with `count` times `wanted`, the last one included; `apart`: not only adjacent ones."""
     if not count:
         yield []
     elif not apart:
@@ -395,7 +394,7 @@ def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list
 
 
 def _length(said: Mapping[str, Any]) -> str | None:
-    """An expression for texts of some length; None if more than that is said, or nothing."""
+    """An expression for texts of the length in `said`; None if `said` has other keywords, or none."""
     least, most = said.get("minLength", 0), said.get("maxLength", "")
     return rf"^[\s\S]{{{least},{most}}}$" if said and said.keys() <= {"minLength", "maxLength"} else None
 
@@ -416,7 +415,7 @@ def _spelled(value: Any) -> str:
 def _ahead(pattern: str) -> tuple[list[str], str]:
     """The expressions of the look-aheads that a pattern begins with, and the pattern without them.
 
-    None are taken out where that could change the meaning: of a broken pattern, or one of alternatives.
+    A malformed pattern, or one with alternatives, is left as it is: its meaning could change.
     """
     found, rest = [], pattern
     while rest.startswith("^(?="):
@@ -429,7 +428,7 @@ def _ahead(pattern: str) -> tuple[list[str], str]:
 
 
 def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
-    """Where the group that begins at a place ends (None: it does not), and whether alternatives stand outside all."""
+    """(index after the group that begins at `at`, None: it has no end; whether a `|` is outside of all groups)."""
     depth, in_class, end, alternative = 0, False, None, False
     while at < len(pattern):
         c = pattern[at]

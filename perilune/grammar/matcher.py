@@ -1,4 +1,4 @@
-"""Grammars over a vocabulary: which tokens may come next, and the shortest way to an end. Around llguidance.
+"""Wraps llguidance: which tokens of a vocabulary a grammar allows next, and a short completion of the text.
 
 A matcher works on bytes, so any way of cutting a valid text into tokens is allowed. Control tokens are never part of
 what a grammar matches. Beside the matcher over the model's tokens runs a second one over single bytes: a search for
@@ -26,28 +26,28 @@ from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to 120 MB as its states are met
+MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to 120 MB as its states are reached
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 _LIMITS = LLParserLimits(verbose_errors=False)
-# Fuel is refilled when a mask is computed, which steps over single bytes need not do.
+# llguidance refills lexer fuel when a mask is computed; the byte matcher may take many steps without a mask.
 _BYTE_LIMITS = LLParserLimits(verbose_errors=False, step_lexer_fuel=10_000_000)
-_SPACED = '"item_separator": ", ?"'  # in that of one which has blanks
+_SPACED = '"item_separator": ", ?"'  # in the text of a grammar that allows blanks
 _FILLER = re.compile(r'[^"\\\x00-\x1f\x7f]+')  # text that may be anywhere in a string of JSON
 _REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
-_ENDS = (b'"', b"]", b"}", b"0", b'""', b'"]', b'"}')  # of what a token or two may have opened
-_ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # of characters by their numbers
+_ENDS = (b'"', b"]", b"}", b"0", b'""', b'"]', b'"}')  # close what one or two tokens may have opened
+_ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # plain alternatives, in hex
 _CODE = re.compile(r"\{([0-9a-f]+)\}")
 _MOST_CHOSEN = 64  # characters of an alternative
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
-_MOST_ACROSS = 16  # bytes of a token that leaves out a blank
+_MOST_ACROSS = 16  # bytes, blanks included, that a token without the blanks may replace
 _MOST_SPACED = 4_096  # bytes of a completion that is tried with blanks
-_CHECKED = 64  # bytes of a completion with which the text has to go on behind longer tokens
-_MOST_REPEATED = 64  # places in a completion where longer tokens are tried
+_CHECKED = 64  # bytes after a replaced run that must still be accepted
+_MOST_REPEATED = 64  # runs of one character in a completion for which longer tokens are tried
 
 
 class GrammarError(ValueError):
-    """llguidance refuses a grammar, or gives up on it on the way; the text is its reason, in one line."""
+    """llguidance refuses a grammar, or fails while matching it; the text is its reason, in one line."""
 
 
 class Vocabulary:
@@ -92,7 +92,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, group: str = "") -> "Matcher":
-        """A matcher at the grammar's beginning, for the caller alone. What is compiled is kept for others of its group.
+        """A matcher at the grammar's beginning, for the caller alone. Compiled grammars are cached by group.
         Raises GrammarError."""
         key = group, grammar
         with self._lock:
@@ -108,18 +108,18 @@ class Vocabulary:
             return made.copy()
 
     def forget(self, grammar: str, group: str) -> None:
-        """Lets a grammar be compiled anew: its matchers share states, of which there may be no more."""
+        """Drops a grammar from the cache: its copies share parser states, and those are used up."""
         with self._lock:
             self._compiled.pop((group, grammar), None)
 
     def encode(self, text: bytes, optional: frozenset[int] = frozenset()) -> list[int]:
         """The fewest tokens of a text, which may begin or end inside a character.
 
-        Bytes at the places `optional` may be left out: those inside of one token together.
+        Bytes at the indices `optional` may be left out. A token leaves out all or none of those it spans.
         """
         size = len(text)
         least = [0] * (size + 1)  # tokens from a place to the end
-        first: list[tuple[bytes, int]] = [(b"", 0)] * size  # the first of them, and the place after it
+        first: list[tuple[bytes, int]] = [(b"", 0)] * size  # the first of these tokens, and the index after it
         for at in range(size - 1, -1, -1):
             best = least[at + 1] + (at not in optional)
             first[at] = (b"" if at in optional else text[at : at + 1], at + 1)
@@ -165,7 +165,7 @@ def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance calls."""
 
     bos_token_id = None
 
@@ -193,7 +193,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 class Matcher:
-    """A text on its way through a grammar. One thread at a time."""
+    """A grammar and the state after the text so far. One thread at a time."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: str, group: str) -> None:
         """Raises GrammarError for a grammar that cannot be compiled, or that no text was found to satisfy."""
@@ -203,7 +203,7 @@ class Matcher:
         self._single = LLMatcher(vocabulary.over_bytes, grammar, log_level=0, limits=_BYTE_LIMITS)
         _check(self._tokens)
         _check(self._single)
-        self._tokens.deep_copy().compute_bitmask()  # what takes too long there would do so in an answer
+        self._tokens.deep_copy().compute_bitmask()  # a grammar that exceeds the limits fails here, not in an answer
         _check(self._tokens)
         self._clues = clues(grammar)
         self._spaced = _SPACED in grammar
@@ -236,21 +236,21 @@ class Matcher:
         mask &= self._vocabulary.plain
 
     def advance(self, token: int) -> bool:
-        """Whether the token may come next; if so, it has."""
+        """Consumes the token; False if it may not come next."""
         if self._vocabulary.tokenizer.is_special(token):
             return False
         if self._tokens.validate_tokens([token]) != 1 and not self._tokens.is_error():
             return False
         text = list(self._vocabulary.tokenizer.token_bytes(token))
-        self._tokens.consume_token(token)  # an error that this meets comes out in `fill`
+        self._tokens.consume_token(token)  # the next `fill` reports an error
         taken: bool = self._single.consume_tokens(text)
         _check(self._single)
         return taken
 
     def begin(self, text: str) -> str:
-        """Takes `text` ahead of all tokens. Returns what of it does not fit: the matcher is of use only if that is "".
+        """Consumes `text` before all tokens. Returns the rest that does not fit; only after "" is the matcher usable.
 
-        Raises GrammarError if no way from there to an end is found.
+        Raises GrammarError if no completion is found.
         """
         tokens = self._vocabulary.tokenizer.encode(text)
         written = b"".join(map(self._vocabulary.tokenizer.token_bytes, tokens))
@@ -270,9 +270,9 @@ class Matcher:
         return trial.try_consume_tokens(tokens) == len(tokens) and bool(trial.is_accepting())
 
     def completion(self, enough: int = 0) -> list[int] | None:
-        """Tokens after which the text may end: the shortest way found, though not always the shortest there is.
+        """Tokens after which the text may end: the shortest found, not always the shortest there is.
 
-        Any way of up to `enough` tokens will do.
+        The search stops at one of up to `enough` tokens.
         """
         best: list[int] | None = None
         for text in completions(self._single, self._clues):
@@ -284,9 +284,9 @@ class Matcher:
         return best
 
     def adapted(self, earlier: list[int], room: int | None = None) -> list[int] | None:
-        """An earlier completion, without its first token or behind the end of what was opened since.
+        """`earlier`, a completion, without its first token, as it is, or after one of _ENDS.
 
-        None: neither completes the text, or the first not within `room` tokens, where a search may find a shorter one.
+        None: none of these completes the text, or one of the first two does with more than `room` tokens.
         """
         for way in (earlier[1:], earlier):
             if self.takes(way):
@@ -300,12 +300,12 @@ class Matcher:
         return None
 
     def escape(self) -> list[int] | None:
-        """A completion that is found without what `fill` needs."""
+        """A completion by the byte matcher alone, for when `fill` fails."""
         text = next(completions(self._single, self._clues), None)
         return None if text is None else self._vocabulary.encode(text)
 
     def _fewest(self, text: bytes) -> list[int]:
-        """Few tokens that do what a completion does: with blanks, or with longer tokens for what it repeats."""
+        """Few tokens for a completion: as it is, with blanks, or with longer tokens for runs of one character."""
         known = self._vocabulary
         found = [known.encode(text)]
         if self._spaced and len(text) <= _MOST_SPACED:
@@ -314,7 +314,7 @@ class Matcher:
         return next((f for f in sorted(found, key=len) if self.takes(f)), known.singles(text))
 
     def _filled(self, text: bytes) -> list[int]:
-        """Tokens of a completion, of which a character that is repeated may be replaced by any characters."""
+        """Tokens of a completion in which any characters may replace a run of one character."""
         known, found, at = self._vocabulary, list[int](), 0
         trial = self._tokens.deep_copy()
         for run in list(_REPEATED.finditer(text))[:_MOST_REPEATED]:
@@ -329,9 +329,9 @@ class Matcher:
         return [*found, *known.encode(text[at:])]
 
     def _filler(self, trial: LLMatcher, chars: int, rest: bytes) -> list[int] | None:
-        """The longest tokens of together so many characters, or more, behind which the text may go on.
+        """The longest tokens with `chars` characters or more in sum, after which `rest` is accepted; None if none are.
 
-        The matcher goes on by them, or stays where it was if there are none.
+        `trial` consumes them.
         """
         known = self._vocabulary
         state, found, tail = trial.deep_copy(), list[int](), known.singles(rest)
@@ -361,9 +361,9 @@ class Matcher:
 
 
 def _with_blanks(text: bytes, *, inside: bool) -> tuple[bytes, frozenset[int]]:
-    """JSON text, which begins outside of any string or inside of one, with a blank wherever one is optional.
+    """(JSON text with a blank after each comma and colon outside of strings, the indices of the blanks).
 
-    Also the places of those blanks.
+    `inside`: the text begins inside a string.
     """
     made, optional, at = bytearray(), set[int](), 0
     if inside and (begun := _REST_OF_STRING.match(text)):
@@ -391,9 +391,8 @@ def forbid(mask: Words, token: int) -> None:
 def json_grammar(schema: Any) -> str:
     """The grammar of compact JSON by a schema: at most one blank after a comma or a colon, none elsewhere.
 
-    Properties come in any order where `text.unordered` knows how. A boolean schema is written as an object. Raises
-    GrammarError for what is no schema at all; what a schema asks that cannot be enforced comes out when the grammar is
-    compiled.
+    Properties come in any order if `unordered.rules` supports the schema. A boolean schema is written as an object.
+    Raises GrammarError for a value that is no schema. Compiling the grammar refuses what cannot be enforced.
     """
     found = rules(schema)
     if found is None:
@@ -429,11 +428,11 @@ def regex_grammar(expression: str) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """From Lark text, or from EBNF with `::=` as llama.cpp (GBNF) and vLLM take it. GrammarError where it ends in
-    neither."""
+    """From Lark text, or from EBNF with `::=` as llama.cpp (GBNF) and vLLM take it. GrammarError if EBNF cannot be
+    converted."""
     try:
         text = any_to_lark(text)
-    except Exception as e:  # the converter raises plain ones for rules that are missing
+    except Exception as e:  # a plain Exception for missing rules
         raise GrammarError(_line(f"EBNF: {e}")) from e
     return str(LLMatcher.grammar_from_lark(text))
 
@@ -453,6 +452,6 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _line(message: str) -> str:
-    if "recursion limit" in message:  # of the parser of JSON, which counts levels of its own to those of a schema
+    if "recursion limit" in message:  # of the JSON parser, which counts more levels than the schema has
         return "it nests deeper than the compiler of grammars reads, about 120 levels"
     return " ".join(message.split())[:300]

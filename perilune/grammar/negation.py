@@ -30,7 +30,7 @@ _REFUSED = (
 
 
 class Negation:
-    """Of schemas of the document `root`, as `references.resolved` leaves it."""
+    """Negates schemas of the document `root`, which `references.resolved` has made."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -140,7 +140,7 @@ def _unnamed(properties: Mapping[str, Any], patterns: Mapping[str, Any]) -> str:
 
 
 def _outside(word: str, value: Any) -> Iterator[Any]:
-    """What fails a keyword about sizes or names."""
+    """Schemas of values that fail a keyword about sizes or names."""
     if word in _ENDS and is_number(value):
         yield {"type": "number", _ENDS[word]: value}
     elif word in _LEAST and is_number(value) and value > 0:
@@ -173,7 +173,7 @@ def _other_types(value: Any) -> Iterator[Any]:
 
 
 def _unlisted(values: Sequence[Any]) -> Iterator[Any]:
-    """Alternatives that leave out each of some values."""
+    """Schemas of values that equal none of `values`."""
     by_type: dict[str, list[Any]] = {name: [] for name in TYPES}
     for value in values:
         by_type[_type(value)].append(value)

@@ -29,7 +29,7 @@ class SchemaError(ValueError):
 
 
 def resolved(schema: Any) -> Any:
-    """The same schema, each `$ref` of which is "#", "#/$defs/NAME" or "#/definitions/NAME"; nothing else has a name.
+    """The same schema, each `$ref` of which is "#", "#/$defs/NAME" or "#/definitions/NAME"; no $id or anchor is left.
 
     Raises SchemaError for a reference that leads nowhere, or to something that is no schema.
     """
@@ -85,7 +85,7 @@ class _Document:
         self._anchors: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._dynamic = Counter[str]()  # schemas by their dynamic anchor
         self._left = MAX_PARTS
-        self._pointers: dict[int, str] = {}  # of what has a plain name, by id()
+        self._pointers: dict[int, str] = {}  # plain reference by id() of the schema
         self._numbers = itertools.count()
         self._added: dict[str, Any] = {}
         self._waiting: list[tuple[str, Any, str]] = []  # name, schema, base URI
@@ -124,7 +124,7 @@ class _Document:
             raise SchemaError(f"$dynamicRef {reference!r:.200}: {self._dynamic[name]} schemas have this $dynamicAnchor")
 
     def _register(self, node: Any, base: str) -> None:
-        """Takes down what the schemas from here on are called."""
+        """Records the `$id` and anchors of the schemas in `node`."""
         if not isinstance(node, Mapping):
             return
         self._count()
@@ -154,7 +154,7 @@ class _Document:
             raise SchemaError(f"{word} {name!r:.80} is not a URI reference: {e}") from e
 
     def _pointer(self, reference: Any, base: str) -> str:
-        """The plain form of a reference; what it names gets a name of its own where it has none."""
+        """The plain form of a reference. Its target gets a name in $defs if it has none."""
         if not isinstance(reference, str):
             raise SchemaError(f"$ref must be a string, not a value of type {type(reference).__name__}")
         uri = self._joined(base, reference, "$ref")
@@ -177,7 +177,7 @@ class _Document:
         return self._pointers[id(found)]
 
     def _at(self, found: Any, pointer: str, base: str) -> tuple[Any, str]:
-        """What a JSON pointer leads to, and the base URI that holds around it."""
+        """The target of a JSON pointer, and the base URI of the schema around it."""
         for step in pointer.split("/")[1:]:
             if isinstance(found, list):
                 found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None

@@ -1,7 +1,7 @@
-"""The shortest way to the end of a text that a grammar has begun to match: so that no bound on tokens cuts it off.
+"""Searches a short completion of a text that a grammar has begun to match, so that no token limit cuts it off.
 
-llguidance gives the bytes that may come next, not the distance to the end: the end has to be searched for. The result
-is always a completion; that there is no shorter one is likely, not certain.
+llguidance gives the bytes that may come next (the mask), not the distance to the end. The result is always a
+completion, likely but not certainly the shortest.
 """
 
 import functools
@@ -13,14 +13,14 @@ from llguidance import LLMatcher
 
 from perilune.grammar.clues import MAX_BYTES, Clues
 
-# Of CPU time for all attempts at one end. Ordinary schemas take milliseconds; where thousands of alternatives may be
-# meant at once, each of 4,000 states takes up to 0.1 s.
+# CPU time of all attempts at one completion. Ordinary schemas take milliseconds; where thousands of alternatives are
+# open at once, each of 4,000 states takes up to 0.1 s.
 MAX_SECONDS = 5.0
-_BEAM = 4  # states of one length that are looked into
+_BEAM = 4  # states of one cost that are expanded
 _FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
-_GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they are longer than the shortest
-_FREE_CHOICES = 300  # steps of a first attempt
-_NEW, _TRIED = 8, 40
+_GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they may exceed the shortest
+_FREE_CHOICES = 300  # half of the steps of the first greedy attempt
+_NEW, _TRIED = 8, 40  # places where `_greedy` looks for a new mask, and bytes that it tries at each
 _ENDINGS = 400  # of hints, tried at one place
 _PROSE = 40  # bytes that may come next inside a string, at least; between values there are fewer
 _VALUES = b'"0123456789TZntf[{-'
@@ -29,9 +29,9 @@ _FILLERS = b" -a0A_xf~/"  # to repeat in a string
 
 
 def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
-    """Byte strings that complete the text of a matcher over single bytes, which stays as it is.
+    """Byte strings that complete the text of a matcher over single bytes, which is not changed.
 
-    Short ones, any first; none after MAX_SECONDS.
+    The first may have any length, later ones are short. None after MAX_SECONDS.
     """
     if start.is_accepting():
         yield b""
@@ -53,16 +53,16 @@ def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
 
 
 def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> bytes | None:
-    """Closes what can be closed, else goes the usual way: good for documents, lost where a pattern counts.
+    """One attempt without backtracking: writes a closer if one is allowed, else the first usual byte.
 
-    In a string that may not end yet it repeats a character if a count asks for it, takes the end of a hint that ends
-    it, or goes where it has not been, the first few times. What it writes three times in a row it writes as often as
-    that changes nothing.
+    It suits documents and fails at patterns that count. In a string that may not end yet it repeats a character up to
+    clues.count, else takes the end of a hint, else (_NEW times) a byte that leads to a new mask. A text that it wrote
+    twice in a row it repeats as long as the masks along it stay the same.
     """
     state, text, count = start.deep_copy(), bytearray(), clues.count
     seen: set[bytes] = set()
-    stuck: set[bytes] = set()  # what may come where repeating one character led nowhere
-    met: dict[bytes, tuple[int, bytes, LLMatcher]] = {}  # what may come: where that was last, and what was before
+    stuck: set[bytes] = set()  # masks where repeating one character did not help
+    met: dict[bytes, tuple[int, bytes, LLMatcher]] = {}  # by mask: last index, text before it, matcher
     for _ in range(2 * choices):
         if state.is_accepting():
             return bytes(text)
@@ -116,9 +116,9 @@ def _run(state: LLMatcher, mask: bytes, count: int) -> bytes:
 
 
 def _repeated(state: LLMatcher, period: bytes, count: int, usual: list[tuple[bytes, bool]]) -> tuple[LLMatcher, int]:
-    """The matcher after repetitions of a text, and how many: as many as leave what may come along it as `usual`.
+    """(matcher, n) after n repetitions of `period`: as many as keep `_along` equal to `usual`, at most count + 1.
 
-    Not many more than `count` are tried. A count that has been reached stays reached: so steps may be large.
+    A count that was reached stays reached, so the step may double.
     """
     done, step = 0, 1
     while step:
@@ -134,7 +134,7 @@ def _repeated(state: LLMatcher, period: bytes, count: int, usual: list[tuple[byt
 
 
 def _along(state: LLMatcher, text: bytes) -> list[tuple[bytes, bool]]:
-    """What may come, and whether the text may end, at every place of a text that follows."""
+    """(mask, whether the text may end) before each byte of `text`, while it is accepted."""
     state, found = state.deep_copy(), []
     for byte in text:
         found.append((bytes(state.compute_bitmask()), state.is_accepting()))
@@ -159,7 +159,7 @@ def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> b
 def _value(state: LLMatcher, forced: bytes, mask: bytes, values: Sequence[bytes]) -> bytes:
     """The first of `values` that can be written here; empty if none can, or where something shorter may come.
 
-    `forced` is what has to come; where that is nothing, `mask` says which bytes may.
+    `forced`: bytes that must come next; if empty, `mask` has those that may.
     """
     if not values or (forced and forced[0] not in b"{["):
         return b""
@@ -182,7 +182,7 @@ def _ending(state: LLMatcher, mask: bytes, hints: Sequence[bytes]) -> bytes:
 
 
 def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> bytes:
-    """The first piece after which what may come has not been seen; empty if there is none."""
+    """The first piece after which the mask is not in `seen`; empty if there is none."""
     for piece in pieces:
         child = state.deep_copy()
         if child.consume_tokens(list(piece)) and bytes(child.compute_bitmask()) not in seen:
@@ -193,10 +193,10 @@ def _unseen(state: LLMatcher, pieces: Sequence[bytes], seen: set[bytes]) -> byte
 def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few: bool) -> Iterator[bytes]:
     """Uniform-cost search below `bound` bytes; a byte that is neither forced nor a closer costs double.
 
-    Gives the cheapest, and some that cost a little more, which may take fewer tokens.
+    Yields the cheapest, and some that cost a little more, which may take fewer tokens.
 
-    States of one length after which the same may come count as the same state, and few of one cost are looked into:
-    first the ones reached by the most changes, because they have got the furthest.
+    States of equal length and equal continuations count as one. Of one cost _BEAM states are expanded, first those
+    with the most changes of the mask on the way: they are the furthest.
     """
     states: list[tuple[int, int, int, bytes, LLMatcher]] = [(0, 0, 0, b"", start)]
     looked_at: dict[int, int] = {}
@@ -224,7 +224,7 @@ def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few:
         for piece in pieces:
             if time.thread_time() > deadline:
                 return
-            child = state.deep_copy()  # which takes longer behind a long text
+            child = state.deep_copy()  # takes longer after a long text
             reached += 1 + len(text) // 256
             if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):
                 continue

@@ -1,5 +1,5 @@
-"""Short values of the schemas in a grammar, for the search for an end: an object that refers to itself has keys that
-lead on for ever and keys that lead to an end, and the bytes that may come next do not say which do.
+"""Short values of the schemas in a grammar, for the search for a completion: an object that refers to itself has keys
+that recurse for ever and keys that end, and the bytes that may come next do not show which.
 """
 
 import itertools
@@ -20,10 +20,9 @@ _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-000
 
 
 def shortest_values(roots: Sequence[Any]) -> tuple[bytes, ...]:
-    """Objects and arrays of the schemas inside of some documents, in compact JSON, shortest first.
+    """Objects and arrays that satisfy schemas in the documents `roots`, in compact JSON, shortest first.
 
-    Estimates, to be checked by use: keywords that are not about types, members, items and alternatives are not
-    looked at.
+    Estimates, to be checked by use: only keywords about types, members, items and alternatives are considered.
     """
     found = dict[bytes, None]()
     for root in {json.dumps(root): root for root in roots}.values():
@@ -34,14 +33,14 @@ def shortest_values(roots: Sequence[Any]) -> tuple[bytes, ...]:
 class _Values:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._named: dict[str, str] = {}  # text of the value of what a reference leads to
+        self._named: dict[str, str] = {}  # by reference: text of its target's shortest value so far
         self._left = _MOST_NODES
 
     def found(self) -> Iterator[bytes]:
-        """Measures references until no value becomes shorter, then gives the containers that parts of the root have.
+        """Finds values of references until none becomes shorter, then yields the objects and arrays of all parts.
 
-        Only what the root refers to is looked at: the compiler lets unused definitions be as they are, and those may
-        lead back to themselves in ways that it refuses.
+        It visits only what the root refers to: the compiler ignores unused definitions, which may refer to themselves
+        in ways that it refuses.
         """
         parts, users = {"#": list(_parts(self._root))}, dict[str, dict[str, None]]()
         reached = ["#"]
@@ -67,7 +66,7 @@ class _Values:
                 yield text.encode()
 
     def _value(self, node: Any, depth: int = 0) -> str | None:
-        """None: none is known, or not yet."""
+        """The shortest value as JSON; None: none is known yet."""
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST or node is False:
             return None
@@ -152,7 +151,7 @@ def _parts(root: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _together(parts: Sequence[Any]) -> Any:
-    """One schema instead of several that have to hold: of words that cannot be joined the first."""
+    """One schema for several that must all hold; of keywords that cannot be merged, the first."""
     made: dict[str, Any] = {}
     for part in parts:
         if not isinstance(part, Mapping):

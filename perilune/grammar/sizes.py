@@ -35,7 +35,7 @@ Sizes = tuple[float, ...]  # bytes of the shortest value of each kind; infinite:
 
 
 def bounded(schema: Any) -> tuple[Any, int]:
-    """The schema without what no value of MAX_BYTES satisfies, and the bytes of the longest of its shortest values.
+    """The schema without parts that no value of MAX_BYTES satisfies, and the largest size of a part's shortest value.
 
     Raises SchemaError if no value of that length satisfies the schema itself, naming the part to blame.
     """
@@ -52,8 +52,8 @@ class _Bounded:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = _MOST
-        self._named: dict[str, Sizes] = {}  # of what references lead to, which may be the schema that has them
-        self._known: dict[int, Sizes] | None = None  # by id(), once those do not change any more
+        self._named: dict[str, Sizes] = {}  # by reference: sizes of its target, which may contain it
+        self._known: dict[int, Sizes] | None = None  # by id() of a schema, once `_named` is final
         self._heaviest = 0.0
 
     def made(self) -> tuple[Any, int]:
@@ -68,7 +68,7 @@ class _Bounded:
         return made, int(self._heaviest)
 
     def _settle(self) -> None:
-        """Measures what references lead to, until it fits together: from nothing has a value, to the least that has."""
+        """Iterates the sizes of all references' targets to a fixed point, from "no value" for each downwards."""
         users: dict[str, set[str]] = {}
         names = dict.fromkeys(references(nodes(self._root)))
         for name in names:
@@ -144,7 +144,7 @@ class _Bounded:
         return size + sum(sorted(self._more(node, names, more))[:more]) if more > 0 else size
 
     def _more(self, node: Mapping[str, Any], names: Mapping[str, None], count: int) -> Iterator[float]:
-        """Sizes of `count` or more members beyond those of some names, with their commas."""
+        """Sizes, commas included, of `count` or more members that `names` does not have."""
         for name, part in mapping(node.get("properties")).items():
             if name not in names:
                 yield len(json.dumps(name, ensure_ascii=False)) + 2 + min(self._of(part))
@@ -154,7 +154,7 @@ class _Bounded:
     # ---- what is left
 
     def _without(self, node: Any) -> Any:
-        """The schema without parts that have no value short enough: they are false, or left out of alternatives."""
+        """The schema with False for parts that have no value short enough; alternatives leave them out."""
         if not isinstance(node, Mapping):
             return node
         inverted = {word: node[word] for word in ("not", "if", "contains") if word in node}
@@ -203,7 +203,7 @@ class _Bounded:
         return self._root, 0
 
     def _needs(self, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """(step, schema) of what any value of a schema needs: one more step of the path, or a reference."""
+        """(step, schema) of each part that every value of `node` needs; step: a piece of the path, or a reference."""
         if isinstance(node.get("$ref"), str):
             yield node["$ref"], target(self._root, node["$ref"])
         for i, part in enumerate(items(node.get("allOf"))):
@@ -274,7 +274,6 @@ def _names(named: Any) -> Sequence[str]:
 
 
 def kinds_of(named: Any) -> set[str]:
-    """The kinds of value that a schema's `type` allows."""
     return {kind for name in _names(named) for kind in NAMED[name]}
 
 

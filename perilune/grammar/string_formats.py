@@ -1,6 +1,6 @@
-"""The formats of strings in JSON schemas as regular expressions, and expressions that are said in other words.
+"""Regular expressions for the string formats of JSON schemas, and replacements of some with look-ahead.
 
-An answer that matches also satisfies what reads the format (JSON Schema Draft 2020-12, RFC 3339, RFC 3986, OpenAPI).
+An answer that matches satisfies parsers of the format (JSON Schema Draft 2020-12, RFC 3339, RFC 3986, OpenAPI).
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ MAX_CHARS: Mapping[str, int] = {"hostname": 253, "email": 254, "idn-hostname": 2
 # Formats of OpenAPI that say how a field is shown or sent, not what it holds, or that say nothing about strings.
 HINTS = ("password", "binary", "textarea", "markdown", "int32", "int64", "float", "double")
 
-# Expressions with look-ahead that well-known generators write, in others' words.
+# Expressions with look-ahead, as well-known generators write them -> the same without.
 EQUIVALENT: Mapping[str, str] = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (

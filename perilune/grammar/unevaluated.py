@@ -1,8 +1,8 @@
-"""`unevaluatedProperties` and `unevaluatedItems` in plain words: the ways in which a value satisfies a schema, each
-with the properties and items that this way has looked at (chapter 11 of JSON Schema core, draft 2020-12).
+"""Rewrites `unevaluatedProperties` and `unevaluatedItems` by plain keywords. A way is a set of subschemas by which a
+value satisfies a schema, and the properties and items that they evaluate (JSON Schema core 2020-12, chapter 11).
 
-A value that satisfies more of the alternatives of an `anyOf` than a way names is in another way, too, so the ways
-together lose nothing but this: beyond MAX_BRANCHES alternatives only single ones and all of them are tried.
+An `anyOf` has a way for every subset of its alternatives. Beyond MAX_BRANCHES alternatives it has ways only for each
+one alone and for all of them, which excludes some valid values.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _APPLIED = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas",
 
 @dataclass(frozen=True)
 class Way:
-    """Schemas that hold together, and what they have looked at."""
+    """Schemas that hold together (`held`), and what they evaluate."""
 
     held: tuple[Any, ...] = ()
     names: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class Way:
         )
 
     def closed(self, properties: Any, items: Any) -> Any:
-        """The schema of this way; None: the keyword is not there."""
+        """The schema of this way. Parameters: schemas of what it does not evaluate; None: the keyword is not there."""
         made: dict[str, Any] = {"allOf": list(self.held)} if self.held else {}
         if properties is not None and not self.all_properties:
             made |= {"properties": dict.fromkeys(sorted(self.names), True), "additionalProperties": properties}
@@ -57,8 +57,7 @@ class Way:
 
 
 def without_unevaluated(root: Any, node: Mapping[str, Any], negation: Negation) -> Any:
-    """A schema of the document `root`, of which `node` is a part, without the two keywords. Raises SchemaError if it
-    has too many ways."""
+    """`node`, a part of the document `root`, without the two keywords. Raises SchemaError if it has too many ways."""
     properties, items = (node.get(word) for word in WORDS)
     rest = {word: value for word, value in node.items() if word not in WORDS}
     definitions = {word: rest.pop(word) for word in ("$defs", "definitions", "$schema") if word in rest}
@@ -76,7 +75,7 @@ class _Ways:
         if not isinstance(node, Mapping) or depth > MAX_DEPTH:
             return [Way((node,))]
         ways = [self._plain(node)]
-        if any(word in node for word in WORDS):  # closed by itself: a value that satisfies it is looked at as a whole
+        if any(word in node for word in WORDS):  # `node` has a keyword of its own and evaluates the whole value
             way = ways[0]
             whole = Way((node,), all_properties=WORDS[0] in node, all_items=WORDS[1] in node)
             return [_and_seen(whole, way)]
@@ -96,7 +95,7 @@ class _Ways:
         return ways
 
     def _plain(self, node: Mapping[str, Any]) -> Way:
-        """Of the keywords that apply no other schema to the value as a whole."""
+        """The way of the keywords that are not in _APPLIED."""
         held = {word: value for word, value in node.items() if word not in _APPLIED}
         return Way(
             (held,) if held else (),

@@ -2,8 +2,8 @@
 
 JSON knows no order, and a model that has to write its properties in another order than its own reasoning went through
 them makes mistakes: kimi-nano's exact tool calls fell from 99 % to 80 %. So an object that lists its properties is
-written as an automaton over the set of those it has already: 2^n states for n properties, hence the bounds. An object
-with more keeps the schema's order. Unless it says `additionalProperties`, it has no others than it lists.
+written as an automaton over the set of properties written so far: 2^n states for n properties, hence the bounds. An
+object with more keeps the schema's order. Without `additionalProperties` it has only the properties it lists.
 """
 
 import itertools
@@ -13,10 +13,10 @@ from typing import Any
 
 from perilune.grammar.references import DEFINITIONS, nodes
 
-MOST = 8  # properties of an object in any order
+MOST = 8  # properties of an object in any order; one more doubles its states
 _STATES = 512  # of all objects of a schema
-# Each value that refers to a definition has a copy of all definitions: of their objects at most so many in one grammar,
-# which take about 2 s and 180 MB.
+# Each value that refers to a definition has a copy of all definitions. Copied objects in one grammar, at most: about
+# 2 s and 180 MB.
 _COPIED_OBJECTS = 200_000
 _WORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 _REMARK = "// required: "
@@ -24,7 +24,7 @@ _ROOTS = ("#/$defs/", "#/definitions/")
 
 
 class _Ordered(Exception):
-    """The schema has to be left to the compiler."""
+    """Not supported here: the compiler enforces the schema, in its order of properties."""
 
 
 class _Rules:
@@ -85,7 +85,7 @@ class _Rules:
 
 
 def rules(schema: Any) -> tuple[str, list[Any]] | None:
-    """Lark text whose `@value0`, `@value1`, ... are values of the schemas that come with it; None: no gain."""
+    """Lark text whose `@value0`, `@value1`, ... are values of the schemas that come with it; None: not supported."""
     if not _listed(schema):
         return None
     made = _Rules(schema)
@@ -105,7 +105,7 @@ def required_keys(text: str) -> list[str]:
 
 
 def _listed(schema: Any) -> Mapping[str, Any]:
-    """The properties of an object about which nothing is said but its properties; empty if there is more to it."""
+    """The properties of an object with no keywords but _WORDS, in any order; empty for another schema."""
     if not isinstance(schema, Mapping) or schema.get("type") != "object" or schema.keys() - _WORDS:
         return {}
     properties, required = schema.get("properties"), schema.get("required", [])
@@ -124,7 +124,7 @@ def _refers(node: Any) -> bool:
 
 
 def _check_references(node: Any) -> None:
-    """A value is compiled apart from the rest: only what is carried along with it can be referred to."""
+    """Raises _Ordered for references other than to definitions: a value is compiled alone, with only these."""
     if isinstance(node, Mapping):
         reference = node.get("$ref")
         if isinstance(reference, str) and not reference.startswith(_ROOTS):

@@ -14,7 +14,7 @@ _PARTS = {"image": "an image part", "video": "a video part"}
 
 
 def of_data_url(url: str, is_video: bool = False) -> bytes:
-    """The file in a data: URL; RequestError if it is not one. Of the type that the URL says only the first half counts:
+    """The file in a data: URL; RequestError if it is not one. Only the first half of the URL's type is checked:
     clients often say image/jpeg for every picture, and the bytes say what it is.
 
     Base64 is read as browsers read it, white space, missing padding and %2B included, and with - and _ for + and /.

@@ -31,12 +31,12 @@ MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3
 DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
 VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
 TURN_SECONDS = 30.0  # to wait for the images of other requests
-END_SECONDS = 0.2  # that a worker has to end by itself before it is killed; closing a server waits for all of them
+END_SECONDS = 0.2  # until a worker that does not end by itself is killed; closing a server waits for all workers
 REPLY_BYTES = 1 << 20  # of the worker's answer: 100 for each chunk of a video, of which there are at most 4,096
-PART_BYTES = 1 << 16  # of it, read at once
+PART_BYTES = 1 << 16  # of the answer, read at once
 REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
 NO_PILLOW = 3  # exit code of a worker that cannot import it
-# Of the memory with the patches: were it cut shorter later, reading it would end this process (SIGBUS). 0: not Linux.
+# Seals of the memory with the patches: if it shrank, reading it would end this process (SIGBUS). 0: not Linux.
 SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.platform == "linux" else 0
 
 
@@ -101,7 +101,7 @@ class Decoder:
             self._turn.release()
 
     def interrupt(self) -> None:
-        """From another thread: ends the work on the picture in progress, if there is one, with an error there."""
+        """From another thread: kills the worker; `decode` in progress, if any, raises an error."""
         if (worker := self._worker) is not None:
             self._interrupted = worker
             worker.kill()

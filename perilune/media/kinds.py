@@ -25,7 +25,7 @@ def kind_of(data: bytes | bytearray) -> str | None:
 
 
 def unread_kind_of(data: bytes | bytearray) -> str | None:
-    """What people call an image file of a kind that is not read, such as "HEIC" or "PDF"; None for any other file."""
+    """The usual name of an image kind that is not read, such as "HEIC" or "PDF"; None for any other file."""
     if data[4:8] == b"ftyp":
         return _BRANDS.get(bytes(data[8:12]))
     return next((kind for beginning, kind in _UNREAD if data.startswith(beginning)), None)

@@ -86,7 +86,7 @@ class Limits:
 
     @property
     def max_patches(self) -> int:
-        """Of a picture or of all frames of a chunk, before padding."""
+        """Most patches of a picture, or of all frames of a chunk, before padding."""
         return max(self.in_patch_limit, self.temporal_merge_kernel_size * self._frame_limit)
 
     @property
@@ -95,8 +95,8 @@ class Limits:
         return min(self.in_patch_limit_each_frame, self.in_patch_limit)
 
     def fit(self, width: int, height: int, *, frames: int = 0) -> Fit:
-        """Where a picture of width x height pixels ends up; it is never enlarged. `frames`: it is one of so many of a
-        video's chunk.
+        """The size of a picture of width x height pixels after shrinking; it is never enlarged. `frames`: frames of its
+        video chunk, 0 for a picture.
 
         ValueError for a side below 1 pixel.
         """

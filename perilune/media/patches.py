@@ -76,8 +76,7 @@ def _unread(data: bytes) -> str:
 def _decoded(data: bytes) -> Image.Image:
     """The file's picture, upright, as RGB.
 
-    A copy takes up to 400 MB: steps that change nothing make none, and no `with` holds the picture that a step began
-    with.
+    A copy takes up to 400 MB: steps that change nothing make none, and no `with` keeps a step's input alive.
     """
     # Opening reads the header alone. Formats that would start other programs (EPS) are not among these.
     image: Image.Image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
@@ -119,7 +118,7 @@ def cut(
 ) -> tuple[Patches, tuple[int, int, int]]:
     """Resized, padded with black on the right and below, and cut into patches.
 
-    frames  of how many of a video's chunk it is one; 0: a picture
+    frames  number of frames of its video chunk; 0: a picture
     size    that of the chunk's first frame, in pixels; others are stretched to it
     """
     fit, side = limits.fit(*(size or image.size), frames=frames), limits.patch_size

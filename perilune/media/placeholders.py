@@ -1,4 +1,4 @@
-"""Where media lie in a prompt."""
+"""The placeholder tokens of pictures and videos in a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +36,7 @@ def spans(tokens: Sequence[int], pad: int, counts: Sequence[int]) -> list[Span]:
 
 
 def expanded(tokens: Sequence[int], pad: int, counts: Sequence[int]) -> list[int]:
-    """The prompt with as many placeholders as each item has tokens, where it has a single one for it. Anything else is
-    left as it is."""
+    """The prompt with each single placeholder repeated once per token of its item. Longer runs stay as they are."""
     runs, found = 0, list[int]()
     for i, token in enumerate(tokens):
         found.append(token)

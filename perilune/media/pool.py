@@ -12,7 +12,7 @@ from perilune.media.limits import Limits
 from perilune.media.refusal import busy
 
 T = TypeVar("T")
-INTERRUPT_SECONDS = 0.1  # between two tries to end a worker that was not started yet at the first
+INTERRUPT_SECONDS = 0.1  # between two tries to end a worker, which may not have started at the first
 
 
 class DecoderPool:

@@ -29,7 +29,7 @@ from perilune.media.refusal import refused
 ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels; PyAV's libraries 0.3 GB
 FULL_BYTES = 1 << 30  # of address space between two files: FFmpeg loses some with damaged ones. 0.3 GB are usual
 Patches = NDArray[np.uint8]
-SPARE_SECONDS = 2  # beyond the parent's patience, for the case that the parent is gone
+SPARE_SECONDS = 2  # beyond the parent's time limit, for the case that the parent is gone
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def _chunks(data: bytes, limits: Limits) -> Iterator[tuple[Patches, tuple[int, i
 
 
 def received(link: socket.socket, count: int) -> bytes | None:
-    """So many bytes; None if the other side has closed."""
+    """`count` bytes; None if the other side has closed."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:

@@ -50,7 +50,7 @@ async def enforced(
     begun: Beginning = PLAIN_TEXT,
     budget: int | None = None,
 ) -> Constraint | None:
-    """The constraint of an answer, checked against `params`; RequestError for a form that they leave no room for.
+    """The grammar constraint of an answer; RequestError if `params` contradict it or max_tokens is too small.
 
     `begun`: the part of the answer that is in the prompt. `budget`: tokens that the thought may take; None: no bound.
     """
@@ -130,7 +130,7 @@ def _check_declared(names: Sequence[str], tools: Sequence[Tool]) -> None:
 
 
 def check_strict(tools: Sequence[Tool]) -> None:
-    """`strict` may be anything but a wrong type: a tool's schema is enforced with and without it."""
+    """RequestError if `strict` is no bool. Its value has no effect: the schema of every tool is enforced."""
     for i, tool in enumerate(tools):
         strict = tool.raw["function"].get("strict")
         if not isinstance(strict, bool | None):
@@ -158,7 +158,7 @@ def answer_format(
 
 
 def thinking_budget(limits: Mapping[str, int | None], effort: Effort | None) -> int | None:
-    """How many tokens a thought may take; None: no bound. `limits` are the fields that give a number."""
+    """How many tokens a thought may take; None: no bound. `limits`: the request fields that state tokens, by name."""
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():
         if limit < 0:

@@ -175,7 +175,7 @@ async def live(request: Request) -> Response:
 
 
 async def usage(request: Request) -> Response:
-    """Usage of this request's key since the server's start; for an operator's key, usage of all keys."""
+    """Usage of the request's key since the server's start; with an operator's key, usage of every key."""
     service: Service = request.app.state.service
     account = current().account
     shown = service.keys.accounts if account.grant.operator else [account]

@@ -23,7 +23,7 @@ MIN_VALUES = 500_000  # Any body may have so many JSON values (about 60 MB of me
 # A prompt is tokenized only up to so many times the model's context: 0.7 us of CPU and 36 bytes of memory per token.
 COUNTED_CONTEXTS = 2
 WHOLE_BYTES = 1 << 20  # Parsed in one call, up to 10 ms. More: longer pauses of all streams.
-_LEVELS = 4  # levels of nesting parsed apart: messages, a message, its parts, a part. Each reads the bytes once more.
+_LEVELS = 4  # nesting levels decoded object by object: messages, message, parts, part. Each reads the bytes again.
 _OBJECT = re.compile(rb"\s*\{")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")  # a list of objects; lists of numbers would cost 60 bytes per element
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
@@ -169,7 +169,7 @@ def _taken_apart(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
     except RecursionError as e:
         raise not_json(str(e), b"") from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        if (half := _half(raw)) is not None:  # the decoder's own error may name something else
+        if (half := _half(raw)) is not None:  # msgspec's message need not name the surrogate
             spelled = raw[half : half + 6].decode().lower()
             raise RequestError(f"lone surrogate {spelled} at byte {half}: not Unicode text", code="invalid_json") from e
         raise not_json(str(e), bytes(raw[:4])) from e

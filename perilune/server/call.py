@@ -46,8 +46,8 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`error`: the error that the client got instead of an answer, or that ended its stream. `traceparent`,
-    `tracestate`: request headers."""
+    """`error`: the error that the client got instead of an answer, or that ended its stream. `trace`: the request
+    headers traceparent and tracestate."""
 
     account: Account
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

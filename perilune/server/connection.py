@@ -69,7 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport: asyncio.Transport
         self.peer = ""
         self.exchange: Exchange | None = None
-        self._head = bytearray()  # of the next request
+        self._head = bytearray()  # received bytes of the next request
         self._served = 0
         self._since = time.monotonic()  # start of the phase: connected, first byte of a head, end of an answer, linger
         self._lingering = False

@@ -75,10 +75,10 @@ def text_of(content: Any, where: str, parts: Mapping[str, str]) -> str:
 
 
 def content_of(content: Any, where: str, texts: Mapping[str, str], media: Mapping[str, ReadMedium]) -> Content:
-    """As `text_of`, for parts that may also be pictures and videos. `media`: by type, the function that makes a part of
-    chat from such a part and its path in the request.
+    """As `text_of`, but parts may also be pictures and videos. `media` maps a part's type to a function that makes a
+    chat part from the part and its path in the request.
 
-    A list of chat's parts if there are any, else the text.
+    Returns the list of chat parts if one is a picture or video, else the text.
     """
     if isinstance(content, str):
         return content
@@ -105,7 +105,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> Content:
-    """Chat's parts; one text if all of them are text."""
+    """One text if all chat parts are text, else the list of parts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return list(parts)
@@ -125,9 +125,9 @@ def wrong(where: str, what: str, *, code: str = "invalid_value") -> RequestError
 
 @contextlib.contextmanager
 def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Within the block, errors of the chat code name the fields of the API that the client uses.
+    """In a RequestError raised inside the context, replaces chat's field names by those of the client's API.
 
-    `names` are pairs (chat's spelling, the client's), applied to the field that an error is about.
+    `names`: pairs (chat's name, the client's); all are applied to the error's `param`.
     """
     try:
         yield

@@ -96,8 +96,8 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Logs one line for an expected failure, a traceback for a bug. Nothing for a client's mistake, or for a request
-    refused or lost because no engine process runs: the access log has these."""
+    """Logs one line for an expected failure and a traceback for a bug. RequestError and EngineUnavailable (refused or
+    lost while the engine is down) are not logged here: the access log has them."""
     if isinstance(error, RequestError | EngineUnavailable):
         return
     if isinstance(error, PeriluneError):
@@ -125,7 +125,7 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
 
 
 def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
-    """The error for a body, or its part `at`, that the JSON parser refused with `reason`."""
+    """The error for a body, or its part at the path `at`, that the JSON parser refused; `reason`: its message."""
     if text.startswith(_MARKS):
         return RequestError("the body begins with a byte order mark: send UTF-8 without one", code="invalid_json")
     if reason.lower().startswith(("recursion limit", "maximum recursion")):
@@ -134,7 +134,7 @@ def not_json(reason: str, text: bytes, at: str = "") -> RequestError:
             f"the JSON of the body is nested deeper than {MAX_LEVELS} levels {place}".rstrip(), code="invalid_json"
         )
     try:
-        check_text(json.loads(text), at)  # accepts half surrogate pairs
+        check_text(json.loads(text), at)  # json.loads accepts half surrogate pairs; check_text names them
     except RequestError as error:
         return error
     except (ValueError, RecursionError):

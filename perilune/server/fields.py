@@ -20,7 +20,7 @@ log = logging.getLogger("perilune.server")
 
 MAX_WARNED_NAMES = 256  # bounded, because clients choose the names
 MAX_NAME_CHARS = 64  # characters of a client's name in a message
-TYPO_RATIO = 0.85  # likeness from which a name in an open object is a misspelt one, not one of another program
+TYPO_RATIO = 0.85  # difflib ratio from which an unknown name is a typo. Lower: refuses names of other programs.
 _warned: set[str] = set()
 
 
@@ -130,7 +130,7 @@ _IDLE_AT_CHAT: Mapping[str, tuple[Any, ...]] = {
 
 
 def of_chat(declared: Iterable[str]) -> Fields:
-    """The table of an API that is translated to chat: the chat table; the chat body's `declared` fields are refused."""
+    """Table of an API that is translated to chat: CHAT, and the chat body's fields (`declared`) as Refused."""
     here = {name: Refused(_AT_CHAT, _IDLE_AT_CHAT.get(name, Refused("").idle)) for name in declared}
     return {**CHAT, **here}
 
@@ -252,7 +252,7 @@ _FUNCTION = ("name", "description", "parameters", "strict")
 
 
 def check(given: Mapping[str, Any], declared: Collection[str], table: Fields, where: str, *, lenient: bool) -> None:
-    """RequestError for the first field of `given`, which are none of the `declared`, that cannot be accepted.
+    """RequestError for the first unacceptable field of `given`, which holds only fields that are not `declared`.
 
     `where` is put before names, e.g. "thinking." `lenient`: unknown fields are ignored.
     """

@@ -42,7 +42,7 @@ class Prompt:
     """The input of the engine: token ids, and the pictures that the placeholders among them represent, in order.
 
     cache_keys  only prompts of one API key with the same ones share cached KV
-    order       when it runs, compared with others
+    order       priority and deadline
     video_tokens  number of ids that are placeholders of videos
     seen_seconds  time that decoding the pictures took; it counts towards the deadline
     """
@@ -136,7 +136,7 @@ class Generation:
         constraint: Constraint | None,
         first: bool = True,
     ) -> None:
-        """`first`: the first answer to its prompt, which counts the prompt's tokens."""
+        """`first`: the first answer to its prompt; only this answer counts the prompt's tokens."""
         self.order = left = prompt.order
         if left.deadline_seconds is not None:
             left = dataclasses.replace(left, deadline_seconds=left.deadline_seconds - prompt.seen_seconds)
@@ -207,7 +207,6 @@ class Generation:
         return {name: count for name, count in counts.items() if count}
 
     def add_reasoning(self, count: int) -> None:
-        """Counts `count` more of the generated tokens as reasoning."""
         self.run.reasoning_tokens += count
         self.account.usage.reasoning_tokens += count
 

@@ -76,7 +76,7 @@ class Account:
         self._meter = Meter("this API key", "answers", grant.limit, clock)
 
     def renew(self, grant: Grant) -> None:
-        """Applies a new version of the key's entry; a limit that has not changed keeps its level."""
+        """Applies a new version of the key's entry."""
         self.grant = grant
         self._meter.renew(grant.limit)
 
@@ -110,7 +110,6 @@ class Account:
             )
 
     def take(self, count: int) -> None:
-        """Takes room for `count` answers in flight; LimitReached if there is none. `take(-count)` releases it."""
         self._meter.take(count)
 
     def begin(self, prompt_tokens: int) -> None:
@@ -123,7 +122,6 @@ class Account:
         self._meter.spend(count)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* of the limits per minute."""
         return self._meter.headers()
 
 
@@ -134,7 +132,7 @@ class Keyring:
         """ConfigError for a file that cannot be used."""
         self.file = None if file is None else Path(file)
         self.since = int(time.time())
-        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of keyless ones
+        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of OPEN paths
         self._accounts: dict[str, Account] = {}
         if key is not None:
             self._take([Grant("default", (digest(key),), operator=True)])
@@ -143,7 +141,7 @@ class Keyring:
             self.open.renew(Grant(""))  # probes and the page
 
     def load(self) -> None:
-        """Reads the file again. ConfigError if it cannot be used: the keys before stay. Answers in flight go on."""
+        """Reads the file again. ConfigError if it cannot be used: earlier keys stay. Answers in flight go on."""
         if self.file is not None:
             self._take(read_grants(self.file))
 

@@ -34,8 +34,8 @@ access = logging.getLogger("perilune.access")
 
 
 class Observe:
-    """Gives each request its id and its answer's headers. Reports its outcome to the log, the metrics and the service's
-    observers; never headers, query strings or contents."""
+    """Gives each request its id and its headers, and reports its outcome to the log, the metrics and the service's
+    observers, without headers, query strings or contents."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Mapping[Any, str]) -> None:
         """`paths` names the route of each endpoint."""
@@ -48,7 +48,7 @@ class Observe:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"].endswith("/"):  # as the path without it: a redirect would name the client's Host and http://
+        if scope["path"].endswith("/"):  # drop it: a redirect would name the client's Host and http://
             scope["path"] = scope["path"][:-1] or "/"
         headers = Headers(scope=scope)
         call = Call(self.service.keys.open, id=request_id(headers.get("x-request-id")), method=scope["method"][:16])
@@ -75,7 +75,7 @@ class Observe:
                 raise  # for the log
             finally:
                 # Unknown paths share one label: clients must not be able to grow the metrics without bound.
-                # A request that was refused before it was routed has no endpoint, but may have the path of a route.
+                # A request refused before routing has no endpoint: its label is the path if a route has it.
                 path = scope["path"] if scope["path"] in self.paths.values() else "other"
                 call.route, call.ended = self.paths.get(scope.get("endpoint"), path), time.perf_counter()
                 # Probes of one status every second would fill the log: a probe is logged if its status has changed.
@@ -86,7 +86,7 @@ class Observe:
 
 
 def refuse(service: Service, error: RequestError, scope: Scope) -> Response:
-    """The answer to a connection without a valid request, with the headers, log line and metrics of every answer.
+    """The answer to bytes that are no valid request, with the headers, log line and metrics of every answer.
 
     `scope` has only client, scheme and an empty path.
     """
@@ -174,7 +174,7 @@ class ApiKey:
 
 
 class ClientLimit:
-    """Bounds the requests of each client address, see limits.Proxies. Requests for paths in OPEN are not counted."""
+    """Bounds the requests of each client address, see limits.Proxies. Paths in OPEN are not counted."""
 
     def __init__(self, app: ASGIApp, limit: Limit) -> None:
         self.app = app

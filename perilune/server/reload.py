@@ -52,7 +52,6 @@ def again(files: Sequence[Watched]) -> None:
 
 
 async def watch(files: Sequence[Watched]) -> None:
-    """Polls until it is cancelled."""
     while True:
         await asyncio.sleep(POLL_SECONDS)
         for file in files:

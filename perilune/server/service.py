@@ -49,7 +49,8 @@ class ModelText:
         return sampling_defaults(self.generation_config, self.template, thinking=thinking)
 
     def described(self, info: EngineInfo) -> dict[str, Any]:
-        """The model's entry in the list of models: capabilities, and sampling defaults by mode."""
+        """The model's entry in the list of models: capabilities, and default sampling parameters by thinking
+        mode."""
         chat, thinking = not isinstance(self.template, NoChatTemplate), self.template.member.thinking
         modes = {"thinking": True} if thinking != "never" else {}
         modes |= {"instant": False} if thinking != "always" else {}
@@ -86,7 +87,7 @@ class Service:
         generation_config: dict[str, float] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """`limits`: sizes of pictures, of a model that sees; None: those of Kimi K2.5."""
+        """`limits`: picture sizes of a model with vision; None: those of Kimi K2.5."""
         self.engine = engine
         self.text = ModelText(tokenizer, template, generation_config or {}, config.default_max_tokens)
         self.config = config
@@ -122,7 +123,6 @@ class Service:
             observer(call)
 
     def check_ready(self) -> None:
-        """EngineUnavailable unless generations are taken now."""
         self.admission.check_open()
 
     def check_model(self, name: str | None) -> None:

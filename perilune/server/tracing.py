@@ -8,7 +8,7 @@ from perilune.core.errors import ConfigError
 from perilune.server.audit import UNSEEN
 from perilune.server.call import Call, Run
 
-EXPORT_SECONDS = 5.0  # limit of sending a batch to the collector; meanwhile 2048 spans wait at most, others are lost
+EXPORT_SECONDS = 5.0  # time limit of an export to the collector; meanwhile at most 2048 spans wait, more are dropped
 CLOSE_SECONDS = 1.0
 SERVER_ERRORS = 500  # a status below is the client's mistake
 
@@ -44,7 +44,6 @@ class Traces:
         self._tracer = self._provider.get_tracer("perilune", perilune.__version__)
 
     def record(self, call: Call) -> None:
-        """Makes the spans of a request that has ended."""
         if call.route in UNSEEN:
             return
         span = self._tracer.start_span(

@@ -135,7 +135,7 @@ def read(
 ) -> ReadRequest:
     """Validates and renders a conversation. RequestError names the field that is wrong.
 
-    `forms`: by name, the grammars of tools with calls that hold text instead of JSON.
+    `forms`: grammars by tool name, of tools with calls that hold text instead of JSON.
 
     Takes about 70 ms per MB of text: to be called on a thread if the body is large (Service.offload).
     """
@@ -147,7 +147,7 @@ def read(
     answer, free = body.answer_format(), not forces(choice)
     thinking = text.template.thinks(body.think())
     budget = body.thinking_budget() if thinking else None
-    budget = None if budget is None else min(budget, MAX_WHOLE)  # no message has room for more
+    budget = None if budget is None else min(budget, MAX_WHOLE)  # the engine's messages hold 64-bit integers
     defaults = text.defaults(thinking=thinking)
     if vendor_strict:
         check_vendor(body, defaults)
@@ -176,7 +176,7 @@ def read(
 def rendered(body: ChatBody, text: ModelText, tools: Declared, context: Context | None = None) -> RenderedPrompt:
     """The prompt of a body's messages; `tools` are those that the model sees. Takes as long as `read`.
 
-    `context`: a prompt that is too long for it is refused before it is tokenized, or before its end is.
+    `context`: a prompt too long for it is refused before tokenization, or before tokenization ends.
     """
     options: PromptOptions = {**body.prompt_options(), "tools": tools}
     if context is None:

@@ -16,7 +16,7 @@ def resolved(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Of each word: as written, without leading white space, and after one space as in the middle of a sentence.
+    """Token sequences of each word: as written, without leading white space, and after one space as in a sentence.
 
     A word that the model cuts into other tokens than the tokenizer does is not recognised: vLLM's `bad_words` has the
     same limit.

@@ -83,7 +83,7 @@ def beginning(
 def _of_thinker(member: Member, turn: Turn, thinking: bool) -> Beginning:
     apart = turn.with_thought_apart()
     if apart.content or (apart is not turn and "</think>" in turn.content):
-        reasoning = apart.reasoning if thinking else ""  # as in the turns before
+        reasoning = apart.reasoning if thinking else ""  # else dropped, as in earlier turns
         return Beginning(
             given=True, thinks=False, opened=False, name=turn.name, reasoning=reasoning, content=apart.content
         )

@@ -38,10 +38,10 @@ class PromptOptions(TypedDict, total=False):
     """Keyword arguments of every rendering method."""
 
     tools: Declared  # None, the default: none
-    thinking: bool | None  # False: the prompt ends in an empty thought (instant mode); None, the default: as the model
+    thinking: bool | None  # False: the prompt ends in an empty thought (instant mode); None: the model's default
     preserve_thinking: bool | None  # True: reasoning is kept everywhere, not only in the tool loop in progress
     add_generation_prompt: bool  # True, the default: the prompt ends where the assistant's answer begins
-    continue_final_message: bool | None  # the answer goes on from the last message; None, the default: if it says so
+    continue_final_message: bool | None  # the answer continues the last message; None, the default: the message decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ChatTemplate:
     def thinks(self, requested: bool | None) -> bool:
         """Whether the model will think; None: the request does not say.
 
-        RequestError for what it cannot be asked: not to think, of one that always does, or the reverse.
+        RequestError if the request contradicts the model: not to think for one that always does, or the reverse.
         """
         match self.member.thinking, requested:
             case "always", False:
@@ -97,7 +97,7 @@ class ChatTemplate:
         return thinking and self.member.opens_thought
 
     def preserves(self, requested: bool | None) -> bool:
-        """Whether reasoning of earlier turns stays in the prompt; RequestError where the model does not know that."""
+        """Whether reasoning of earlier turns stays in the prompt; RequestError if the model was not trained for it."""
         if self.member.preserve == "never" and requested:
             raise RequestError(
                 f"{self.name} was not made to keep the reasoning of earlier turns: leave out preserve_thinking",
@@ -118,7 +118,7 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
 
-        `check` may refuse the prompt by its number of characters, before it is tokenized, or by the tokens so far.
+        `check(characters, tokens so far)` is called before and during tokenization, and may refuse the prompt.
 
         A last message of the assistant's is continued, unless there is no generation prompt or the options or the
         message say otherwise (text/beginning.py).
@@ -199,12 +199,11 @@ class ChatTemplate:
     def render_ids(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[PromptOptions]
     ) -> list[int]:
-        """The prompt as token ids."""
         return self.read(tokenizer, messages, **options).ids
 
 
 class NoChatTemplate(ChatTemplate):
-    """For checkpoints that can be served, but not chatted with: says so at the first chat."""
+    """For checkpoints that can be served without chat: every rendering raises CheckpointError with `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ class Detokenizer:
         return self._text(self._tokenizer.ordinary_bytes(ids))
 
     def flush(self) -> str:
-        """What is held back, as U+FFFD because the rest of the character is not coming; then as good as new."""
+        """The incomplete character that is held back, as U+FFFD. The decoder is then as at its start."""
         return self._decoder.decode(b"", True)
 
     def _text(self, data: bytes) -> str:
-        # Most tokens are ASCII: a tenth of the time that the incremental decoder takes.
+        # Most tokens are ASCII, which takes a tenth of the incremental decoder's time.
         return data.decode("ascii") if data.isascii() and not self._decoder.buffer else self._decoder.decode(data)

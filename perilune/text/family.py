@@ -1,4 +1,4 @@
-"""The members of the family, as far as their prompts differ, and how a checkpoint is recognised as one of them.
+"""The members of the family, where their prompts differ, and how a checkpoint is recognised as one of them.
 
 A model directory's name says nothing reliable. What its files hold does: `model_type`, the vendor's own chat template
 (never executed, only searched for what sets members apart), names that converters leave behind, and whether the
@@ -31,7 +31,7 @@ class Member:
     tools: DeclarationForm
     thinking: Literal["never", "always", "optional"]
     opens_thought: bool  # the prompt ends in <think>; False: a model that thinks writes it itself
-    preserve: Literal["never", "always", "optional"]  # reasoning of earlier turns; "never": of the tool loop at most
+    preserve: Literal["never", "always", "optional"]  # reasoning of earlier turns; "never": only the tool loop's
     sampling: tuple[float, float]
     instant_sampling: tuple[float, float]  # when it does not think
 
@@ -124,7 +124,7 @@ def recognise(model_dir: Path) -> Member:
 
 
 _CODE = re.compile(r"{[{%].*?[}%]}", re.DOTALL)
-_READS_THINKING = re.compile(r"\bthinking\b(?!\s*=[^=])")  # no part of preserve_thinking, which is one word
+_READS_THINKING = re.compile(r"\bthinking\b(?!\s*=[^=])")  # not inside preserve_thinking: "_" is no word boundary
 _FORCES = re.compile(r"\bset\s+(?:preserve_)?thinking\s*=\s*true\b|raise_exception\([^)]*\bthinking\b", re.IGNORECASE)
 _K27_NAME = re.compile(r"kimi[-_]k2[._-]?7\b", re.IGNORECASE)
 

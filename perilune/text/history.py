@@ -22,7 +22,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A part of a message: a picture that was decoded, of so many `tokens`. JSON has no such value, so that only the
+    """A part of a message: a decoded picture, with its number of `tokens`. JSON has no such value, so that only the
     program can put one into a message."""
 
     tokens: int
@@ -203,7 +203,7 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
 
 def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
     """Texts in a row are joined."""
-    if content is None:  # which only an assistant's may be
+    if content is None:  # only allowed for an assistant message
         return ()
     if isinstance(content, str):
         return (content,)

@@ -260,7 +260,7 @@ class ChatStream:
                     self._leave_prose(for_tools=False)
                     self._state = _State.CONTENT
             case _Mark.THINK_BEGIN:
-                # Ahead of all content it opens the reasoning; anywhere else it is noise.
+                # Before any content it opens the reasoning; anywhere else it is dropped.
                 if self._state is _State.CONTENT and not self._content_begun and not self._unsaid().strip():
                     self._held = ""
                     self._stops.flush()
@@ -408,7 +408,7 @@ class ChatStream:
 
 
 def _read_marks(tokenizer: Tokenizer, tools: bool) -> dict[int, _Mark]:
-    """Ids with a meaning."""
+    """The marker of each id that is one in this answer."""
     m = tokenizer.markers
     think = {m.think_begin: _Mark.THINK_BEGIN, m.think_end: _Mark.THINK_END}
     calls = {

@@ -40,9 +40,9 @@ from runs.four_gpus import over_http, steps
 from runs.four_gpus.predictions import predictions
 from runs.four_gpus.setting import CPU_SIZES, PARTS, START_SECONDS, STARTS, USUAL, WANTED, Setting
 
-H200_FREE_BYTES = 147.0e9  # that one process can allocate
-ENDING_SECONDS = 6.0  # that a start's processes get to print stacks and end
-CLOSE_SECONDS = 15.0  # that an engine gets to close, before the process prints its stacks and ends
+H200_FREE_BYTES = 147.0e9  # memory that one process can allocate
+ENDING_SECONDS = 6.0  # for a start's processes to print stacks and end
+CLOSE_SECONDS = 15.0  # for an engine to close; then the process prints its stacks and ends
 GENERIC = ("part", "figure", "measured", "predicted", "wanted", "met")
 
 Row = dict[str, Any]
@@ -118,7 +118,7 @@ def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> 
     ends = time.monotonic() + args.seconds
     here = [] if args.again or args.ledger is None else _measured(setting, args.ledger)
     left = [letter for letter in letters if letter not in here]
-    if setting.device == "cuda" and left:  # within a start it would take that start's time
+    if setting.device == "cuda" and left:  # before the first start: builds must not take its time
         with ThreadPoolExecutor() as pool:
             failed = [built for built in pool.map(ops_build.library, ops_build.sources()) if isinstance(built, str)]
         print(f"kernels built after {time.monotonic() - ends + args.seconds:.1f} s", *failed, sep="\n", flush=True)

@@ -15,9 +15,9 @@ from perilune.core.config import EngineConfig, build
 from runs.four_gpus.setting import CACHED_SHARE, DECODING, Setting
 
 BEGIN_SECONDS = 120.0  # until all users have their first token
-ANSWER_TOKENS = 16  # where the first one counts. Fewer: random ones may all be without text
-LONG_PROMPTS = 3  # likewise
-SHORT_PROMPTS = 8  # that come one after the other while others decode
+ANSWER_TOKENS = 16  # of an answer timed to its first token. Fewer: random tokens may all have no text
+LONG_PROMPTS = 3  # sent one after the other while users decode
+SHORT_PROMPTS = 8  # likewise
 
 Row = dict[str, Any]
 
@@ -144,8 +144,8 @@ async def _beside(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, N
 
 
 def _pace(tokens: int, times: list[float], gaps: list[float]) -> Row:
-    """Of prompts with so many tokens. gaps: between pieces of users' answers, sorted; a piece may hold several
-    tokens."""
+    """The row of prompts of `tokens` tokens. times: seconds to first tokens; gaps: seconds between pieces of users'
+    answers, sorted; a piece may hold several tokens."""
     if not gaps:
         raise EndpointError("no user's answer went on while prompts were computed")
     median, p99 = statistics.median(gaps), gaps[int(0.99 * len(gaps))]

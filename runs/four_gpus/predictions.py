@@ -16,7 +16,7 @@ from runs.four_gpus.setting import ACCEPTED, CACHED_SHARE, DECODING, DRAFTS, Set
 
 
 def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
-    """By the names of figures: the value, or which row is missing. Empty for a model that no row is of."""
+    """The predicted value of each figure, or which row is missing. Empty for a checkpoint, and without GPUs."""
     if setting.shape is None or setting.device != "cuda":
         return {}
     forecast = Forecast(read(ledger, "decode"), read(ledger, "prefill"), setting.tp, setting.depth, setting.shape)
@@ -40,7 +40,7 @@ def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
 
     def beside() -> float:
         """A prompt waits for half a step on average, and is then computed in one with the others' tokens. Their steps
-        are taken to be of 16 tokens, which rows are of; they have up to 32."""
+        have up to 32 tokens; this takes 16, for which the ledger has rows."""
         return (forecast.prompt_ms(sizes.short) + step(16, sizes.short) / 2) / 1e3
 
     found: dict[str, Callable[[], float]] = {
@@ -68,7 +68,7 @@ def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
 
 
 def _kv_bytes(setting: Setting) -> float:
-    """Of one token's KV in one layer."""
+    """Bytes of one token's KV in one layer."""
     c = shape(setting.shape or "", setting.depth)
     dtype = latent_cache.PACKED if setting.kv_dtype == "fp8" else torch.bfloat16
     return float(latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, dtype) * dtype.itemsize)

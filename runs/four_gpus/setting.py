@@ -11,11 +11,11 @@ from perilune.cli.shared import synthetic
 from perilune.formats.hub import resolve_model
 
 SHAPE, CPU_SHAPE = "kimi-k2.5", "tiny"
-ACCEPTED, DRAFTS = 2.88, 3  # declared: K2.5's EAGLE-3 model with 3 drafts, SPEED-Bench coding
+ACCEPTED, DRAFTS = 2.88, 3  # declared acceptance length and its drafts: K2.5's EAGLE-3 model, SPEED-Bench coding
 CACHED_SHARE = 0.9  # of a prompt that an earlier one began with
 DECODING = 8  # users that decode while others' prompts come
-# Of prompts beside requests that decode. The default, 2: at 10,000 tokens every 3 s beside 64 requests it decides, not
-# the bound of intervals that is wanted.
+# prompt_patience in part d. Prompts of 10,000 tokens every 3 s beside 64 requests would wait longer than the default,
+# 2 s, and the wanted bound of token intervals would not hold.
 PATIENCE_SECONDS = 10.0
 MEMORY_FRACTION = 0.97  # of what weights leave free. Larger: nothing is left for fragments; smaller: less KV
 
@@ -45,7 +45,7 @@ PARTS = {
     )
 }
 STARTS = ("served", "whole", "sharded", "plain", "drafting")  # in this order
-USUAL = "febcpda"  # h repeats b over HTTP; f has what v takes apart
+USUAL = "febcpda"  # without h, which is b over HTTP, and v, a cycle of f alone
 START_SECONDS = 200.0  # an engine's start may take: 540 GB of weights made on four GPUs, and graphs
 
 
@@ -84,8 +84,8 @@ WANTED: dict[tuple[str, str], tuple[float, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The model and how it is run. model: a checkpoint, instead of random weights of a shape. chunk: tokens of a step,
-    so of a prompt's part."""
+    """The model and how it is run. model: a checkpoint, instead of random weights of a shape. chunk: most tokens of
+    a step, so of a prompt's chunk."""
 
     tp: int
     layers: int | None = None
@@ -108,7 +108,7 @@ class Setting:
 
     @property
     def whole(self) -> bool:
-        """Whether this is the model that figures are wanted of."""
+        """Whether this is the model of WANTED."""
         return self.shape == SHAPE and self.depth == SHAPES[SHAPE]["num_hidden_layers"]
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from perilune.engine.engine import Engine
 from runs import prompt_arrivals
 from runs.four_gpus.setting import DRAFTS, Setting
 
-PROMPTS = 4  # timed; the first warms up
+PROMPTS = 4  # the first warms up, the others are timed
 UNSEEN = 1000  # numbers of prompts from here on: none is a prefix that other parts left in the cache
 ARRIVAL_EVERY_SECONDS = 3.0
 

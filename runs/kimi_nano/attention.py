@@ -15,7 +15,7 @@ from runs.kimi_nano.model import Attend
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the samples of a stream lie."""
+    """The bounds of the samples in a stream."""
 
     starts: Tensor  # [B + 1] int32 on the device of the stream; the last is `size`
     longest: int  # tokens of the longest sample, or more
@@ -30,7 +30,7 @@ class Packed:
 
 def flash(packed: Packed, scale: float) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The kernel wants values as wide as keys.
+        # The kernel needs values as wide as keys.
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, padded, packed.starts, packed.starts, packed.longest, packed.longest, 0.0, True, False, scale=scale

@@ -14,7 +14,7 @@ def rounded(room: int) -> int:
 
 
 class Cache:
-    """Keys and values of B rows of up to `room` tokens, per layer; `lengths` [B] tokens are in."""
+    """Keys and values of B rows of up to `room` tokens, per layer; `lengths` [B]: tokens held."""
 
     def __init__(self, model: KimiNano, rows: int, room: int) -> None:
         s, weight = model.s, model.embed_tokens.weight
@@ -44,8 +44,8 @@ class Cache:
 def greedy(
     model: KimiNano, prompts: Sequence[Sequence[int]], end: int, limit: int, seen: Seen | None = None
 ) -> list[list[int]]:
-    """The most probable continuation of each prompt, up to and without `end`, at most `limit` tokens. `seen` has
-    places in the prompts one after another."""
+    """The most probable continuation of each prompt, up to and without `end`, at most `limit` tokens. Places in
+    `seen` count over all prompts in a row."""
     device, count = model.embed_tokens.weight.device, len(prompts)
     starts = torch.tensor([0, *map(len, prompts)]).cumsum(0).int().to(device)
     packed = Packed(starts, max(map(len, prompts)), int(starts[-1]))

@@ -56,13 +56,13 @@ CHECKPOINT = "eyes.safetensors"
 GUIDED = 0.7  # share of the schedule through the text model after which reading counts for LEAST_GUIDE
 LEAST_GUIDE = 0.1
 WARMUP_STEPS, FALL = 100, 0.5
-FILLER = 0.1  # weight of the rows behind a caption
-SHARPNESS = 4.0  # of a row's likeness with the embeddings
+FILLER = 0.1  # weight of the rows after a caption
+SHARPNESS = 4.0  # factor of a row's logits over the vocabulary (dot products with embeddings)
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
 SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
 WORDS_WORKERS = 3
-KEPT = 0.15  # of the text model's weights before
+KEPT = 0.15  # share of the text model's weights from before
 
 
 @dataclass
@@ -357,13 +357,13 @@ def save(out: Path, run: Run, progress: EyesProgress, args: argparse.Namespace) 
 
 @torch.no_grad()
 def average(words: Optimizer, before: dict[str, Tensor], kept: float) -> None:
-    """Moves the master weights of the text model back by the share `kept` of the way from `before`."""
+    """Sets the text model's master weights to (1 - kept) * trained + kept * before."""
     for name, tensor in before.items():
         words.state[name].lerp_(tensor.to(words.state[name].device), kept)
 
 
 def masters(words: Optimizer) -> dict[str, Tensor]:
-    """A copy on the CPU."""
+    """A copy of the master weights on the CPU."""
     return {name: tensor.cpu().clone() for name, tensor in words.state.items() if name.startswith("master.")}
 
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def run(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[list[dict[str, Any]]]:
-    """Of one setting after the other, a row for each way to mine, of the seeds that are whole."""
+    """For each setting, a row for each way to mine, over the seeds that are complete."""
     from runs.kimi_nano import mining_jobs as jobs
 
     context = multiprocessing.get_context("spawn")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[list[
 
 
 def _setting(args: argparse.Namespace, name: str) -> Setting:
-    """As declared, but for what the command line says."""
+    """The declared setting with the command line's changes."""
     found = SETTINGS[name]
     if args.steps:
         found = replace(found, steps=args.steps, begin=args.steps if found.begin else 0)
@@ -115,7 +115,7 @@ def _row(
     measured: dict[tuple[Job, str], Measured],
     held: int,
 ) -> dict[str, Any] | None:
-    """None where no seed is whole."""
+    """The ledger row; None if no seed is complete."""
     from perilune.bench import ledger
     from runs.kimi_nano import mining_jobs as jobs
     from runs.kimi_nano.mining_table import compare

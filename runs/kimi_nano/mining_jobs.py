@@ -31,7 +31,7 @@ from perilune.model.kimi_k2 import KimiK2
 from perilune.speculation.eagle3 import load_drafter
 from runs.kimi_nano.mining_setting import BASE, LENGTH, WAYS, Job, Measured, Mining, Part
 
-AUX, WIDTH, RATE = (1, 3, 4), 448, 2e-3  # of a draft from nothing, as the bundled one
+AUX, WIDTH, RATE = (1, 3, 4), 448, 2e-3  # of a draft trained from scratch, like the bundled one
 CAPTURED = 65536
 HELD_OUT, SUMMARY = "heldout", "mined.json"
 
@@ -80,7 +80,7 @@ def options(job: Job, steps: int, rate: float, share: float = 0.5, keep_gb: floa
 
 
 def begin(job: Job, minings: Sequence[Mining]) -> dict[str, Any]:
-    """The draft that every way begins with, and what is mined with it; returns the summaries by domain."""
+    """Makes the draft that every way begins with, and mines with it; returns the summaries by domain."""
     if (job.directory / SUMMARY).exists():
         return read_object(job.directory / SUMMARY)
     path, model = target(job.device)
@@ -151,7 +151,7 @@ def go_on(job: Job, windows: Path | None, share: float = 0.5) -> Measured:
 
 
 def measure(job: Job, draft: Path) -> Measured:
-    """Of the held-out texts; written beside the draft, also for whoever reads what a run left that was cut short."""
+    """The draft's result on the held-out texts; kept in a file beside it, also for readers of an unfinished run."""
     told = draft.with_name(f"{draft.name}.json")
     if not told.exists():
         _, model = target(job.device)
@@ -176,7 +176,7 @@ def apart(out: Path, parts: Iterable[Part]) -> int:
 
 
 def families(out: Path) -> tuple[tuple[str, ...], list[int]]:
-    """Names, and whose each held-out text is."""
+    """Names, and the number of each held-out text's family."""
     return report.evaluated(), [row.family for row in Corpus(out / HELD_OUT).rows()]
 
 

@@ -100,7 +100,7 @@ def parts(setting: Setting, out: Path, chains: int) -> Iterator[Part]:
 
 
 def take_card(taken: "Synchronized[int]", cards: int) -> None:
-    """Of a process' start, before it asks for a GPU: each card gets as many processes as the others."""
+    """Called when a process starts, before it uses CUDA: assigns it the next GPU, round robin."""
     with taken.get_lock():
         os.environ["CUDA_VISIBLE_DEVICES"] = str(taken.value % cards)
         taken.value += 1

@@ -16,7 +16,7 @@ from rich.table import Table
 from runs.kimi_nano.mining_setting import BASE
 
 RESAMPLED = 2000
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # by freedom
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # by deg. of freedom
 Lengths = NDArray[np.float64]  # [seeds, samples, families]
 Measured = Mapping[str, Sequence[tuple[int, int]]]  # way: (tokens, cycles) of each text
 

@@ -72,13 +72,13 @@ class Options:
     model: Path | None = None  # an exported checkpoint to begin with
     device: str = "cuda"
     gpus: int = 1
-    tokens: int = 131072  # of a GPU and step
+    tokens: int = 131072  # per GPU and step
     rate: float = 2e-3
     decay: float = 0.1
     muon: bool = True
     attention: str = "auto"
     compile: bool = True
-    workers: int = 13  # of a GPU
+    workers: int = 13  # per GPU
     save_every: float = 120.0
     score_every: float = 120.0
     score_count: int = 64

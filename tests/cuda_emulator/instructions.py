@@ -50,7 +50,7 @@ def _base(operand: Operand) -> str:
 
 
 def _place(operand: Operand, space: str, size: int) -> str:
-    """A host pointer."""
+    """C++ of the operand's host pointer; `size` bytes are checked in shared memory."""
     base = _base(operand)
     if space.startswith("shared"):
         return f"emu::from_shared(static_cast<uint32_t>({base}), {size}, {str(space != 'shared::cluster').lower()})"
@@ -119,7 +119,7 @@ def _wgmma(m: re.Match[str], o: list[Operand]) -> str:
     d = o[0].parts
     in_registers = isinstance(o[1], Group)
     flags = [_text(x) for x in o[3:]]
-    add, negate_a, negate_b = flags[0], flags[1:2] == ["-1"], flags[2:3] == ["-1"]  # whole numbers have no signs
+    add, negate_a, negate_b = flags[0], flags[1:2] == ["-1"], flags[2:3] == ["-1"]  # integer wgmma has neither
     rest = flags[3:]
     a_transposed = not in_registers and len(rest) == 2 and rest[0] != "0"
     b_transposed = bool(rest) and rest[-1] != "0"

@@ -15,7 +15,7 @@ from perilune.ops.harness import build
 from tests.cuda_emulator.translate import translate
 
 HERE = Path(__file__).parent
-# Frame pointers, and calls that stay calls, so that a report can name the line at which a thread waits.
+# Frame pointers and no tail calls, so that a report can name the line at which a thread waits.
 COMMON = ("-std=c++17", "-g1", "-fPIC", "-march=native", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls")
 FLAGS = (*COMMON, "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
 RUNTIME_FLAGS = (*COMMON, "-O3")

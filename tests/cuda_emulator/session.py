@@ -30,7 +30,7 @@ class Fault(Exception):
 
 @dataclass
 class _Open:
-    depth: int = 0  # contexts of `together`
+    depth: int = 0  # open contexts of `together`
     stream: int = 0  # the current stream's handle
 
 
@@ -62,8 +62,8 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream(number: int) -> Iterator[None]:
-    """Launches in this context are in a stream of this number: those of different streams run at the same time. So one
-    process runs several ranks."""
+    """Launches in this context are in a stream of this number. Launches of different streams run at the same time, so
+    that one process runs several ranks."""
     before, _open.stream = _open.stream, number
     try:
         yield

@@ -26,7 +26,7 @@ def test_experts_begin_while_the_router_runs(mode: str) -> None:
     gate, bias = torch.randn(case.E, case.D, generator=g).to(BFLOAT16), torch.randn(case.E, generator=g)
     routing = router.inputs(next(c for c in router.cases if c.k == case.k and c.E == case.E), Make(BFLOAT16, CPU, 1))
     chosen = router.reference(x, gate, bias, routing["routing"])
-    args["partial"] = True  # the sum of the parts is torch's, which would read them before the launches have run
+    args["partial"] = True  # else torch sums the parts, before the launches have run
     rest = list(args.values())[1:]
     want = experts.reference(x, chosen, *rest)
     with emulated(sms=16, mode=mode, seed=2, overlap=True):

@@ -122,7 +122,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 class Answer:
-    """One message from its request to its end."""
+    """The answer to one request: turns the events of its Turn into the Messages API's form."""
 
     def __init__(self, model: str, turn: Turn) -> None:
         self.turn = turn
@@ -237,7 +237,7 @@ def model(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The list of models as one page; after or before an id of another page there is nothing."""
+    """The list of models, all on one page; `after_id` or `before_id` in the query gives an empty page."""
     shown = [] if query.get("after_id") or query.get("before_id") else found
     ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return {"data": shown, "has_more": False, "first_id": ends[0], "last_id": ends[1]}

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and what they say in terms of a chat completion."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation to a chat body."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from perilune.server.openai.protocol import ChatBody
 from perilune.server.pictures.parts import chat_part
 from perilune.text.tools import DeclarationForm, check_depth, show
 
-# Chat's names of fields -> this API's, for errors found further down.
+# (chat's field, this API's field): `spelled` renames fields in errors that are raised after the translation.
 FIELDS = (
     ("max_completion_tokens", "max_tokens"),
     ("stop", "stop_sequences"),
@@ -74,9 +74,9 @@ class CountBody(RequestBody):
     def chat(self, *, thinks_unasked: bool, tool_form: DeclarationForm = "typescript") -> ChatBody:
         """The same request to the chat endpoint.
 
-        A request that does not mention thinking wants none, as clients of this API expect; `thinks_unasked`: the model
-        always thinks. A last message of the assistant's is the beginning of the answer. `tool_form` is that of tools
-        declared in the middle of the conversation.
+        Without the field `thinking` the model does not think, as clients of this API expect. `thinks_unasked`: the
+        model always thinks. A last message with role assistant is the beginning of the answer. `tool_form`: the form
+        of tools that are declared in the middle of the conversation.
         """
         conversation = Conversation()
         system = self.system
@@ -113,7 +113,7 @@ class CountBody(RequestBody):
         return {}
 
     def _check_beginning(self, message: Mapping[str, Any]) -> None:
-        """Anthropic's rules for the beginning of an answer, given as a chat message. An empty one is no beginning."""
+        """RequestError if the chat message breaks Anthropic's rules for a beginning of the answer."""
         text = message["content"]
         if message.get("tool_calls"):
             raise RequestError(
@@ -234,7 +234,7 @@ def _add_own(conversation: Conversation, block: Mapping[str, Any], where: str) -
 
 def _add_result(conversation: Conversation, block: Mapping[str, Any], where: str) -> None:
     content = content_of(block.get("content") or "", f"{where}.content", _TEXT, _MEDIA)
-    if block.get("is_error"):  # the model has no other way to know
+    if block.get("is_error"):  # the chat template has no field for it
         content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
     conversation.result(string(block, "tool_use_id", where, empty=False), content, f"{where}.tool_use_id")
 

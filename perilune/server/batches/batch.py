@@ -1,4 +1,4 @@
-"""Batches: answers the requests of a file when the engine has room beside other requests, into a file.
+"""Batches: answers the requests of a file, into a file, while other requests leave room in the engine.
 
 Answers are appended to ID.output and ID.errors beside the batch's record; a restarted server continues after the
 answers that are there. When all lines are answered, or the batch is cancelled, expires or fails, these become files.
@@ -32,9 +32,9 @@ MAX_LINES = 50_000
 MAX_BATCHES = 100  # unfinished batches per key
 MAX_RECORDS = 1000  # batches per key, ended ones included; the oldest are deleted
 MAX_ERRORS = 20  # errors that are reported about one input file
-POLL_SECONDS = 0.05
-RETRY_SECONDS = 1.0
-MAX_WAIT_SECONDS = 30.0
+POLL_SECONDS = 0.05  # between checks for room in the engine
+RETRY_SECONDS = 1.0  # after a 429 or 503
+MAX_WAIT_SECONDS = 30.0  # for a key limit
 ANSWERS = ("output", "errors")  # suffixes of the two files of a batch: answers, and errors
 ENDED = ("completed", "failed", "expired", "cancelled")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -217,7 +217,7 @@ class Batches:
 
     async def _work(self, batch: Batch) -> None:
         batch.recover(await asyncio.to_thread(answered, batch))
-        if batch.record["status"] in ("cancelling", "finalizing"):  # the earlier server ended before `finish` had
+        if batch.record["status"] in ("cancelling", "finalizing"):  # the earlier server ended inside `finish`
             batch.finish("cancelled")
             return
         self.store.get(batch.owner, batch.record["input_file_id"], "input_file_id")

@@ -144,7 +144,7 @@ def _operation_id(o: Operation) -> str:
 
 
 def _links(o: Operation) -> dict[str, Any]:
-    """What may be asked of the object that an operation makes, by the id in its answer."""
+    """OpenAPI links from a POST to the operations on the object it creates; the answer's `id` fills the path."""
     later = [other for other in OPERATIONS if o.method == "POST" and other.path.startswith(f"{o.path}/{{id}}")]
     return {
         _operation_id(other): {"operationId": _operation_id(other), "parameters": {"id": "$response.body#/id"}}
@@ -168,7 +168,7 @@ def _content(o: Operation) -> dict[str, Any]:
 
 
 def _event(about: str, kind: type[BaseModel] | None = None) -> dict[str, Any]:
-    """The schema of one event of a stream; those of a `kind` end with [DONE]."""
+    """The schema of one event of a stream. With `kind`, its data is JSON of that type, or [DONE]."""
     data: dict[str, Any] = {"type": "string", "contentMediaType": JSON}
     if kind is not None:
         data = {"anyOf": [{"const": "[DONE]"}, {**data, "contentSchema": {"$ref": _REF + kind.__name__}}]}
@@ -214,7 +214,7 @@ def _inner(kind: type[Body]) -> Iterator[type[Body]]:
 
 @functools.cache
 def names() -> Mapping[type[Body], str]:
-    """The schemas' names of bodies: the class's, with the API's ahead of it where two classes share one."""
+    """Each body's schema name: its class name, prefixed with the API where an earlier class has that name."""
     found: dict[type[Body], str] = {}
     for kind in bodies():
         api = kind.__module__.split(".")[-2].replace("anthropic", "messages").capitalize()
@@ -247,7 +247,6 @@ def _body(kind: type[Body], name: str) -> dict[str, Any]:
 
 
 def meaning(body: str, field: str) -> str:
-    """What a declared field asks for."""
     return MEANINGS.get(f"{body}.{field}") or MEANINGS[field]
 
 

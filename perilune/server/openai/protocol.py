@@ -435,8 +435,8 @@ def usage(
     predictions: Predictions,
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The usage object. `acceptance_length`, not in OpenAI's, is the tokens per step with drafts: 1 and the accepted
-    drafts. `media` are image_tokens and video_tokens, if there are any."""
+    """OpenAI's usage object, and `acceptance_length`: tokens per step with drafts, 1 + accepted drafts.
+    `media`: image_tokens and video_tokens, if there are any."""
     p = predictions
     return {
         "prompt_tokens": prompt,

@@ -33,7 +33,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Resolver:
-    """The system's resolver, on its own threads: a name server, perhaps a client's, may take 10 s and more."""
+    """The system's resolver on its own threads: a DNS server may take 10 s or more, and a client may run it."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(RESOLVERS, "resolver")
@@ -70,7 +70,7 @@ class Fetcher:
     ) -> None:
         self._hosts = [host.lower() for host in hosts]
         self._resolve, self._is_public = resolve or Resolver(), is_public
-        # Connections are not reused: hosts may share an address, and each host's certificate must be checked.
+        # No keep-alive: several hosts may share an address, and the certificate of each must be checked.
         self._http = httpx.AsyncClient(
             trust_env=False,  # a proxy would resolve the name again
             timeout=httpx.Timeout(FETCH_SECONDS, connect=CONNECT_SECONDS),
@@ -114,7 +114,7 @@ class Fetcher:
         raise refused(f"its host {host[:100]!r} cannot be reached")
 
     async def _ask(self, url: httpx.URL, address: str) -> bytes | str:
-        name = {"sni_hostname": url.raw_host.decode()}  # which the certificate is checked for, too
+        name = {"sni_hostname": url.raw_host.decode()}  # the certificate must match it
         request = self._http.build_request(
             "GET", url.copy_with(host=address), headers={"host": url.netloc.decode()}, extensions=name
         )

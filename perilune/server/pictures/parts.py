@@ -27,7 +27,7 @@ class Part:
 
 
 def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> dict[str, Any]:
-    """A part of a chat message, of another API's request."""
+    """The chat part for a picture or video in another API's request."""
     return {"type": kind, kind: {"url": url}, "where": where}
 
 
@@ -100,12 +100,12 @@ def _url(part: Mapping[str, Any], field: str, detail: Any, where: str) -> str:
 
 
 def is_address(url: str) -> bool:
-    """Whether `url` is an http(s) address; this server may still refuse to fetch it."""
+    """Whether it is an http(s) URL; fetch.py decides whether this server fetches it."""
     return url[:8].lower().startswith(("https://", "http://"))
 
 
 def check_detail(detail: Any, where: str) -> None:
-    """RequestError for an unknown `detail`. Known values change nothing: the model has one size for a picture."""
+    """RequestError unless `detail` is None or in DETAILS, which have no effect: the model sees one size."""
     if detail is not None and detail not in DETAILS:
         raise RequestError(
             f"{where}: detail must be one of {', '.join(DETAILS)}, not {show(detail)}",

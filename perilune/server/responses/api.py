@@ -45,7 +45,7 @@ class Output:
     """
 
     def __init__(self, custom_tools: Mapping[str, bool] | None = None) -> None:
-        """`custom_tools`: by name, whether a call holds the input itself."""
+        """`custom_tools`: by name, whether a call's arguments are the input itself, not JSON (custom.py)."""
         self.items: list[dict[str, Any]] = []
         self._custom_tools = custom_tools or {}
         self._unwrapped: Unwrapped | None = None  # of the open call of a custom tool with free text
@@ -375,7 +375,6 @@ def _followed(service: Service, job: Job, after: int) -> Response:
 
 
 async def response_by_id(request: Request) -> Response:
-    """GET and DELETE."""
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     jobs: Jobs = request.app.state.jobs

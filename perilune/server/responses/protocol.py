@@ -1,5 +1,5 @@
-"""The bodies of POST /v1/responses and /v1/responses/input_tokens, and what they say in the terms of a chat
-completion."""
+"""The bodies of POST /v1/responses and /v1/responses/input_tokens, and their translation to a chat
+body."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from perilune.server.pictures.parts import chat_part, check_detail, earlier
 from perilune.server.responses import custom
 from perilune.text.tools import Form, show
 
-# Chat's names of fields -> this API's, for errors found further down.
+# (chat's field, this API's field), see conversation.spelled.
 FIELDS = (
     ("messages", "input"),
     ("reasoning_effort", "reasoning.effort"),

@@ -95,7 +95,7 @@ def read(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _domain(name: str) -> str:
-    """Of a service or of an intent of SNIPS."""
+    """The domain of a service or of an intent of SNIPS."""
     return DOMAINS.get(name.split("_")[0], name.split("_")[0])
 
 

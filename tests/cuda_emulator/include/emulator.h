@@ -17,7 +17,7 @@ struct dim3 {
 
 namespace emu {
 
-// Of the thread that runs.
+// Built-in variables of the running thread.
 struct View {
   uint3 thread, block;
   dim3 block_dim, grid_dim;
@@ -47,7 +47,7 @@ void* map_rank(const void* p, uint32_t rank);
 
 // ---- order of threads ----
 
-// The lanes of `mask` meet; the last one runs `act` with all lanes' arguments (null for lanes that have ended).
+// Waits for all lanes of `mask`; the last one runs `act` with all lanes' arguments (null for lanes that have ended).
 using Act = void (*)(void** arguments, uint32_t lanes);
 void meet(uint32_t mask, void* argument, Act act, const char* what);
 void bar_sync(int id, int threads);  // threads < 0: all of the CTA
@@ -56,7 +56,7 @@ void cluster_arrive();
 void cluster_wait();
 uint32_t cluster_rank(), cluster_size(), sm(), active_lanes();
 void poll();  // lets others run: called by loads that a loop may repeat until others have written
-void happened();  // something that may end others' polling
+void happened();  // progress that may end others' polling
 template <typename T>
 volatile T* polled(const volatile void* p) {
   poll();
@@ -98,7 +98,7 @@ void ldmatrix(uint32_t* to, int count, bool transposed, uint32_t address);
 void stmatrix(const uint32_t* from, int count, bool transposed, uint32_t address);
 struct Wgmma {
   Type type;
-  int n, k;  // k: of one product
+  int n, k;  // k: of one instruction
   bool a_shared, add, negate_a, negate_b, a_transposed, b_transposed;
 };
 // Of S8, sums are int32.

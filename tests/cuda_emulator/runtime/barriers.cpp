@@ -1,4 +1,4 @@
-// Meetings of lanes, barriers of CTAs and clusters, and barriers in shared memory.
+// Warp-wide instructions (Meeting), barriers of CTAs and clusters, mbarriers in shared memory.
 #include <algorithm>
 
 #include "machine.h"
@@ -30,7 +30,7 @@ void meet(uint32_t mask, void* argument, Act act, const char* what) {
   for (; n < warp.meetings.size(); n++) {
     const Meeting& m = *warp.meetings[n];
     if (m.mask == mask && m.act == act) break;
-    // Lanes that this one needs wait for it elsewhere. (Others may wait: a shuffle of some lanes before an mma of all.)
+    // Lanes of this mask wait for this lane elsewhere. (Other lanes may: some shuffle before an mma of all.)
     if ((m.mask >> t->lane & 1) && (m.arrived & mask)) {
       fail("lanes of a warp meet at different instructions: %s (mask %08x) and %s (mask %08x)", what, mask, m.what,
            m.mask);
@@ -48,7 +48,7 @@ void meet(uint32_t mask, void* argument, Act act, const char* what) {
   m.arrived |= 1u << t->lane;
   m.arguments[t->lane] = argument;
   if (((m.arrived | warp.ended) & mask) == mask) {
-    finish(warp, n);  // this lane goes on in its turn, so that lanes keep their order
+    finish(warp, n);  // this lane waits too, so that lanes run in order
   }
   wait(what, nullptr, mask);
 }
@@ -150,7 +150,7 @@ void cluster_wait() {
 }
 
 // ---- barriers in shared memory ----
-// Bits of the word: 0-12 expected arrivals, 13-25 missing ones, 26 the phase's parity, 27-39 a mark, 40-63 missing bytes.
+// Bits of the word: 0-12 expected arrivals, 13-25 missing ones, 26 the phase's parity, 27-39 MARK, 40-63 missing bytes.
 
 namespace {
 

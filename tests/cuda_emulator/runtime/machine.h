@@ -1,8 +1,8 @@
 // The emulated GPU: launches, CTAs, warps and threads, and who may run. One host thread runs all of it.
 //
-// Every CUDA thread is a fiber. A fiber runs until it waits; `resume` goes to the scheduler. The scheduler takes a ready
-// warp at random (seeded) and runs its ready lanes. When no warp can go on but by polling, it starts further CTAs,
-// completes asynchronous copies, moves the clock; and if that does not help, reports what each thread waits for.
+// Every CUDA thread is a fiber. A fiber runs until it waits and then switches to the scheduler. It takes a ready warp
+// at random (seeded) and runs its ready lanes. When no warp can go on except by polling, the scheduler starts CTAs,
+// completes asynchronous copies or moves the clock. If nothing helps, it reports what each thread waits for.
 #pragma once
 #include <deque>
 #include <list>
@@ -16,6 +16,7 @@
 
 namespace emu {
 
+// Bytes: shared memory of a CTA, its host buffer. PLACE: bits of a shared address that are the offset in the buffer.
 constexpr size_t SHARED_ROOM = 227 * 1024, SHARED_BYTES = 256 * 1024;
 constexpr uint32_t SHARED_BEGIN = 1024, RANK_SHIFT = 24, PLACE = (1u << RANK_SHIFT) - 1;
 constexpr size_t STACK = 128 * 1024;
@@ -25,17 +26,17 @@ struct Warp;
 struct Cta;
 struct Launch;
 
-struct Copy {  // of cp.async: as it was asked for
+struct Copy {  // one cp.async
   uint8_t* to;
   const uint8_t* from;
   uint32_t bytes, valid;
   bool done;
 };
-struct Store {  // from shared to global memory
+struct Store {  // one bulk store from shared to global memory
   std::function<void(std::vector<uint8_t>&)> read;  // copies the source
   std::function<void(const std::vector<uint8_t>&)> write;
   std::vector<uint8_t> held;
-  int state;  // 0: asked for, 1: read, 2: written
+  int state;  // 0: issued, 1: source read, 2: written
   int group;
 };
 
@@ -54,17 +55,17 @@ struct Thread : View {
   size_t ungrouped = 0;
   std::vector<Store> stores;
   int store_groups = 0;
-  size_t products = 0;  // wgmma and commits that it asked for
+  size_t products = 0;  // wgmma and commits that it issued
 };
 
-struct Meeting {
+struct Meeting {  // lanes that wait for each other in a warp-wide instruction (shuffle, mma.sync, ...)
   uint32_t mask, arrived;
   Act act;
   const char* what;
   void* arguments[32];
 };
 
-struct Product {  // a wgmma, or the end of a group
+struct Product {  // a wgmma of a warp, or a commit of a group
   Wgmma kind;
   bool commit, done;
   uint32_t arrived;
@@ -82,7 +83,7 @@ struct Warp {
   std::vector<std::unique_ptr<Meeting>> meetings, spare;
   Thread* lanes[32] = {};
   std::deque<Product> products;
-  size_t gone = 0;  // products that left the front
+  size_t gone = 0;  // products that were removed from the front
 };
 
 struct NamedBarrier {
@@ -120,7 +121,7 @@ struct Launch {
   bool done = false, host = false;
   std::unordered_map<Slot*, uint32_t> places;
   uint32_t dynamic_at = 0, shared_end = 0;
-  std::vector<Thread*> waiting;  // of the next launch, for the end of this one
+  std::vector<Thread*> waiting;  // threads of the next launch in griddepcontrol.wait
   std::vector<std::unique_ptr<Cluster>> clusters;
   std::vector<std::unique_ptr<Cta>> running;
 };
@@ -141,7 +142,7 @@ struct Machine {
   std::list<std::unique_ptr<Launch>> pending;
   std::vector<Warp*> queue;
   std::vector<Async> asyncs;
-  std::map<uint64_t, double> occupied;  // SMs, by stream: each is a GPU of its own, as ranks are
+  std::map<uint64_t, double> occupied;  // SMs in use, by stream: each stream is one rank's GPU
   uint64_t idle_polls = 0, stuck = 0;
   std::string error;
   void* scheduler = nullptr;
@@ -154,10 +155,10 @@ extern Thread* running;
 
 void wait(const char* what, const void* object = nullptr, uint64_t phase = 0);
 void make_ready(Thread* thread);
-void later(Cta* cta, std::function<void()> run);  // now, at some time, or as late as possible, by the mode
+void later(Cta* cta, std::function<void()> run);  // a copy: now, at a random time, or last, by the mode
 void complete_copies(Thread* thread, size_t count);
 void end_of_stores(Thread* thread);
-void leave_warp(Warp& warp);     // after a lane has ended: meetings may be complete
+void leave_warp(Warp& warp);     // after a lane has ended: others may wait for it no more
 void leave_barriers(Cta& cta);   // after a thread has ended
 void check_cluster(Cluster& cluster);
 uint8_t* shared_of(Cta* cta, uint32_t address, size_t bytes);

@@ -1,10 +1,10 @@
-// Shared memory: where variables lie, and addresses.
+// Shared memory: places of variables, and addresses.
 #include "machine.h"
 
 namespace emu {
 
 // Static variables follow each other from SHARED_BEGIN + the dynamic part's end on; a launch has one place for each.
-// The dynamic part begins at no rounder an address than its declaration asks for.
+// The dynamic part has no larger alignment than its declaration asks for.
 void* place(Slot& slot, size_t bytes, size_t align) {
   Cta* cta = running->cta;
   Launch* l = cta->launch;

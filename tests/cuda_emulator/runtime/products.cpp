@@ -27,7 +27,7 @@ float number(Type type, const uint8_t* p) {
   }
 }
 
-// A of 16 rows from the lanes' registers: to[row][k], K of 16 bits or of 8 bits.
+// Matrix A, 16 rows, from the lanes' registers: to[row][k]; k = 16 for 16-bit types, 32 for 8-bit types.
 void gather_a(Type type, int k, const uint32_t* const* lanes, float (*to)[32]) {
   const int each = 4 / bytes_of(type);  // values of a register
   for (int lane = 0; lane < 32; lane++) {
@@ -167,7 +167,7 @@ void stmatrix(const uint32_t* from, int count, bool transposed, uint32_t address
 
 namespace {
 
-struct Operand {  // of shared memory, as a descriptor says
+struct Operand {  // of wgmma, in shared memory, by its descriptor
   const uint8_t* shared;
   uint32_t start, lead, stride, swizzle;
   Operand(Cta* cta, uint64_t d)

@@ -27,7 +27,7 @@ uint64_t Machine::next() {  // xorshift64*
 namespace {
 
 constexpr int POISON = 0xff;  // of shared memory: nan as float, bf16, fp16 and e4m3
-constexpr uint64_t MOST_STUCK = 400;
+constexpr uint64_t MOST_STUCK = 400;  // jumps of the clock, by JUMP_NS, without progress: more are a deadlock
 constexpr uint64_t JUMP_NS = 20'000'000;
 
 void enqueue(Warp* warp) {
@@ -82,7 +82,7 @@ void entry() {
   end_thread();
 }
 
-double share(const Launch& l) {  // of an SM that a CTA takes
+double share(const Launch& l) {  // of an SM's resources, for one CTA
   const auto& c = l.config;
   const double threads = c.block.x * c.block.y * c.block.z;
   const double bytes = std::max<double>(l.shared_end, c.shared + SHARED_BEGIN);
@@ -137,7 +137,7 @@ void finish(Launch* l) {
   machine.pending.remove_if([&](const auto& p) { return p.get() == l; });
 }
 
-// Frees CTAs whose cluster has ended and launches that have ended. Waits of the next launch end here.
+// Frees CTAs whose cluster has ended and launches that have ended, which ends griddepcontrol.wait of the next launch.
 void retire() {
   for (bool again = true; again;) {
     again = false;
@@ -258,8 +258,8 @@ bool only_polls() {
   return machine.idle_polls > 2 * lanes;
 }
 
-// No thread can go on, but for those that poll. False: all has ended, or nothing helps. Where threads poll it takes long
-// to notice, so that several CTAs are begun, and several copies completed, at once.
+// Called if threads can go on by polling only: starts CTAs, else completes copies, else moves the clock. False: all has
+// ended, or a deadlock. With polling threads it takes several CTAs or copies at once: noticing takes many polls.
 bool unblock() {
   machine.idle_polls = 0;
   const bool polling = !machine.queue.empty();
