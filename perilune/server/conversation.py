@@ -1,6 +1,7 @@
 """Builds chat messages from the items of other APIs; shared by the Responses and the Messages API."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +128,8 @@ def wrong(where: str, what: str, *, code: str = "invalid_value") -> RequestError
 def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
     """In a RequestError raised inside the context, replaces chat's field names by those of the client's API.
 
-    `names`: pairs (chat's name, the client's); all are applied to the error's `param`.
+    `names`: pairs (chat's name, the client's), applied in turn to the error's `param`: to the whole name that it begins
+    with, or, if chat's begins with a bracket, to the first such text.
     """
     try:
         yield
@@ -136,5 +138,7 @@ def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
             raise
         param = e.param
         for chat, client in names:
-            param = param.replace(chat, client)
-        raise RequestError(str(e).replace(e.param, param), param=param, code=e.code, status=e.status) from e
+            param = re.sub(("" if chat[0] == "]" else "^") + re.escape(chat) + r"\b", client, param, count=1)
+        raise RequestError(
+            str(e).replace(e.param, param), param=param, code=e.code, status=e.status, retry_seconds=e.retry_seconds
+        ) from e

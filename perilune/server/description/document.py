@@ -38,7 +38,7 @@ ERRORS: Mapping[int, str] = {
     405: "The path has other methods: see the header allow.",
     408: "The body came too slowly.",
     413: "The body is larger than serve --max-body-mb allows.",
-    415: "The body is not declared as JSON.",
+    415: "The body is declared as something else than JSON, or as compressed.",
     429: "The server, the API key or the client's address has no room for the request now: wait retry-after seconds.",
     431: "The headers are too long.",
     500: "The generation failed, or the server has a fault, which its log describes.",

@@ -70,7 +70,7 @@ QUERY_ERRORS = (400, 404)
 ANTHROPIC_VERSION = Parameter(VERSION, {"type": "string"}, "a date; with it the answer has Anthropic's form", "header")
 FILE_ERRORS = (404,)
 _FILES = "With serve --files-dir DIR; otherwise a 404."
-_AFTER = Parameter("after", {"type": "string"}, "an id of the list: what is behind it is sent")
+_AFTER = Parameter("after", {"type": "string"}, "an id of the list: what follows it is sent")
 RESPONSE_EVENTS = (
     *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
     *(f"response.{name}" for name in ("output_item.added", "output_item.done")),
@@ -159,7 +159,7 @@ OPERATIONS: tuple[Operation, ...] = (
             Parameter(
                 "starting_after",
                 {"type": "integer", "minimum": -1, "maximum": 2**53},
-                "number of an event: those behind it are sent",
+                "number of an event: those after it are sent",
             ),
         ),
         path_example="/v1/responses/resp_1",
@@ -198,7 +198,7 @@ OPERATIONS: tuple[Operation, ...] = (
                 {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS},
                 f"items of a page, {PAGE_ITEMS} by default",
             ),
-            Parameter("after", {"type": "string"}, "id of an item: those behind it are sent"),
+            Parameter("after", {"type": "string"}, "id of an item: those after it are sent"),
         ),
         path_example="/v1/responses/resp_1/input_items?order=asc",
     ),
@@ -267,9 +267,9 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="batches",
         summary="Answers all requests of a file when the engine has room beside other requests",
         meaning=f"{_FILES} At most half of the requests that the engine computes together are batches', they begin "
-        "only while there is room for more, and wait behind all others. The key's limits hold: what is beyond them "
-        "waits. A server that starts again goes on where the last one was. Answers come in two files, of those with "
-        "status 200 and of others, in any order: custom_id says which is which.",
+        "only while there is room for more, and wait until no other request waits. The key's limits hold: what is "
+        "beyond them waits. A server that starts again goes on where the last one was. Answers come in two files, of "
+        "those with status 200 and of others, in any order: custom_id says which is which.",
         body=BatchBody,
         answer=batch_answers.Batch,
         errors=(429,),
