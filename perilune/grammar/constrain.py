@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -130,9 +131,9 @@ def constrain(
                 grammars.append((tool.name, grammar))
                 leaps.append(leap)
                 continue
-            where = f"tools[{position}].function.parameters"
-            schema, leap = _of_object(tool, where)
-            grammars.append((tool.name, _compiled(compile, json_grammar, schema, where, f"tool {tool.name!r}")))
+            write = functools.partial(_of_tool, compile, tool, f"tools[{position}].function.parameters")
+            grammar, leap = known.written(json.dumps(tool.parameters), group, write)
+            grammars.append((tool.name, grammar))
             leaps.append(leap)
     structured = None
     if answer is not None and not forced:
@@ -241,6 +242,12 @@ def _compiled(compile: Compile, write: Callable[[Any], str], value: Any, where: 
 
 
 # ---- schemas
+
+
+def _of_tool(compile: Compile, tool: Tool, where: str) -> tuple[str, int]:
+    """The grammar of a call's arguments, and its leap."""
+    schema, leap = _of_object(tool, where)
+    return _compiled(compile, json_grammar, schema, where, f"tool {tool.name!r}"), leap
 
 
 def _of_object(tool: Tool, where: str) -> tuple[Any, int]:

@@ -10,8 +10,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,9 +24,14 @@ from perilune.grammar.shortest_end import completions
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
+K = TypeVar("K")
+V = TypeVar("V")
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-MAX_CACHED = 64  # compiled grammars per vocabulary; one may grow to 120 MB as its states are reached
+MAX_FRESH = 512  # compiled grammars that no answer has used, per vocabulary; 0.5 to 1 MB each. Fewer than the tools of
+# the agents that are served together: each of their requests compiles all its tools again, 10 to 60 ms each.
+MAX_GROWN = 64  # grammars that answers have used: one may grow to 120 MB as its states are reached
+MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 _LIMITS = LLParserLimits(verbose_errors=False)
 # llguidance refills lexer fuel when a mask is computed; the byte matcher may take many steps without a mask.
@@ -88,7 +93,10 @@ class Vocabulary:
             n_vocab=_END_BYTE + 1,
             slices=[],
         )
-        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # by group and grammar
+        self._fresh: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # by group and grammar
+        self._grown: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._written: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()  # by group and schema
+        self._written_chars = 0
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, group: str = "") -> "Matcher":
@@ -96,21 +104,44 @@ class Vocabulary:
         Raises GrammarError."""
         key = group, grammar
         with self._lock:
-            found = self._compiled.get(key)
-            if found is not None:
-                self._compiled.move_to_end(key)
-                return found.copy()
+            for kept in (self._fresh, self._grown):
+                if (found := kept.get(key)) is not None:
+                    kept.move_to_end(key)
+                    return found.copy()
         made = Matcher(self, grammar, group)
         with self._lock:
-            self._compiled[key] = made
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
+            _keep(self._fresh, key, made, MAX_FRESH)
             return made.copy()
+
+    def use(self, grammar: str, group: str) -> None:
+        """An answer begins to reach states of this grammar, which its copies share."""
+        with self._lock:
+            if (made := self._fresh.pop((group, grammar), None)) is not None:
+                _keep(self._grown, (group, grammar), made, MAX_GROWN)
 
     def forget(self, grammar: str, group: str) -> None:
         """Drops a grammar from the cache: its copies share parser states, and those are used up."""
         with self._lock:
-            self._compiled.pop((group, grammar), None)
+            self._fresh.pop((group, grammar), None)
+            self._grown.pop((group, grammar), None)
+
+    def written(self, schema: str, group: str, write: Callable[[], tuple[str, int]]) -> tuple[str, int]:
+        """What `write` gives for a schema: a grammar that compiles, and a number. Kept by group: agents send the same
+        schemas with each request."""
+        key = group, schema
+        with self._lock:
+            if (found := self._written.get(key)) is not None:
+                self._written.move_to_end(key)
+                return found
+        made = write()
+        with self._lock:
+            if key not in self._written:
+                self._written[key] = made
+                self._written_chars += len(schema) + len(made[0])
+            while self._written_chars > MAX_WRITTEN:
+                (_, oldest), (grammar, _) = self._written.popitem(last=False)
+                self._written_chars -= len(oldest) + len(grammar)
+        return made
 
     def encode(self, text: bytes, optional: frozenset[int] = frozenset()) -> list[int]:
         """The fewest tokens of a text, which may begin or end inside a character.
@@ -151,6 +182,12 @@ class Vocabulary:
     def singles(self, text: bytes) -> list[int]:
         """A text one byte at a time."""
         return [self._bytes[b] for b in text]
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    kept[key] = value
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
@@ -199,6 +236,7 @@ class Matcher:
         """Raises GrammarError for a grammar that cannot be compiled, or that no text was found to satisfy."""
         self._vocabulary = vocabulary
         self._grammar, self._group = grammar, group
+        self._used = False
         self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
         self._single = LLMatcher(vocabulary.over_bytes, grammar, log_level=0, limits=_BYTE_LIMITS)
         _check(self._tokens)
@@ -239,6 +277,9 @@ class Matcher:
         """Consumes the token; False if it may not come next."""
         if self._vocabulary.tokenizer.is_special(token):
             return False
+        if not self._used:
+            self._used = True
+            self._vocabulary.use(self._grammar, self._group)
         if self._tokens.validate_tokens([token]) != 1 and not self._tokens.is_error():
             return False
         text = list(self._vocabulary.tokenizer.token_bytes(token))

@@ -19,7 +19,7 @@ from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, Named, constrain
 from perilune.grammar.enforcer import Enforcer, Phase
 from perilune.grammar.expressions import example
-from perilune.grammar.matcher import GrammarError, json_grammar, regex_grammar, vocabulary
+from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, regex_grammar, vocabulary
 from perilune.text.stream import ChatStream, Content, Reasoning, ToolArguments, ToolStart
 from perilune.text.tokenizer import CONTROL_SLOTS, Tokenizer
 from perilune.text.tools import Tool, parse_tools
@@ -388,11 +388,36 @@ class TestCompletions:
 
 
 def test_the_compile_cache_is_bounded(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perilune.grammar.matcher.MAX_CACHED", 4)
+    monkeypatch.setattr("perilune.grammar.matcher.MAX_FRESH", 4)
     known = vocabulary(nano)
     for n in range(8):
         known.compile(regex_grammar(f"a{{{n + 1}}}"))
-    assert len(known._compiled) <= 4
+    assert len(known._fresh) <= 4
+    monkeypatch.setattr("perilune.grammar.matcher.MAX_GROWN", 2)
+    for n in range(4):
+        assert known.compile(regex_grammar(f"a{{{n + 5}}}")).advance(nano.encode("a")[0])
+    assert len(known._grown) <= 2 and not known._fresh
+    monkeypatch.setattr("perilune.grammar.matcher.MAX_WRITTEN", 100)
+    for n in range(8):
+        assert known.written(f"{n:40}", "", lambda n=n: ("grammar", n)) == ("grammar", n)  # type: ignore[misc]
+    assert [schema for _, schema in known._written] == [f"{n:40}" for n in (6, 7)]
+
+
+def test_tools_are_read_and_compiled_once(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more than 64, which agents with several MCP servers have; those of other accounts are apart."""
+    schemas = [{"type": "object", "properties": {f"p{n}": {"type": "string"}}} for n in range(100)]
+    tools = parse_tools(
+        [{"type": "function", "function": {"name": f"t{n}", "parameters": s}} for n, s in enumerate(schemas)]
+    )
+    made = constrain(nano, tools=tools)
+    compiled, real = list[str](), Matcher.__init__
+    monkeypatch.setattr(Matcher, "__init__", lambda self, *args: (compiled.append(args[1]), real(self, *args))[1])
+    monkeypatch.setattr("perilune.grammar.constrain._of_tool", lambda *args: pytest.fail("read again"))
+    assert constrain(nano, tools=tools) == made and not compiled
+    monkeypatch.undo()
+    monkeypatch.setattr(Matcher, "__init__", lambda self, *args: (compiled.append(args[1]), real(self, *args))[1])
+    constrain(nano, tools=tools[:1], group="another")
+    assert len(compiled) == 1
 
 
 @pytest.mark.slow

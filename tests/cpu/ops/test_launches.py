@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,12 +158,12 @@ def _forget() -> None:
 
 
 def launches(name: str, impl_name: str, only: Collection[str] | None = None) -> Iterator[tuple[str, list[str]]]:
-    """(a case, its launches) of every case that the implementation takes, or of those whose repr is in `only`."""
+    """(a case, its launches) of every case that the implementation takes, or of those in `only`."""
     op = registry.all_ops()[name]
     impl = op.impls[impl_name]
     with as_on_hopper() as recorder:
         for case in op.cases:
-            if only is not None and repr(case) not in only:
+            if only is not None and _given(case) not in only:
                 continue
             if name.startswith("mla_prefill") and sum(case.contexts) > 600:  # products of some GFLOP on the CPU
                 continue
@@ -172,7 +173,12 @@ def launches(name: str, impl_name: str, only: Collection[str] | None = None) -> 
             recorder.launches = []
             with recorder.watching(args):
                 impl.run(*args.values())
-            yield repr(case), recorder.launches
+            yield _given(case), recorder.launches
+
+
+def _given(case: Any) -> str:
+    """The case's fields that are not the default."""
+    return ", ".join(f"{f.name}={v}" for f in fields(case) if (v := getattr(case, f.name)) != f.default)
 
 
 def _pattern(lines: list[str]) -> str:
