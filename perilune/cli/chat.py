@@ -355,8 +355,8 @@ class Chat:
     help="File with a JSON list of OpenAI tools the model may call; you type their results.",
 )
 @click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: the checkpoint's]")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the checkpoint's]")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that sum to this probability.")
 @click.option("--seed", type=int, help="Makes answers reproducible.")
 @targets.target_options
 @options.engine_options(*options.COMMON)

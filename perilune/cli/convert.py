@@ -7,6 +7,7 @@ from typing import Any, get_args
 import click
 import torch
 
+from perilune.cli.shared.options import device_option
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
@@ -26,17 +27,25 @@ GB = 1e9
 @click.argument("directory", metavar="DST", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--to", type=click.Choice(get_args(To)), required=True, help="Format of the result.")
 @click.option(
-    "--layout", type=click.Choice(get_args(Layout)), default="modelopt", show_default=True, help="Of NVFP4's tensors."
+    "--layout",
+    type=click.Choice(get_args(Layout)),
+    default="modelopt",
+    show_default=True,
+    help="Tensor layout of nvfp4.",
 )
 @click.option(
     "--recipe",
     type=click.Choice(get_args(Recipe)),
     default="optimal",
     show_default=True,
-    help="NVFP4's block scales: with the least squared error, or the usual largest value / 6.",
+    help="Block scales of nvfp4: with the least squared error, or the usual largest value / 6.",
 )
 @click.option(
-    "--scales", type=click.Choice(get_args(Scales)), default="row", show_default=True, help="Of fp8-dense's weights."
+    "--scales",
+    type=click.Choice(get_args(Scales)),
+    default="row",
+    show_default=True,
+    help="Scales of fp8-dense: one per output row, or per 128 x 128 block.",
 )
 @click.option(
     "--sidecar/--no-sidecar",
@@ -45,32 +54,59 @@ GB = 1e9
     help="With bf16: keep the INT4 scales beside the weights, so that int4 gives the same bits again.",
 )
 @click.option(
-    "--shard-gb", type=click.FloatRange(min=0.001), default=SHARD_BYTES / GB, show_default=True, help="Size of files."
+    "--shard-gb",
+    type=click.FloatRange(0.001),
+    default=SHARD_BYTES / GB,
+    show_default=True,
+    help="GB per safetensors file, about.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads that convert.  [default: one per CPU, at most 16]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="Threads that convert.  [default: one per CPU, at most 16]")
+@device_option
 @click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
 @click.option("--dry-run", is_flag=True, help="Only check SRC's headers and the disk, and show sizes.")
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="With nvfp4: run SRC over text first, for scales of activations and better block scales.",
+    help="With nvfp4: first run SRC over text, which gives scales of activations and better block scales.",
 )
-@click.option("--calibrate-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Measured over.")
+@click.option(
+    "--calibrate-tokens",
+    type=click.IntRange(64),
+    default=8192,
+    show_default=True,
+    help="Tokens of text over which --calibrate measures activations.",
+)
 @click.option(
     "--text",
     type=click.Path(path_type=Path, dir_okay=False),
     help="JSONL of chats (messages, tools) or texts (text) for --calibrate and --report.  [default: bundled problems]",
 )
-@click.option("--report", "reporting", is_flag=True, help="Also compare the result with SRC; it may be there already.")
-@click.option("--report-tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared.")
 @click.option(
-    "--problems", type=click.IntRange(min=0), default=16, show_default=True, help="Per task family, for the report."
+    "--report",
+    "reporting",
+    is_flag=True,
+    help="Also compare weights and outputs of DST, new or finished before, with SRC.",
 )
-@click.option("--lm-eval", "tasks", help="Also score these lm-eval tasks, separated by commas (needs lm_eval).")
+@click.option(
+    "--report-tokens",
+    type=click.IntRange(64),
+    default=20_480,
+    show_default=True,
+    help="Tokens of text on which --report compares outputs.",
+)
+@click.option(
+    "--problems",
+    type=click.IntRange(0),
+    default=16,
+    show_default=True,
+    help="Problems per task family that both answer for --report; 0: none.",
+)
+@click.option("--lm-eval", "tasks", help="With --report: lm-eval tasks to score, separated by commas (needs lm_eval).")
 @click.option("--lm-eval-args", default="", help="More arguments for lm_eval, such as '--limit 100'.")
-@click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR (dB) is below.")
-@click.option("--max-kl", type=float, help="With --report: exit with 1 if the mean KL (nats per token) is above.")
+@click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR is below this many dB.")
+@click.option(
+    "--max-kl", type=float, help="With --report: exit with 1 if the mean KL is above this many nats per token."
+)
 def command(
     source: str,
     directory: Path,

@@ -27,10 +27,10 @@ WIDTH = 120  # of the table where there is no terminal
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--families", help="Families, separated by commas.  [default: all]")
+@click.option("--families", help="Task families, separated by commas.  [default: all]")
 @click.option(
     "--count",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2),
     default=500,
     show_default=True,
     help="Problems per family and mode: half held out by hash, half by structure.",
@@ -51,7 +51,7 @@ WIDTH = 120  # of the table where there is no terminal
 @click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1),
     default=1024,
     show_default=True,
     help="Tokens of an answer, at most; large models think longer.",

@@ -61,13 +61,17 @@ class Speed:
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the model's own way]")
 @click.option("--max-tokens", type=int, help="Tokens to generate, at most.  [default: until the context is full]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: the checkpoint's]")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
-@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens.")
-@click.option("--min-p", type=float, help="Drop tokens this much less likely than the likeliest.")
-@click.option("--presence-penalty", type=float, help="Lower tokens that were generated before, -2 to 2.")
-@click.option("--frequency-penalty", type=float, help="The same for each time they were, -2 to 2.")
-@click.option("--repetition-penalty", type=float, help="Divide their logits and the prompt's; 1 changes nothing.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the checkpoint's]")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that sum to this probability.")
+@click.option("--top-k", type=int, help="Sample from this many of the likeliest tokens.")
+@click.option("--min-p", type=float, help="Drop tokens below this times the likeliest's probability.")
+@click.option("--presence-penalty", type=float, help="Lower logits of generated tokens by this, -2 to 2.")
+@click.option(
+    "--frequency-penalty", type=float, help="Lower logits of generated tokens by this per occurrence, -2 to 2."
+)
+@click.option(
+    "--repetition-penalty", type=float, help="Lower logits of tokens of prompt and answer by this factor; 1: off."
+)
 @click.option("--min-tokens", type=int, help="Tokens before which the answer cannot end.")
 @click.option("--seed", type=int, help="Makes the answer reproducible.")
 @click.option("--stop", multiple=True, help="End before this text; repeatable.")

@@ -99,7 +99,7 @@ T = TypeVar("T")
 @click.option(
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Layers of that shape.  [default: all]")
+@click.option("--layers", type=click.IntRange(1), help="Layers of --synthetic.  [default: all]")
 @options.engine_options(
     *options.COMMON, "declared_acceptance", "log_rejected", "max_num_seqs", "decode_stretch", "memory_fraction",
     "kv_host_gb", "kv_disk", "kv_disk_gb", "kv_ttl_hours",

@@ -44,8 +44,8 @@ class EngineConfig:
         "weights besides the routed experts: as dtype says, or fp8 (e4m3 with a scale per row, made at load)", "dtype"
     )
     fp8_activations: bool = _doc(
-        "with rest_dtype=fp8: steps of more than 128 tokens round the inputs of these layers to e4m3 too (a scale per "
-        "token and 128 columns), and on Hopper GPUs prompts attend in 8 bits; less time, and answers differ slightly",
+        "with rest_dtype=fp8: steps of more than 128 tokens round inputs of these layers to e4m3 too (a scale per "
+        "token and 128 columns), and on Hopper GPUs prompts attend in 8 bits: faster, answers differ slightly",
         False,
     )
     expert_scales: Literal["auto", "checkpoint", "compact"] = _doc(
@@ -65,8 +65,8 @@ class EngineConfig:
         None,
     )
     decode_stretch: float = _doc(
-        "how many times the median interval 99 of 100 tokens may take while prompts of other requests are computed; "
-        "prompts then come in smaller parts. 0: no bound, the shortest time to a first token",
+        "while prompts of other requests are computed, 99 of 100 intervals between tokens take at most this many times "
+        "the median: prompts come in smaller parts. 0: no bound, the shortest time to a first token",
         2.0,
     )
     prompt_patience: float = _doc(
@@ -74,7 +74,9 @@ class EngineConfig:
         "proportion. Larger: the bound holds under more load, first tokens come later",
         2.0,
     )
-    memory_fraction: float = _doc("share of the GPU's memory (CPU: of what is free) for KV cache after weights", 0.9)
+    memory_fraction: float = _doc(
+        "share of the memory that weights leave free, for KV cache and work memory of steps", 0.9
+    )
     kv_blocks: int | None = _doc("KV blocks, instead of deriving them from memory_fraction", None)
     block_size: int | None = _doc(
         "tokens in a KV block; default: 64 on GPUs, 16 on CPU, times kv_shards, as each rank has its part of a block",
@@ -94,7 +96,7 @@ class EngineConfig:
         "`perilune kv clear` deletes it",
         None,
     )
-    kv_disk_gb: float | None = _doc("gigabytes of that directory; default: half of what is free there", None)
+    kv_disk_gb: float | None = _doc("gigabytes that kv_disk may take; default: half of what is free there", None)
     kv_ttl_hours: float = _doc("hours after which KV that is not used is deleted from host memory and disk", 24.0)
     vision: Literal["auto", "off"] = _doc("auto: pictures are seen where the checkpoint has a vision tower", "auto")
     vision_cache_gb: float | None = _doc(
@@ -114,23 +116,23 @@ class EngineConfig:
     tp: int | Literal["auto"] = _doc(
         "ranks, one process and GPU each, that share the model; auto: the fewest GPUs that hold it (1 on a CPU)", 1
     )
-    ep: int = _doc("1, or the number of ranks: routed experts lie whole on ranks instead of a part on each", 1)
+    ep: int = _doc("1, or the number of ranks: each has some routed experts whole instead of a slice of all", 1)
     gpus: str | None = _doc(
         "GPUs of the ranks, numbers separated by commas; auto: the first ones, and with tp=1 as many as hold the "
         "model; default: the first ones",
         None,
     )
     draft: Literal["auto", "off", "eagle3", "suffix", "hybrid"] = _doc(
-        "source of draft tokens, which never change an answer: a draft model, matches with earlier text, or both; "
-        "auto: both where there is a draft model",
+        "source of draft tokens, which never change an answer: eagle3 (a draft model), suffix (matches with earlier "
+        "text) or hybrid (both); auto: hybrid if there is a draft model, else suffix",
         "auto",
     )
-    draft_tokens: int | None = _doc("drafts per request and step, 1 to 8; default: as many as pay", None)
+    draft_tokens: int | None = _doc("drafts per request and step, 1 to 8; default: as many as save time", None)
     drafter: str | None = _doc(
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
     declared_acceptance: float | None = _doc(
-        "tokens that each step with drafts brings on average, whatever would be accepted: only with random weights",
+        "with random weights: tokens that a step with drafts yields on average, whatever would be accepted",
         None,
     )
     draft_dtype: Literal["auto", "dtype", "fp8"] = _doc(
@@ -231,7 +233,7 @@ class ServerConfig:
         None,
     )
     chat_template: str | None = _doc(
-        "family member to write prompts for, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
+        "model whose prompt format is used, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
         None,
     )
     uds: str | None = _doc("path of a Unix socket to listen on, instead of host and port", None)
@@ -243,15 +245,16 @@ class ServerConfig:
         "megabytes that the bodies of all connections may take in memory; a body beyond is answered 503, unread", 128
     )
     trusted_proxies: tuple[str, ...] = _doc(
-        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8; unix: of --uds",
+        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8, or unix for uds",
         (),
     )
-    client_concurrency: int | None = _doc("requests in flight of one client address; more are answered 429", None)
-    client_requests_per_minute: int | None = _doc("requests per minute of one client address; more: 429", None)
+    client_concurrency: int | None = _doc(
+        "requests that a client address may have in flight; more are answered 429", None
+    )
+    client_requests_per_minute: int | None = _doc("requests per minute that a client address may send; more: 429", None)
     media_allow_host: tuple[str, ...] = _doc(
-        "host that pictures may be fetched from when a client sends their https:// or http:// address, e.g. "
-        "images.example.org, *.example.org, or * for every public one; with :PORT for another port than 443 and 80. "
-        "None: only data: URLs are read",
+        "host from which pictures are fetched if a client sends their http(s) address, e.g. images.example.org, "
+        "*.example.org, or * for every public one; with :PORT if not 443 or 80. None: only data: URLs are read",
         (),
     )
     max_pictures: int = _doc("pictures of one request, at most; more are answered 400", 64)
@@ -280,7 +283,7 @@ class ServerConfig:
     tls_cert: str | None = _doc("certificate chain (PEM) for HTTPS; read again when it changes", None)
     tls_key: str | None = _doc("private key (PEM) of tls_cert, without a passphrase", None)
     log_format: Literal["text", "json"] = _doc("form of the log's lines on standard error", "text")
-    log_level: Literal["debug", "info", "warning", "error"] = _doc("least important lines that are logged", "info")
+    log_level: Literal["debug", "info", "warning", "error"] = _doc("lowest level that is logged", "info")
     otlp_traces_endpoint: str | None = _doc(
         "URL of an OpenTelemetry collector that gets a span per request by OTLP over HTTP, e.g. "
         "http://127.0.0.1:4318/v1/traces",
@@ -294,8 +297,8 @@ class ServerConfig:
         "both are not served",
         None,
     )
-    files_gb: float = _doc("gigabytes of these files", 10.0)
-    audit_mb: int = _doc("megabytes of the audit log; the oldest files are deleted", 1024)
+    files_gb: float = _doc("gigabytes that files_dir may take", 10.0)
+    audit_mb: int = _doc("megabytes that the audit log may take; the oldest files are deleted", 1024)
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

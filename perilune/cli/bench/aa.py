@@ -11,7 +11,7 @@ from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.client.target import open_target, run
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE = click.IntRange(1)
 
 
 @click.command()
@@ -24,16 +24,18 @@ POSITIVE = click.IntRange(min=1)
     help="Prompt length; less where the context is short.",
 )
 @click.option(
-    "--output-tokens", type=click.IntRange(min=2), default=1_500, show_default=True, help="Output length, at most."
+    "--output-tokens", type=click.IntRange(2), default=1_500, show_default=True, help="Output length, at most."
 )
-@click.option("--runs", type=POSITIVE, default=8, show_default=True, help="Rounds of requests.")
+@click.option(
+    "--runs", type=POSITIVE, default=8, show_default=True, help="Rounds of --parallel requests; medians of all count."
+)
 @click.option(
     "--parallel", type=POSITIVE, default=1, show_default=True, help="Requests at once; the protocol has 1 and 10."
 )
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=None,
-    help="Ask for the full output length whatever the model says.  [default: where the server is known to understand]",
+    help="Ask for the full output length whatever the model says.  [default: if the server is known to understand it]",
 )
 @click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the server's]")
 @targets.target_options

@@ -14,14 +14,24 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--tokens", type=click.IntRange(min=64), default=20_480, show_default=True, help="Compared at least.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Per matrix; medians count.")
-@click.option("--stream-gb", type=click.FloatRange(min=1), help="Instead: convert a made-up source of this size.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(64),
+    default=20_480,
+    show_default=True,
+    help="Tokens of text that compare MODEL's outputs, at least.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Timings of each matrix; medians count."
+)
+@click.option(
+    "--stream-gb", type=click.FloatRange(1), help="Instead: time the conversion of a made-up checkpoint of so many GB."
+)
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("."),
-    help="With --stream-gb: where there is room for 2.1 times that.  [default: here]",
+    help="With --stream-gb: directory with room for 2.1 times as much.  [default: here]",
 )
 @ledger_option("convert")
 def command(

@@ -19,9 +19,14 @@ from perilune.ops.harness import registry
 shape_option = click.option(
     "--shape",
     type=click.Choice(list(SHAPES)),
-    help="Instead of MODEL: exactly this model's shapes with random weights, on a GPU, time per layer.",
+    help="Time a layer of exactly this model's shapes, with random weights, on a GPU.",
 )
-layers_option = click.option("--layers", default=9, show_default=True, help="With --shape: layers of the larger slice.")
+layers_option = click.option(
+    "--layers",
+    default=9,
+    show_default=True,
+    help="Layers of --shape to run; the difference to fewer is a layer's time.",
+)
 
 
 @click.command()
@@ -29,18 +34,20 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
 @shape_option
 @layers_option
 @click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
-@click.option("--context", default="128", show_default=True, help="Tokens each request has in its cache, likewise.")
+@click.option(
+    "--context", default="128", show_default=True, help="Tokens in each request's cache at first, separated by commas."
+)
 @click.option(
     "--draft",
     type=click.IntRange(0, MAX_DRAFTS),
     default=0,
     show_default=True,
-    help="Drafts per step, at most: suffix matches; with --shape random ones, and a draft model of real shape.",
+    help="Drafts per step, at most, from matches with earlier text; with --shape from a random draft model.",
 )
 @click.option(
     "--accepted",
     type=float,
-    help="With --shape and --draft: tokens per cycle (verify, accept, draft) to declare.",
+    help="With --shape and --draft: declared tokens per cycle (verify, accept, draft).",
 )
 @click.option(
     "--rest-dtype",
@@ -61,40 +68,38 @@ layers_option = click.option("--layers", default=9, show_default=True, help="Wit
     type=click.Choice(["dtype", "fp8"]),
     default="fp8",
     show_default=True,
-    help="With --shape and --draft: the draft model's weights, as the engine has them by default, or in bfloat16.",
+    help="With --shape and --draft: the draft model's weights in bfloat16, or in FP8.",
 )
 @click.option(
     "--slice",
     "ranks",
     type=click.Choice(["2", "4", "8"]),
-    help="With --shape: one rank of so many tensor-parallel ones. Its exchanges stay on this GPU.",
+    help="With --shape: time one of so many tensor-parallel ranks; its exchanges stay on this GPU.",
 )
 @click.option(
     "--expert-format",
     type=click.Choice(["int4-g32", "int4-compact"]),
     default="int4-g32",
     show_default=True,
-    help="With --shape: routed experts.",
+    help="With --shape: format of routed experts.",
 )
-@click.option("--kernels", is_flag=True, help="With --shape: what each kernel of a layer adds.")
+@click.option("--kernels", is_flag=True, help="With --shape: print each kernel's time.")
 @click.option(
     "--try",
     "tried",
     multiple=True,
-    help="With --shape: an implementation that no row has timed yet, OP/NAME. Each row is followed by one with it.",
+    help="With --shape: OP/NAME of an implementation marked unmeasured; each row is repeated with it. Repeatable.",
 )
 @click.option(
-    "--kv-shards",
-    help="With --tp N: layouts of KV over ranks to compare, 1 (whole) or N (sharded), by turns, e.g. 1,2; of MODEL, or "
-    "of --shape in whole engines.",
+    "--kv-shards", help="With --tp N: KV layouts to compare, separated by commas: 1 (whole on each rank), N (sharded)."
 )
-@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes.")
+@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes; not with --shape alone.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 @click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
-@click.option("--threads", type=int, default=None, help="CPU threads. [default: torch's choice]")
+@click.option("--threads", type=int, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
     model: str,

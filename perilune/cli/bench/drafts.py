@@ -14,14 +14,14 @@ from perilune.formats.hub import resolve_model
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@options.field_options(EngineConfig, *options.DRAFT, "device", "threads", "max_model_len")
+@options.field_options(EngineConfig, "draft", "drafter", "draft_dtype", "device", "threads", "max_model_len")
 @click.option("--requests", default=48, show_default=True, help="Requests of the trace.")
 @click.option("--users", default="1,4,16", show_default=True, help="Requests at a time, separated by commas.")
-@click.option("--rounds", default=3, show_default=True, help="Times that every setting plays the trace.")
+@click.option("--rounds", default=3, show_default=True, help="Times each setting plays the trace; medians count.")
 @click.option(
     "--settings",
-    help="What to compare with no speculation, separated by commas: suffix, eagle3 or hybrid, as many as pay, or with "
-    ":K drafts. [default: a grid and the policy]",
+    help="Compared with no speculation, separated by commas: suffix, eagle3 or hybrid, alone (the policy chooses how "
+    "many drafts) or with :K drafts. [default: a grid and the policy]",
 )
 @ledger_option("drafts")
 def command(
@@ -31,12 +31,9 @@ def command(
     rounds: int,
     settings: str | None,
     directory: Path | None,
-    draft_tokens: int | None,
     **engine: Any,
 ) -> None:
     """Speculation on a mixed trace: fixed sources and lengths, the policy, and none, in one run on MODEL."""
-    if draft_tokens is not None:
-        raise click.BadParameter("say which drafts to compare with --settings", param_hint="--draft-tokens")
     config = options.engine_values(engine, (), {})
     build(EngineConfig, config)
     config.setdefault("max_model_len", bench.CONTEXT)

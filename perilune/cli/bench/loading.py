@@ -8,6 +8,7 @@ import click
 import torch
 
 from perilune.bench import loading
+from perilune.cli.shared.options import device_option
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.core.errors import ConfigError
 
@@ -21,12 +22,20 @@ MARK = 0.8  # goal: this share of the disk's sequential bandwidth
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=Path(tempfile.gettempdir()),
     show_default=True,
-    help="Where to write the checkpoint, and so which disk is measured. It is removed afterwards.",
+    help="Where to write the checkpoint, on the disk to measure. It is removed afterwards.",
 )
-@click.option("--gigabytes", type=click.FloatRange(min=2), default=12.0, show_default=True, help="Checkpoint's size.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads that read.  [default: the loader's choice]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--gigabytes", type=click.FloatRange(2), default=12.0, show_default=True, help="Size of the checkpoint in GB."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Rounds of cold and warm loads; medians count.",
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads that read.  [default: the loader's choice]")
+@device_option
 @ledger_option("loading")
 def command(
     parent: Path, gigabytes: float, rounds: int, threads: int | None, device: str, directory: Path | None

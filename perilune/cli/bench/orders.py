@@ -11,7 +11,10 @@ from perilune.core.errors import ConfigError
 @click.option("--tp", type=int, default=2, show_default=True, help="Ranks, this process included.")
 @click.option("--batch", default="1,8,64", show_default=True, help="Requests of a step, separated by commas.")
 @click.option(
-    "--polling/--sleeping", default=True, show_default=True, help="Ranks poll, as those with GPUs, or sleep, as others."
+    "--polling/--sleeping",
+    default=True,
+    show_default=True,
+    help="Ranks wait by polling, as on GPUs, or asleep, as on CPUs.",
 )
 def command(tp: int, batch: str, polling: bool) -> None:
     """What it costs to send a decode step to other ranks: microseconds, medians; no model, no GPU."""

@@ -23,25 +23,39 @@ MARK, BATCH_MARK = 3.0, 4.0  # goals on two CPU cores: times transformers; 16 us
     "--tokens",
     default="1,4,16,64,128,256,512,1000,2000,4000,10000",
     show_default=True,
-    help="Numbers of tokens to compute experts for, a row each. Without --cpu.",
+    help="Tokens to compute experts for, separated by commas. Without --cpu.",
 )
-@click.option("--width", type=click.IntRange(min=1), help="Of an expert: a slice of it.  [default: the whole]")
+@click.option("--width", type=click.IntRange(1), help="Columns of each expert, a slice. Without --cpu.  [default: all]")
 @click.option("--compact", is_flag=True, help="Experts with compact scales, which have no peer. Without --cpu.")
 @click.option("--no-peer", is_flag=True, help="Time only this project's implementations. Without --cpu.")
-@click.option("--impl", "impls", multiple=True, help="Time this implementation of moe_int4 too; may be repeated.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everyone.  [default: torch's choice]")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Prompt length.")
-@click.option("--output-tokens", type=click.IntRange(min=8), default=256, show_default=True, help="Tokens to decode.")
 @click.option(
-    "--batch", type=click.IntRange(min=2), default=16, show_default=True, help="Concurrent users of the engine."
+    "--impl", "impls", multiple=True, help="Time this implementation of moe_int4 too; repeatable. Without --cpu."
+)
+@click.option("--threads", type=click.IntRange(1), help="With --cpu: threads of each.  [default: torch's choice]")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="With --cpu: prompt length."
 )
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Interleaved rounds; medians count."
+    "--output-tokens", type=click.IntRange(8), default=256, show_default=True, help="With --cpu: tokens to decode."
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(2),
+    default=16,
+    show_default=True,
+    help="With --cpu: users at once in the batched run.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Timings of each side, in turns; medians count.",
 )
 @click.option(
     "--llama-cpp",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Time llama.cpp too: the directory that runs/llama-cpp.sh made.",
+    help="With --cpu: time llama.cpp too, in the directory that runs/llama-cpp.sh made.",
 )
 @ledger_option("experts")
 def command(

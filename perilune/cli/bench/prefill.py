@@ -22,28 +22,34 @@ from perilune.ops.harness import registry
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Tokens with cached KV before the prompt, in whole blocks of 64.",
+    help="Tokens already cached before the prompt, rounded down to blocks of 64; on one GPU.",
 )
-@click.option("--experts", type=click.Choice(bench.FORMATS), default="int4-g32", show_default=True)
+@click.option(
+    "--experts",
+    type=click.Choice(bench.FORMATS),
+    default="int4-g32",
+    show_default=True,
+    help="Format of routed experts.",
+)
 @click.option(
     "--rest-dtype",
     type=click.Choice(bench.RESTS),
     default="bf16",
     show_default=True,
-    help="Weights besides the routed experts; w8a8: fp8, with --fp8-activations.",
+    help="Weights besides the routed experts; w8a8: fp8, with fp8_activations of `serve`.",
 )
-@click.option("--tp", default=1, show_default=True, help="Ranks, one per GPU: then without --cached.")
+@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, one per GPU.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 @click.option(
     "--piece-tokens",
     type=click.IntRange(1),
-    help="Of several ranks: exchanges in pieces of so many tokens, as exchange_piece_tokens. [default: whole]",
+    help="With several ranks: tokens per piece of an exchange (exchange_piece_tokens). [default: whole]",
 )
-@click.option("--device", default="auto", show_default=True, help="Of several ranks: auto, cpu or cuda.")
-@click.option("--kernels", is_flag=True, help="What each kernel of a layer adds.")
+@click.option("--device", default="auto", show_default=True, help="Device of several ranks: auto, cpu or cuda.")
+@click.option("--kernels", is_flag=True, help="Print each kernel's time.")
 @click.option(
-    "--op", "chosen", multiple=True, metavar="NAME=IMPL", help="Implementation of an operation; repeatable. On one GPU."
+    "--op", "chosen", multiple=True, metavar="NAME=IMPL", help="Implementation of an operation, on one GPU; repeatable."
 )
 @ledger_option("prefill")
 def command(
@@ -62,7 +68,7 @@ def command(
     chosen: tuple[str, ...],
     directory: Path | None,
 ) -> None:
-    """Time per layer of a prompt computed in one step, on a SHAPE with random weights (needs a GPU, or several)."""
+    """Time per layer of a prompt in one step, on a SHAPE (default: kimi-k2.5) with random weights; needs GPUs."""
     lengths, name = numbers(tokens, "--tokens"), shape or next(iter(SHAPES))
     if any("=" not in pair for pair in chosen):
         raise click.BadParameter("write NAME=IMPL", param_hint="--op")

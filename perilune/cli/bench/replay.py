@@ -33,51 +33,50 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.command()
 @click.argument("trace")
 @click.argument("model", default="kimi-nano")
-@click.option("--sessions", type=click.IntRange(1), default=None, help="Sessions, at most.  [default: all; agents: 8]")
-@click.option("--turns", type=click.IntRange(1), default=None, help="Turns of a session, at most.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sessions that `agents` makes.")
+@click.option("--sessions", type=click.IntRange(1), help="Sessions, at most.  [default: all; agents: 8]")
+@click.option("--turns", type=click.IntRange(1), help="Turns of a session, at most.  [default: all]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated sessions (TRACE `agents`).")
 @click.option(
     "--scale",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
-    help="Shortens prompts and answers: 0.02 makes a session of 80k tokens fit into 2k.",
+    help="Factor on lengths of prompts and answers: 0.02 fits a session of 80k tokens into 2k.",
 )
-@click.option(
-    "--concurrency", type=click.IntRange(1), default=None, help="Sessions at once.  [default: as the trace has]"
-)
+@click.option("--concurrency", type=click.IntRange(1), help="Sessions at once.  [default: as the trace has]")
 @click.option(
     "--speed",
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
-    help="Of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
+    help="Speed of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
 )
-@click.option("--ttft-limit", type=float, default=5.0, show_default=True, help="Seconds; for the goodput.")
-@click.option("--inter-token-limit", type=float, default=0.1, show_default=True, help="Seconds; for the goodput.")
+@click.option(
+    "--ttft-limit", type=float, default=5.0, show_default=True, help="Goodput: seconds to the first token, at most."
+)
+@click.option(
+    "--inter-token-limit",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Goodput: mean seconds per later token, at most.",
+)
 @click.option(
     "--begin-after",
     type=click.IntRange(1),
-    default=None,
-    help="Sessions have gone on for so many turns, which are one prompt, computed before the clock starts (with "
-    "--shape taken as cached: what random weights would compute is random too).",
+    help="First turns of each session that are joined to a prompt, which is cached before the clock starts.",
 )
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, help="Begin no turn after so long.")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="Seconds after which no turn begins.")
 @click.option(
     "--end-after",
     type=click.FloatRange(0, min_open=True),
-    default=None,
-    help="End after so many seconds: what has not ended is cut, and counts with the tokens that it has.",
+    help="Seconds after which answers are cut; they count with the tokens that they have.",
 )
 @click.option(
-    "--compare",
-    is_flag=True,
-    help="Play it once more without KV tiers. To show them, more sessions must be in play than the cache holds.",
+    "--compare", is_flag=True, help="Replay once more without KV tiers. They help only if sessions outgrow the cache."
 )
-@click.option(
-    "--shape", default=None, help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU."
-)
-@click.option("--layers", type=click.IntRange(1), default=9, show_default=True, help="With --shape: of its layers.")
+@click.option("--shape", help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU.")
+@click.option("--layers", type=click.IntRange(1), default=9, show_default=True, help="With --shape: layers to run.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write TTFT by prompt length as SVG.")
 @click.option(
     "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that was played as JSONL."

@@ -24,12 +24,14 @@ WIDTH = 120  # of the table where there is no terminal
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--schemas", "different", type=click.IntRange(min=1), default=400, show_default=True, help="Schemas.")
-@click.option("--calls", type=click.IntRange(min=1), default=2_000, show_default=True, help="Requests.")
+@click.option(
+    "--schemas", "different", type=click.IntRange(1), default=400, show_default=True, help="Different schemas."
+)
+@click.option("--calls", type=click.IntRange(1), default=2_000, show_default=True, help="Requests in all.")
 @click.option("--concurrency", type=click.IntRange(1, 1024), default=64, show_default=True, help="Requests at once.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1),
     default=320,
     show_default=True,
     help="Tokens of an answer; one that is cut off there counts as invalid.",

@@ -15,23 +15,27 @@ from perilune.client.target import open_target, run
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_text
 
-POSITIVE = click.IntRange(min=1)
-MILLISECONDS = click.FloatRange(min=0, min_open=True)
+POSITIVE = click.IntRange(1)
+MILLISECONDS = click.FloatRange(0, min_open=True)
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
 @click.option("--streams", default="1,2,4,8,16,32,64", show_default=True, help="Users at once, separated by commas.")
-@click.option("--rounds", type=POSITIVE, default=2, show_default=True, help="Requests of each user.")
-@click.option("--prompt-tokens", type=POSITIVE, default=128, show_default=True, help="Prompt length, about.")
-@click.option("--output-tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Output length.")
-@click.option("--ttft-ms", type=MILLISECONDS, default=1000.0, show_default=True, help="Goodput: first text within.")
 @click.option(
-    "--gap-ms", type=MILLISECONDS, default=50.0, show_default=True, help="Goodput: mean time between tokens within."
+    "--rounds", type=POSITIVE, default=2, show_default=True, help="Requests of each user, one after the other."
 )
-@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG picture here.")
-@click.option("--server-pid", type=POSITIVE, help="Process of a server on this machine, for its CPU time per token.")
-@click.option("--engine-name", help="What the rows name as engine.  [default: what the server calls itself]")
+@click.option("--prompt-tokens", type=POSITIVE, default=128, show_default=True, help="Prompt length, about.")
+@click.option("--output-tokens", type=click.IntRange(2), default=256, show_default=True, help="Output length.")
+@click.option(
+    "--ttft-ms", type=MILLISECONDS, default=1000.0, show_default=True, help="Goodput: ms to the first text, at most."
+)
+@click.option(
+    "--gap-ms", type=MILLISECONDS, default=50.0, show_default=True, help="Goodput: mean ms between tokens, at most."
+)
+@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the rows as SVG.")
+@click.option("--server-pid", type=POSITIVE, help="Process id of a local server, for its CPU time per token.")
+@click.option("--engine-name", help="Engine name in the rows.  [default: what the server calls itself]")
 @targets.target_options
 @options.engine_options(*options.COMMON)
 @ledger_option("serve")

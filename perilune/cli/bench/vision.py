@@ -13,7 +13,7 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
     "--patches",
     default="128,64,32",
     show_default=True,
-    help="Patches of 14 pixels on a side of the picture, separated by commas.",
+    help="Sides of the pictures in patches of 14 pixels, separated by commas.",
 )
 @ledger_option("vision")
 def command(patches: str, directory: Path | None) -> None:

@@ -44,25 +44,32 @@ ASKED = 64  # requests to a server at once
 @click.option(
     "--chats",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSONL file of conversations to ask from.  [default: generated problems of the training split]",
+    help="JSONL file of conversations: MODEL answers every turn.  [default: generated problems of the training split]",
 )
 @click.option(
     "--topics",
     metavar="LIST",
-    help=f"Ask about topics, a comma-separated list of {', '.join(DOMAINS)}, or all: for models that know the world.",
+    help=f"Ask about topics, a comma-separated list of {', '.join(DOMAINS)}, or all; for models that know the world.",
 )
-@click.option("--rows", type=click.IntRange(min=1), default=40_000, show_default=True, help="Answers, at most.")
-@click.option("--shard-rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Answers in a file.")
-@click.option("--minutes", type=click.FloatRange(min=0), default=0.0, help="End after about so long.  [default: never]")
-@click.option("--max-tokens", type=click.IntRange(min=4), default=1024, show_default=True, help="Of an answer.")
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Of problems and of answers at temperature 1.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes that make prompts.  [default: a few]")
+@click.option("--rows", type=click.IntRange(1), default=40_000, show_default=True, help="Answers, at most.")
+@click.option("--shard-rows", type=click.IntRange(1), default=8192, show_default=True, help="Answers per file.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Minutes after which no file is begun.  [default: no limit]",
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(4), default=1024, show_default=True, help="Tokens of an answer, at most."
+)
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Seed of problems and of sampled answers.")
+@click.option("--workers", type=click.IntRange(0), help="Processes that make prompts.  [default: CPUs - 1, at most 16]")
 @click.option(
     "--forced",
     is_flag=True,
-    help="Do not decode: read the generators' answers and keep what MODEL, asked greedily, says too. Quicker.",
+    help="Do not decode: keep the problems' known answers as far as MODEL, greedy, says the same. Faster.",
 )
-@click.option("--url", help="A running server of MODEL that is to answer: perilune serve, or vLLM.  [default: here]")
+@click.option("--url", help="Server of MODEL that answers (perilune serve, or vLLM).  [default: this process]")
 @targets.target_options
 @options.engine_options("device", "max_num_seqs", "max_model_len")
 def command(

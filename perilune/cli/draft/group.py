@@ -6,10 +6,10 @@ from perilune.cli.shared.verbs import Verbs
 
 VERBS = {
     "collect": "have a model answer prompts, for a corpus",
-    "capture": "keep what a draft learns of a model's states, on disk",
+    "capture": "run a model over a corpus and keep its hidden states",
     "train": "train an EAGLE-3 draft on a model's own answers",
-    "evaluate": "tokens per verify step, and measured speed",
-    "mine": "find where a draft loses tokens, and train on that",
+    "evaluate": "measure a draft's tokens per verify step, and its speed",
+    "mine": "find where a draft loses tokens, as windows to train on",
 }
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from perilune.cli.shared.options import device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row
@@ -26,6 +27,7 @@ from perilune.speculation.rejection_log import records
 from perilune.text.tokenizer import Tokenizer
 
 DEFAULTS = Rule(tokens=1_000_000)
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 CAPTURED = 65536  # tokens in a pass, or one text
 SHARD_ROWS = 16384
 WIDTH = 140  # of the table where there is no terminal
@@ -39,55 +41,65 @@ WIDTH = 140  # of the table where there is no terminal
 @click.option(
     "--corpus",
     "corpora",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=FOLDER,
     multiple=True,
-    help="Directory of `draft collect` to evaluate --drafter on; repeatable.",
+    help="Directory of `draft collect` whose answers test --drafter; repeatable.",
 )
 @click.option(
-    "--drafter",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Draft that is to get better; needed with --corpus.  [default: drafter/ in the model's directory]",
+    "--drafter", type=FOLDER, help="Draft to evaluate on --corpus.  [default: drafter/ in the model's directory]"
+)
+@click.option("--rejected", "logs", type=FOLDER, multiple=True, help="Directory of `serve --log-rejected`; repeatable.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=DEFAULTS.tokens,
+    show_default=True,
+    help="Tokens to train on in all windows, about.",
 )
 @click.option(
-    "--rejected",
-    "logs",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    multiple=True,
-    help="Directory of `serve --log-rejected`; repeatable.",
+    "--length",
+    type=click.IntRange(1, 8),
+    default=3,
+    show_default=True,
+    help="Drafts per chain when --drafter is evaluated.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(min=1), default=DEFAULTS.tokens, show_default=True, help="Taught ones, at most."
-)
-@click.option("--length", type=click.IntRange(1, 8), default=3, show_default=True, help="Of the chains in evaluation.")
-@click.option(
-    "--unroll", type=click.IntRange(1, 8), default=DEFAULTS.after, show_default=True, help="As `draft train` will."
+    "--unroll",
+    type=click.IntRange(1, 8),
+    default=DEFAULTS.after,
+    show_default=True,
+    help="The --unroll of the later `draft train`.",
 )
 @click.option(
     "--focus",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(0),
     default=DEFAULTS.focus,
     show_default=True,
-    help="Power of what a domain's chains lose, by which it gets windows.",
+    help="A domain's share of the tokens grows with this power of its loss per chain.",
 )
 @click.option(
     "--balance",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.balance,
     show_default=True,
-    help="0: frequent domains get more in proportion, 1: rare ones get as much.",
+    help="0: a domain's share also grows with its part of the text; 1: rare domains get as much.",
 )
 @click.option(
     "--guard",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.guard,
     show_default=True,
-    help="Share of the windows that domains get by their part of the text, so that none is forgotten.",
+    help="Share of the tokens divided among domains by their part of the text alone, against forgetting.",
 )
 @click.option(
-    "--groups", type=click.IntRange(1, 64), default=8, show_default=True, help="Domains made of --rejected texts."
+    "--groups",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Domains into which texts of --rejected are grouped.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw among windows.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of windows.")
+@device_option
 def command(
     model: str,
     out: Path,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 
+from perilune.cli.shared.options import device_option
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import read_object
 from perilune.draft import ranks
@@ -25,6 +26,7 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 
 DEFAULTS = Options()
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,84 +56,84 @@ def layer_numbers(text: str | None) -> list[int] | None:
 @click.command()
 @click.argument("model", default="kimi-nano")
 @click.option(
-    "--corpus",
-    "corpora",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    required=True,
-    multiple=True,
-    help="Directory of `draft collect`; repeatable.",
+    "--corpus", "corpora", type=FOLDER, required=True, multiple=True, help="Directory of `draft collect`; repeatable."
 )
 @click.option(
-    "--windows",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    multiple=True,
-    help="Directory of `draft mine`, taught besides the corpora; repeatable.",
+    "--windows", type=FOLDER, multiple=True, help="Directory of `draft mine`, taught besides the corpora; repeatable."
 )
 @click.option(
     "--states",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Directory of `draft capture` for these corpora: MODEL itself is then not run.",
+    type=FOLDER,
+    help="Directory of `draft capture` for these corpora and windows: MODEL itself is then not run.",
 )
 @click.option(
     "--window-share",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    help=f"Of what is taught, how much is of --windows.  [default: {DEFAULTS.window_share}]",
+    help=f"Share of a batch that comes from --windows.  [default: {DEFAULTS.window_share}]",
+)
+@click.option("--from", "begin", type=FOLDER, help="Directory of a draft to begin with.  [default: random weights]")
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Directory of the run's log and saves.",
 )
 @click.option(
-    "--from",
-    "begin",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Draft to begin with.  [default: random weights]",
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the finished draft."
 )
-@click.option("--run", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the run.")
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Checkpoint to write at the end."
-)
-@click.option("--steps", type=click.IntRange(min=1), help="Length of the schedule, instead of --minutes.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Length of the schedule.  [default: 2]")
+@click.option("--steps", type=click.IntRange(1), help="Training steps, instead of --minutes.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Minutes of training.  [default: 2]")
 @click.option(
     "--loss",
     type=click.Choice(tuple(LOSSES)),
-    help=f"What is minimised; all but kl aim at how much of a draft is accepted.  [default: {DEFAULTS.loss}]",
+    help=f"Loss; all but kl aim at the acceptance of drafts.  [default: {DEFAULTS.loss}]",
 )
 @click.option(
-    "--unroll", type=click.IntRange(1, 8), help=f"Chain steps that are trained.  [default: {DEFAULTS.unroll}]"
+    "--unroll", type=click.IntRange(1, 8), help=f"Drafts of a chain that are trained.  [default: {DEFAULTS.unroll}]"
 )
-@click.option("--chains", type=click.IntRange(min=1), help=f"Of a batch.  [default: {DEFAULTS.chains}]")
-@click.option("--rate", type=click.FloatRange(min=0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
-@click.option("--seed", type=int, help=f"Of weights and order.  [default: {DEFAULTS.seed}]")
+@click.option(
+    "--chains",
+    type=click.IntRange(1),
+    help=f"Chains per batch, about; one begins at each token of an answer.  [default: {DEFAULTS.chains}]",
+)
+@click.option("--rate", type=click.FloatRange(0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
+@click.option("--seed", type=int, help=f"Seed of initial weights and order.  [default: {DEFAULTS.seed}]")
 @click.option(
     "--keep-gb",
-    type=click.FloatRange(min=0),
-    help=f"Hidden states kept for later epochs.  [default: {DEFAULTS.keep_gb}]",
+    type=click.FloatRange(0),
+    help=f"GB of hidden states kept on the device for later epochs.  [default: {DEFAULTS.keep_gb}]",
 )
 @click.option(
     "--recompute",
     is_flag=True,
     default=None,
-    help="Do not keep attention and logits for the way back: slower, in far less memory, for long rows.",
+    help="Recompute attention and logits in the backward pass: slower, far less memory, for long rows.",
 )
 @click.option(
-    "--save-every", type=click.FloatRange(min=0), help=f"Seconds between saves.  [default: {DEFAULTS.save_every:g}]"
+    "--save-every",
+    type=click.FloatRange(0),
+    help=f"Seconds between saves, at least.  [default: {DEFAULTS.save_every:g}]",
 )
 @click.option(
     "--form",
     type=click.Choice(["mla", "mha"]),
-    help="mla: attention as the target's. mha: keys and values of its own heads.  [default: mla]",
+    help="Attention: mla, as the target's; mha, plain EAGLE-3, which every engine reads.  [default: mla]",
 )
 @click.option(
     "--draft-vocab",
-    type=click.IntRange(min=1),
-    help="Tokens that it can say: those most frequent in the corpora.  [default: all]",
+    type=click.IntRange(1),
+    help="Tokens in the draft's vocabulary, the most frequent of the corpora.  [default: all]",
 )
 @click.option(
-    "--own-head", is_flag=True, help="Learn a head, beginning as the target's; implied by a smaller --draft-vocab."
+    "--own-head", is_flag=True, help="Train an output head, initially the target's; implied by a smaller --draft-vocab."
 )
-@click.option("--aux-layers", help="Layers that outputs are read of, from 1 on, e.g. 1,29,57.  [default: spread]")
-@click.option("--intermediate-size", type=click.IntRange(min=8), help="Of the draft's MLP.  [default: the target's]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
-    "--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of this machine that share the work."
+    "--aux-layers", help="Layers whose outputs the draft reads, first 1, e.g. 1,29,57.  [default: three, spread]"
+)
+@click.option("--intermediate-size", type=click.IntRange(8), help="Width of the draft's MLP.  [default: the target's]")
+@device_option
+@click.option(
+    "--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs of this machine that share the work."
 )
 def command(
     model: str,

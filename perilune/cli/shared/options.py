@@ -19,6 +19,13 @@ DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
 # Options of most verbs that run a model.
 COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales")
 COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to compute; auto: on a GPU if there is one.",
+)
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
@@ -57,7 +64,7 @@ def engine_options(*names: str) -> Callable[[F], F]:
         "assignments",
         multiple=True,
         metavar="KEY=VALUE",
-        help=f"Set an engine key; repeatable; ops.NAME=IMPL for one operation. Keys: {keys}.",
+        help=f"Set an engine key (docs/configuration.md), or ops.NAME=IMPL; repeatable. Keys: {keys}.",
     )
     return lambda function: field_options(EngineConfig, *names)(assign(function))
 

@@ -18,7 +18,6 @@ def ledger_option(bench: str) -> Callable[[F], F]:
         "--ledger",
         "directory",
         type=click.Path(path_type=Path),
-        default=None,
         help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results).",
     )
 

@@ -19,7 +19,7 @@ def target_options(function: F) -> F:
     for option in (
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=click.FloatRange(0, min_open=True),
             default=READ_SECONDS,
             show_default=True,
             help="Seconds without a byte from the server after which to give up.",
