@@ -19,8 +19,16 @@ def ledger_option(bench: str) -> Callable[[F], F]:
         "directory",
         type=click.Path(path_type=Path),
         default=None,
+        callback=_writable,
         help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results).",
     )
+
+
+def _writable(_: click.Context, __: click.Parameter, directory: Path | None) -> Path | None:
+    """The directory, made. ConfigError before anything is measured if no row could be kept there."""
+    if directory is not None:
+        ledger.check(directory)
+    return directory
 
 
 def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
@@ -31,9 +39,11 @@ def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
 
 def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
     """Keeps them and prints each, the last on the last line."""
-    keep(rows, directory)
-    for row in rows:
-        click.echo(json.dumps(row))
+    try:
+        keep(rows, directory)
+    finally:
+        for row in rows:
+            click.echo(json.dumps(row))
 
 
 def numbers(text: str, option: str) -> list[int]:
