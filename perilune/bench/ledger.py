@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value with this share of the sorted values before it, at most the largest; 0 without any."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+def check(directory: Path) -> None:
+    """ConfigError with the remedy if files cannot be written in the directory, which is made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as e:
+        raise ConfigError(f"cannot write the ledger {directory}: {e.strerror} (choose another with --ledger)") from e
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:

@@ -23,6 +23,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
 from perilune.formats.hub import resolve_model
 from perilune.media.limits import Limits
+from perilune.model.config import KimiConfig
 from perilune.server.pictures.parts import found, replaced
 from perilune.server.pictures.reader import PictureReader
 from perilune.server.service import read_generation_config, sampling_defaults
@@ -414,7 +415,7 @@ def command(
 
 @contextlib.asynccontextmanager
 async def local(model: str, config: EngineConfig, sampling: Mapping[str, Any]) -> AsyncIterator[Backend]:
-    path = resolve_model(model, progress=sys.stderr.isatty())
+    path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
     tokenizer, template = Tokenizer.from_directory(path), template_for(path)
     defaults = read_generation_config(path)
     pictures = PictureReader(Limits.from_directory(path), ServerConfig())

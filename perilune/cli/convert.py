@@ -17,6 +17,7 @@ from perilune.core.errors import ConfigError
 from perilune.evals import lm_eval
 from perilune.formats import hub
 from perilune.formats.writer import SHARD_BYTES
+from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
 
 GB = 1e9
@@ -146,7 +147,7 @@ def command(
             raise ConfigError("--lm-eval scores belong to the report: add --report")
         lm_eval.require()
     target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar, calibrated=calibrate)
-    path = hub.resolve_model(source, revision=revision)
+    path = hub.resolve_model(source, revision=revision, check=KimiConfig.from_directory)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     texts = gather(path, report_tokens, text) if reporting and not dry_run else None  # before hours of work
     with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:

@@ -21,6 +21,7 @@ from perilune.engine.client import EngineClient, check_prompt
 from perilune.formats.hub import resolve_model
 from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
+from perilune.model.config import KimiConfig
 from perilune.server.generation import Prompt
 from perilune.server.service import read_generation_config, sampling_defaults
 from perilune.text.chat import template_for
@@ -103,7 +104,7 @@ def command(
     files += [(read_media(file, is_video=True)[0], True) for file in videos]
     engine, sampling = options.split(values)
     config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
-    path = resolve_model(model, progress=sys.stderr.isatty())
+    path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
     tokenizer = Tokenizer.from_directory(path)
     template = template_for(path)
     thinks = None if raw else template.thinks(thinking)

@@ -3,6 +3,7 @@
 from perilune.cli.shared import interrupt
 
 with interrupt.Importing():
+    import errno
     import sys
 
     import click
@@ -53,6 +54,11 @@ def main() -> None:
         sys.exit(e.exit_code)
     except PeriluneError as e:
         click.echo(f"error: {e}", err=True)
+        sys.exit(1)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        click.echo(f"error: {e.strerror} for the output: free some, or write to another disk", err=True)
         sys.exit(1)
     sys.exit(code or 0)
 

@@ -31,6 +31,7 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import EngineInfo
 from perilune.engine.client import ENGINE_COMMAND, EngineClient
 from perilune.formats.hub import BUNDLED, resolve_model
+from perilune.model.config import KimiConfig
 from perilune.server import logs, reload
 from perilune.server.keys import Keyring, readable_by_others
 from perilune.server.limits import Proxies, keep_bodies_apart
@@ -146,7 +147,7 @@ def command(
             name = path.name
         else:
             model = BUNDLED if model is None else model
-            path = resolve_model(model, progress=sys.stderr.isatty())
+            path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
             name = path.name if Path(model).is_dir() else model
         if server.served_model_name is None:
             server = replace(server, served_model_name=name)

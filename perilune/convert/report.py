@@ -29,7 +29,7 @@ from perilune.formats.checkpoint import Checkpoint
 from perilune.loading.survey import read_linear, survey
 from perilune.loading.weights_plan import row_step
 from perilune.model.config import KimiConfig
-from perilune.model.names import ffn
+from perilune.model.names import NESTED, ffn
 from perilune.ops.linear.linear import linear
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.problem import Answer, Problem
@@ -257,7 +257,7 @@ def compare_outputs(
 ) -> Outputs:
     """`changed` names the linear layers that differ; `dtype` is by default what the device serves in."""
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    layers = []
+    changed, layers = {name.removeprefix(NESTED) for name in changed}, []
     with Checkpoint.open(source) as one, Checkpoint.open(result) as other, torch.inference_mode():
         a, b = (Walk(c, texts.sequences, dtype=dtype, device=device) for c in (one, other))
         for i in a.layers:

@@ -25,6 +25,7 @@ from perilune.engine.vision.given import Medium, Reader
 from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, ToolChoice, constrain
 from perilune.media import placeholders
+from perilune.model.config import KimiConfig
 from perilune.text import bad_words
 from perilune.text.chat import ChatTemplate, PromptOptions, template_for, with_videos
 from perilune.text.history import Video, shown
@@ -99,7 +100,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "kimi-nano", *, progress: bool = False, **config: Any):
-        path = resolve_model(str(model), progress=progress)
+        path = resolve_model(str(model), progress=progress, check=KimiConfig.from_directory)
         self._engine: Engine | None = Engine(path, build(EngineConfig, config), progress=progress)
         self._lock, self._process = threading.Lock(), os.getpid()
         self._ids = itertools.count()

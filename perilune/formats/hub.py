@@ -43,13 +43,19 @@ class _Silent(tqdm):
 
 
 def resolve_model(
-    name: str, *, revision: str | None = None, progress: bool = True, endpoint: str | None = None
+    name: str,
+    *,
+    revision: str | None = None,
+    progress: bool = True,
+    endpoint: str | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> Path:
     """The local directory of a model; a repository is downloaded into the hub's cache, unless it is there already.
 
     revision  branch, tag or commit of a repository; default: its main branch
     progress  show the download's bars on stderr
     endpoint  the hub's address, if not the public one
+    check     called with a directory that has at least the model's texts, before weights are downloaded; it raises
 
     Files that arrived whole are kept when a download is interrupted, and only the others are fetched again; a
     connection lost during a call is resumed where it broke. Raises ConfigError with the remedy.
@@ -64,10 +70,14 @@ def resolve_model(
     if os.path.isdir(directory):
         if revision is not None:
             raise ConfigError(f"revision={quoted(revision)} belongs to a hub repository, but {name} is a directory")
+        if check is not None:
+            check(directory)
         return directory
     if not _REPOSITORY.fullmatch(name):
         kind = "is a file" if os.path.isfile(directory) else "does not exist"
         raise ConfigError(f"model {quoted(name)} {kind}: {MEANING}")
+    if check is not None:
+        check(_download(name, revision, False, endpoint, patterns=TEXTS))
     return _download(name, revision, progress, endpoint)
 
 

@@ -247,7 +247,10 @@ class Matcher:
         self._spaced = _SPACED in grammar
         found = self.completion()
         if found is None:
-            raise GrammarError("no text was found that satisfies it")
+            raise GrammarError(
+                "no text was found that satisfies it: none does, or it is too large, such as an object of 1,000 "
+                "properties: make it smaller"
+            )
         choices = (vocabulary.encode(choice) for choice in _choices(grammar))
         self.from_start = min(found, *choices, found, key=len)  # completes the empty text, or what `begin` took
 

@@ -12,38 +12,54 @@ import signal
 import sys
 
 CODE = 130
+GRACE_SECONDS = 5.0  # after SIGTERM, for what is cleaned up
 AGAIN_SECONDS = 0.01  # after which an interrupt that Python has discarded is raised again
 
 
 def _end(number: int, frame: object) -> None:
-    os._exit(CODE)
+    os._exit(128 + number)  # of SIGINT: CODE
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM by itself would leave temporary files behind: 12 GB of `bench loading`."""
+    import threading  # here: it takes time
+
+    signal.signal(number, _end)
+    last = threading.Timer(GRACE_SECONDS, os._exit, (128 + number,))
+    last.daemon = True
+    last.start()
+    sys.exit(128 + number)
 
 
 class Importing:
-    """A context in which Ctrl-C ends the process at once: there is nothing to clean up yet. Replaces only the handler
-    that raises KeyboardInterrupt, and only on the main thread, where signals are handled."""
+    """A context in which Ctrl-C and SIGTERM end the process at once: there is nothing to clean up yet. Replaces only
+    the handlers that raise, and only on the main thread, where signals are handled."""
 
     def __enter__(self) -> None:
-        self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._replaced:
-            try:
-                signal.signal(signal.SIGINT, _end)
-            except ValueError:  # another thread
-                self._replaced = False
+        raising = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
+        self._replaced = {number: by for number, by in raising.items() if signal.getsignal(number) is by}
+        try:
+            for number in self._replaced:
+                signal.signal(number, _end)
+        except ValueError:  # another thread
+            self._replaced = {}
 
     def __exit__(self, *error: object) -> None:
-        if self._replaced:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, by in self._replaced.items():
+            signal.signal(number, by)
 
 
 def keep() -> None:
-    """From now on in this process, an interrupt that Python discards in a finalizer or callback is raised again."""
+    """From now on in this process, SIGTERM unwinds as Ctrl-C does, and what of both Python discards in a finalizer or
+    callback is raised again."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.unraisablehook = _discarded
 
 
 def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+    if issubclass(unraisable.exc_type, (KeyboardInterrupt, SystemExit)):
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)  # not here: what a hook raises is discarded, too
     else:
         sys.__unraisablehook__(unraisable)

@@ -18,8 +18,16 @@ def ledger_option(bench: str) -> Callable[[F], F]:
         "--ledger",
         "directory",
         type=click.Path(path_type=Path),
+        callback=_writable,
         help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results).",
     )
+
+
+def _writable(_: click.Context, __: click.Parameter, directory: Path | None) -> Path | None:
+    """The directory, made. ConfigError before anything is measured if no row could be kept there."""
+    if directory is not None:
+        ledger.check(directory)
+    return directory
 
 
 def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
@@ -30,9 +38,11 @@ def keep(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
 
 def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
     """Keeps the rows and prints each on a line, the last row last."""
-    keep(rows, directory)
-    for row in rows:
-        click.echo(json.dumps(row))
+    try:
+        keep(rows, directory)
+    finally:
+        for row in rows:
+            click.echo(json.dumps(row))
 
 
 def numbers(text: str, option: str) -> list[int]:

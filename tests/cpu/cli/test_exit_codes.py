@@ -2,6 +2,7 @@
 case here is a process of its own, some of the installed script."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_chat_from_a_pipe_fails_with_its_questions() -> None:
 def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...], tmp_path: Path) -> None:
     done = perilune(tmp_path, *args)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
+
+
+def full() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def test_output_without_room_is_one_line(tmp_path: Path) -> None:
+    done = perilune(tmp_path, "key", "a", before=full)
+    assert done.returncode == 1 and done.stderr.startswith("error: No space left on device"), done
+
+
+def test_a_ledger_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    done = perilune(tmp_path, "bench", "decode", "/no/such", "--ledger", tmp_path / "stdout")
+    assert done.returncode == 1 and "choose another with --ledger" in done.stderr, done
 
 
 def test_wrong_usage_and_help(tmp_path: Path) -> None:

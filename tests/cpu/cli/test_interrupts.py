@@ -109,6 +109,18 @@ def test_while_a_command_runs(where: str) -> None:
     check("", "key", "alice", more=RUNS.format(where=where))
 
 
+def test_sigterm_removes_temporary_files(tmp_path: Path) -> None:
+    more = "import tempfile\n" + RUNS.replace(
+        "{where}",
+        f"""
+    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)""",
+    )
+    done = subprocess.run([sys.executable, "-c", START.format(point="", more=more), "", "key", "alice"], timeout=120)
+    assert done.returncode == 143 and not list(tmp_path.iterdir()), done
+
+
 def test_another_one_while_the_process_ends() -> None:
     more = RUNS.format(where="    interrupt()") + "import atexit\natexit.register(interrupt)\n"
     check("", "key", "alice", more=more)

@@ -98,6 +98,8 @@ def test_outputs_of_layers_are_compared_on_the_source_s_inputs(judged: oracle.Ch
     assert len(seen.divergence) == TEXTS.tokens and (seen.divergence > -1e-6).all()
     assert seen.layers[0][1] == 0.0  # no experts
     assert all(0 < error / signal < 0.05 for signal, error in seen.layers[1:])
+    nested = {"language_model." + name for name in changed}  # as where there is a vision tower
+    assert report.compare_outputs(judged.path, tmp_path / "nvfp4", TEXTS, CPU, nested).layers == seen.layers
     same = report.compare_outputs(judged.path, judged.path, TEXTS, CPU, set())
     assert same.divergence.abs().max() < 1e-6 and same.agreed.all()
 

@@ -12,9 +12,10 @@ import huggingface_hub
 import pytest
 
 from perilune.cli import doctor
-from perilune.core.errors import ConfigError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.formats import hub
 from perilune.formats.hub import resolve_model
+from perilune.model.config import KimiConfig
 
 COMMIT = "a" * 40
 DATA = ["chat_template.jinja", "config.json", "model.safetensors", "tiktoken.model"]
@@ -220,6 +221,13 @@ def test_hub_refusals(served):
     refused(["org/tiny is gated"], "org/tiny", endpoint=served.url)
     served.status = 401
     refused(["hf auth login"], "org/tiny", endpoint=served.url)
+
+
+def test_another_family_is_refused_before_its_weights_are_downloaded(served):
+    served.files["config.json"] = b'{"architectures": ["Qwen2ForCausalLM"]}'
+    with pytest.raises(CheckpointError, match="'Qwen2ForCausalLM' is not served"):
+        get(served, check=KimiConfig.from_directory)
+    assert "model.safetensors" not in [name for name, _ in served.requests]
 
 
 def test_offline(served):
