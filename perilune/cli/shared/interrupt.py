@@ -7,6 +7,7 @@ weak reference, Python itself prints and discards it.
 This module imports nothing that takes time: until it has been imported, Ctrl-C shows Python's traceback.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import sys
 CODE = 130
 GRACE_SECONDS = 5.0  # after SIGTERM, for what is cleaned up
 AGAIN_SECONDS = 0.01  # after which an interrupt that Python has discarded is raised again
+_ended_by = 0  # the signal, once one ends the process
 
 
 def _end(number: int, frame: object) -> None:
@@ -24,6 +26,8 @@ def _terminate(number: int, frame: object) -> None:
     """SIGTERM by itself would leave temporary files behind: 12 GB of `bench loading`."""
     import threading  # here: it takes time
 
+    global _ended_by
+    _ended_by = number
     signal.signal(number, _end)
     last = threading.Timer(GRACE_SECONDS, os._exit, (128 + number,))
     last.daemon = True
@@ -56,6 +60,7 @@ def keep() -> None:
         signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.unraisablehook = _discarded
+    atexit.register(_finish)  # before all others, so that it runs after them
 
 
 def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -67,5 +72,19 @@ def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
 
 def leave() -> None:
     """Ends the process after an interrupt. Another interrupt ends it at once: exit handlers would print a traceback."""
+    global _ended_by
+    _ended_by = signal.SIGINT
     signal.signal(signal.SIGINT, _end)
     sys.exit(CODE)
+
+
+def _finish() -> None:
+    """Ends the process after a signal without Python's finalization, which crashed in 2 of 100 tries: a thread may be
+    importing a native module then (serve prepares on threads)."""
+    if _ended_by:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (OSError, ValueError):  # a closed pipe
+            pass
+        os._exit(128 + _ended_by)
