@@ -10,13 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from perilune.ops.attention import mla_pre_attention
 from perilune.ops.harness import build, registry, workspace
 from tests.cuda_emulator import library
 from tests.cuda_emulator.translate import Untranslated
@@ -119,7 +117,6 @@ def emulated(
     """
     library.runtime().emu_configure(sms, MODES.index(mode), seed, overlap, eager, shuffle)
     real_library, real_function, real_pointer = build.library, build.function, torch.Tensor.data_ptr
-    properties = SimpleNamespace(multi_processor_count=sms, major=9, minor=0, name="emulated", total_memory=1 << 36)
 
     def pointer(tensor: torch.Tensor) -> int:
         _held.append(tensor)
@@ -138,11 +135,10 @@ def emulated(
         mock.patch.object(build, "is_hopper", lambda device: True),
         mock.patch.object(torch.Tensor, "data_ptr", pointer),
         mock.patch.object(build, "stream", lambda device=None: _open.stream),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
-        mock.patch.object(mla_pre_attention, "_processors", lambda device: sms),
+        mock.patch.object(build, "sm_count", lambda device: sms),
         mock.patch.object(workspace, "_stream", lambda device: _open.stream),
     ]
     with contextlib.ExitStack() as stack:

@@ -156,7 +156,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         *cache_rows.needs(a.latents.pages),
         *peers.needs(a.norm.peers),
         (a.norm.peers is None or H <= MOST_SPLIT_HEADS, f"at most {MOST_SPLIT_HEADS} heads of a rank among others"),
-        (device.type == "cuda" and build.sm_count(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
+        (build.sm_count(device) >= PROCESSORS, f"a GPU of at least {PROCESSORS} processors"),
     )
 
 

@@ -186,8 +186,8 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """SMs of a GPU. Cached: torch would be asked seven times per layer of a prompt."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """SMs of a GPU; 0 of a CPU. Cached: torch would be asked seven times per layer of a prompt."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def stream(device: torch.device | None = None) -> int:

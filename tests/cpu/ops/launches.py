@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, _real=real, **k: found.made(_real(*a, **k)))
     monkeypatch.setattr(build, "stream", lambda device=None: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(build, "sm_count", lambda device: 132)
     _forget_kernels()
     with workspace.owned():
         yield found

@@ -128,13 +128,12 @@ class Recorder:
 @contextlib.contextmanager
 def as_on_hopper() -> Iterator[Recorder]:
     recorder = Recorder()
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (build, "function", recorder.function),
             (build, "is_hopper", lambda device: True),
             (build, "library", lambda source: object()),
-            (torch.cuda, "get_device_properties", lambda device: properties),
+            (build, "sm_count", lambda device: PROCESSORS),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (build, "stream", lambda device=None: STREAM),
             (workspace, "_stream", lambda device: STREAM),

@@ -28,7 +28,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(build, "function", function)
     monkeypatch.setattr(moe_int4, "_gate_up", moe_int4._gate_up.__wrapped__)
     monkeypatch.setattr(moe_int4, "_down", moe_int4._down.__wrapped__)
-    monkeypatch.setattr(moe_int4, "_processors", lambda device: 132)
+    monkeypatch.setattr(build, "sm_count", lambda device: 132)
     monkeypatch.setattr(moe_int4, "_add_shared", lambda *args: names.append("apart"))
     monkeypatch.setattr(build, "stream", lambda device=None: 0)
     with workspace.owned():
