@@ -51,7 +51,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def check(directory: Path) -> None:
-    """ConfigError with the remedy if files cannot be written in the directory, which is made."""
+    """Makes the directory. ConfigError if nothing can be written there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()

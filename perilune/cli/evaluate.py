@@ -1,5 +1,6 @@
 """`perilune evaluate`: scores on checked tasks, as one table."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target, run
+from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
@@ -118,7 +119,7 @@ def command(
                 )
             return endpoint.model, tallies, wrong
 
-    name, tallies, wrong = run(ask())
+    name, tallies, wrong = asyncio.run(ask())
     settings |= origin(model, assignments)
     rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
     Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))

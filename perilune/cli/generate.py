@@ -98,8 +98,8 @@ def command(
         prompt = sys.stdin.read()
     if not prompt:
         raise RequestError("the prompt is empty: give --prompt, or the prompt on standard input", param="prompt")
-    if raw and (images or videos):
-        raise click.UsageError("--image and --video go with the chat template, not with --raw")
+    if raw and (images or videos or system is not None or thinking is not None):
+        raise click.UsageError("--system, --thinking, --image and --video go with the chat template, not with --raw")
     files = [(read_media(file)[0], False) for file in images]
     files += [(read_media(file, is_video=True)[0], True) for file in videos]
     engine, sampling = options.split(values)

@@ -3,17 +3,14 @@
 import asyncio
 import contextlib
 import re
-import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
 
 from perilune.client.endpoint import READ_SECONDS, Endpoint, EndpointError, is_url
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.interpreter import environment
 
-T = TypeVar("T")
 STOP_SECONDS = 10.0
 DEATH_SECONDS = 2.0
 KEPT_LINES = 20
@@ -112,18 +109,3 @@ def _words(last: Sequence[str]) -> str:
     """The reason of a server's end, from the last lines of its log."""
     errors = (line.removeprefix("error: ") for line in reversed(last) if line.startswith("error: "))
     return next(errors, last[-1] if last else "no message")
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run that also cleans up on SIGTERM: a private server must not outlive the command."""
-
-    async def main() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await work
-
-    try:
-        return asyncio.run(main())
-    except asyncio.CancelledError as e:
-        raise KeyboardInterrupt from e

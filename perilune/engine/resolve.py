@@ -78,7 +78,10 @@ def resolve_draft(
     if config.drafter is not None:
         from perilune.formats.hub import resolve_model  # its HTTP client takes 0.15 s to import
 
-        path = resolve_model(config.drafter)
+        try:
+            path = resolve_model(config.drafter)
+        except ConfigError as e:
+            raise ConfigError(f"drafter: {e}") from e
     found = (path / "config.json").is_file()
     if config.drafter is not None and not found:
         raise ConfigError(

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from perilune.client.target import run, serving
+from perilune.client.target import serving
 from perilune.core.errors import ConfigError, EngineError
 
 COMMAND = "lm_eval"
@@ -40,7 +40,7 @@ def scores(model: Path, tasks: str, more: str = "", *, device: str = "auto") -> 
     except ValueError as e:
         raise ConfigError(f"--lm-eval-args {more!r}: {e}") from e
     with tempfile.TemporaryDirectory(prefix="perilune-lm-eval-") as folder:
-        run(_ask(require(), model, tasks, extra, device, folder))
+        asyncio.run(_ask(require(), model, tasks, extra, device, folder))
         files = sorted(Path(folder).rglob("results*.json"))
         if not files:
             raise EngineError(f"{COMMAND} left no results")

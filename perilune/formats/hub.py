@@ -55,7 +55,7 @@ def resolve_model(
     revision  branch, tag or commit of a repository; default: its main branch
     progress  show the download's bars on stderr
     endpoint  the hub's address, if not the public one
-    check     called with a directory that has at least the model's texts, before weights are downloaded; it raises
+    check     called with the directory before weights are downloaded; it raises
 
     Files that arrived whole are kept when a download is interrupted, and only the others are fetched again; a
     connection lost during a call is resumed where it broke. Raises ConfigError with the remedy.

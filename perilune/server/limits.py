@@ -222,7 +222,9 @@ class BodyShare:
         """Holds `size` bytes, the whole body, instead of the part held before."""
         if size > self._limit:
             raise RequestError(
-                f"the body is larger than {self._limit / 2**20:g} MiB", code="body_too_large", status=413
+                f"the body is larger than {self._limit / 2**20:g} MiB: send less (serve --max-body-mb N allows more)",
+                code="body_too_large",
+                status=413,
             )
         self._budget.give(self._size)
         held, self._size = self._size, 0

@@ -122,12 +122,13 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     """A table of the fields with an effect, and a line each for the rest."""
     required = schema.get("required", ())
     by: dict[str, list[str]] = {"": [], IGNORED: [], REFUSED: []}
+    refused: dict[str, list[str]] = {}
     for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         said = field.get("description", "")
         kind = next(k for k in (IGNORED, REFUSED, "") if said.startswith(k))
         if kind == REFUSED:
-            by[kind].append(f"`{name}` ({said.removeprefix(kind)})")
-        elif kind:
+            refused.setdefault(said.removeprefix(kind), []).append(f"`{name}`")
+        if kind:
             by[kind].append(f"`{name}`")
         else:
             must = " (required)" if name in required and said else ""
@@ -137,7 +138,8 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     for kind, title in ((IGNORED, "Fields accepted without effect"), (REFUSED, "Fields refused by name")):
         if by[kind]:
             yield from ("", f"<details><summary>{title}: {len(by[kind])}</summary>", "")
-            yield from (f"{', '.join(by[kind])}.", "", "</details>")
+            groups = [f"{', '.join(names)} ({reason})" for reason, names in refused.items()]
+            yield from (f"{'; '.join(groups) if kind == REFUSED else ', '.join(by[kind])}.", "", "</details>")
 
 
 def _type(schema: Mapping[str, Any]) -> str:

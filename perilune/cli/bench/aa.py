@@ -1,5 +1,6 @@
 """`perilune bench aa`: the Artificial-Analysis protocol through HTTP."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from perilune.bench import aa
 from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
-from perilune.client.target import open_target, run
+from perilune.client.target import open_target
 
 POSITIVE = click.IntRange(1)
 
@@ -80,6 +81,6 @@ def command(
                 report=say,
             )
 
-    row = run(measure()) | origin(model, assignments)
+    row = asyncio.run(measure()) | origin(model, assignments)
     click.echo(f"median of {row['samples']}: {aa.describe(row)}", err=True)
     finish([row], directory)

@@ -1,5 +1,6 @@
 """`perilune bench replay`: a trace of requests against an engine or an endpoint."""
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from perilune.bench.ledger import circumstances, origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, keep, ledger_option, say
 from perilune.client.endpoint import Endpoint, is_url
-from perilune.client.target import run
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
 from perilune.engine.engine import Engine
@@ -139,7 +139,7 @@ def command(
     if is_url(model):
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
-        row, calls = run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+        row, calls = asyncio.run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
         _require_answers(row, calls)
         say(replay.describe(row))
         where = origin(model)
@@ -197,7 +197,7 @@ def _local(
             async with replay.Local(engine, tokenizer.encode if tokenizer is not None else None) as target:
                 return await replay.measure(target, made, limits, say)
 
-        row, calls = run(work())
+        row, calls = asyncio.run(work())
         if row.get("restore_s"):
             shares = row["hit_share_by_tier"]
             restored = row["prompt_tokens"] * sum(shares[tier] for tier in shares.keys() & {HOST, DISK})

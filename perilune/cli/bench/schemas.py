@@ -1,5 +1,6 @@
 """`perilune bench schemas`: tool calls and structured answers over awkward schemas, every one judged."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target, run
+from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals.schema_maker import schemas as draw
@@ -93,7 +94,7 @@ def command(
                 )
             return endpoint.model, outcome, perf_counter() - begun
 
-    name, outcome, seconds = run(ask())
+    name, outcome, seconds = asyncio.run(ask())
     settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "seconds": round(seconds, 1)}
     made = schemas.rows(name, outcome, different, **settings, **origin(model, assignments))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(schemas.table(made))

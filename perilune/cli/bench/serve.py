@@ -1,5 +1,6 @@
 """`perilune bench serve`: a server under the load of more and more users."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from perilune.bench.load import Client
 from perilune.bench.serve_plot import plot
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
-from perilune.client.target import open_target, run
+from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_text
 
@@ -79,7 +80,7 @@ def command(
             name = engine_name or endpoint.owner or "unknown"
             return [{**row, "engine": name} for row in rows]
 
-    rows = [row | origin(model, assignments) for row in run(measure())]
+    rows = [row | origin(model, assignments) for row in asyncio.run(measure())]
     if picture is not None:
         try:
             write_text(picture, plot(rows))

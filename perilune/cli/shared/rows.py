@@ -24,7 +24,7 @@ def ledger_option(bench: str) -> Callable[[F], F]:
 
 
 def _writable(_: click.Context, __: click.Parameter, directory: Path | None) -> Path | None:
-    """The directory, made. ConfigError before anything is measured if no row could be kept there."""
+    """The directory, tried before anything is measured."""
     if directory is not None:
         ledger.check(directory)
     return directory
@@ -40,7 +40,7 @@ def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
     """Keeps the rows and prints each on a line, the last row last."""
     try:
         keep(rows, directory)
-    finally:
+    finally:  # rows are shown also where the disk has become full
         for row in rows:
             click.echo(json.dumps(row))
 

@@ -268,3 +268,5 @@ def test_a_folder_without_a_drafter_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "drafter has no config.json" in done.stderr
     with LLM(path, threads=1) as llm:
         assert any(key == "draft" and "drafter has no config.json" in why for key, _, why in llm.info.choices)
+    with pytest.raises(ConfigError, match="drafter: model"):
+        LLM(path, drafter="/no/such")
