@@ -48,6 +48,8 @@ def command(
     where = _device(device)
     ops = registry.all_ops()
     if name is None:
+        if impls or pattern or check_only or dtype != "all":
+            raise click.UsageError("--impl, --case, --dtype and --check-only need an operation NAME")
         _list(ops, where, as_json)
         return
     if name not in ops:

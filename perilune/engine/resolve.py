@@ -194,9 +194,10 @@ def resolve_sizes(
     held = blocks * config.block_size
     if longest > held:
         if config.max_model_len is not None or held < 2:
+            lower = "max_model_len" if fits > 1 else "max_model_len, max_num_seqs or max_step_tokens,"
             raise ConfigError(
                 f"the KV cache holds {max(0, held)} tokens, less than max_model_len={longest}: "
-                f"lower max_model_len or raise {'memory_fraction' if config.kv_blocks is None else 'kv_blocks'}"
+                f"lower {lower} or raise {'memory_fraction' if config.kv_blocks is None else 'kv_blocks'}"
             )
         longest = held
         choices.note("max_model_len", longest, f"what {blocks} KV blocks hold")

@@ -1,5 +1,6 @@
 """Settings that an engine refuses, before it reads weights, and the memory that it says it will use."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from perilune.core.errors import ConfigError
 from perilune.engine import fit
 from perilune.engine.engine import Engine
 from perilune.engine.resolve import Choices
+from perilune.formats.hub import resolve_model
 
 SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, threads=1, draft="off", kv_blocks=16)
 
@@ -43,7 +45,7 @@ def test_values_without_a_meaning_are_refused(values: dict[str, Any], why: str) 
 def test_tiers_that_cannot_be_had_are_refused_before_weights_are_read(
     tmp_path: Path, values: dict[str, Any], why: str
 ) -> None:
-    (tmp_path / "config.json").write_text("not read before")
+    shutil.copy(resolve_model("kimi-nano") / "config.json", tmp_path)  # and no weights
     if values.get("kv_disk") == "OTHER":
         values = dict(kv_disk=str(tmp_path))
     with pytest.raises(ConfigError, match=why) as error:

@@ -10,6 +10,7 @@ import torch
 
 import perilune
 from perilune.core.config import EngineConfig
+from perilune.core.errors import ConfigError
 from perilune.engine import resolve
 from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
@@ -37,6 +38,9 @@ def test_the_kv_cache_on_a_cpu_is_bounded_and_holds_a_few_long_requests(monkeypa
     assert sized(kv_blocks=16_385)[0] > 3 << 30  # as asked for
     model = dataclasses.replace(model, max_position_embeddings=262_144)
     assert sized()[0] > 4 * 262_144 // 16 * block_bytes  # four of the longest requests, whatever they take
+    monkeypatch.setattr(resolve, "free_bytes", lambda device: 1 << 20)
+    with pytest.raises(ConfigError, match="lower max_model_len, max_num_seqs or max_step_tokens, or raise memory"):
+        sized()
 
 
 def test_what_a_gpu_has_free_counts_memory_that_weights_left_unused(monkeypatch: pytest.MonkeyPatch) -> None:
