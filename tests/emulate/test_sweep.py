@@ -99,4 +99,5 @@ def test_big_cases(name: str, impl: str, text: str, sms: int, mode: str) -> None
 @pytest.mark.parametrize("mode", MODES)
 def test_exchanges(mode: str) -> None:
     test_kernels.test_ranks_exchange_in_one_process(30, mode)
-    test_kernels.test_ranks_exchange_what_tokens_get_from_experts(mode, 4, 37, 512)
+    for ranks, tokens, width in ((4, 37, 512), (2, 300, 128)):
+        test_kernels.test_ranks_exchange_what_tokens_get_from_experts(mode, ranks, tokens, width)
