@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,12 +24,13 @@ from perilune.grammar.shortest_end import completions
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
-K = TypeVar("K")
 V = TypeVar("V")
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-MAX_FRESH = 512  # compiled grammars that no answer has used, per vocabulary; 0.5 to 1 MB each. Fewer than the tools of
-# the agents that are served together: each of their requests compiles all its tools again, 10 to 60 ms each.
+# Characters of compiled grammars that no answer has used, per vocabulary; each takes 60 to 120 bytes of memory. A tool
+# with six texts has 6,000. If the tools of the agents that are served together have more, each request compiles all its
+# tools again, 10 to 60 ms each.
+MAX_FRESH = 4 << 20
 MAX_GROWN = 64  # grammars that answers have used: one may grow to 120 MB as its states are reached
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
@@ -93,10 +94,9 @@ class Vocabulary:
             n_vocab=_END_BYTE + 1,
             slices=[],
         )
-        self._fresh: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # by group and grammar
-        self._grown: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._written: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()  # by group and schema
-        self._written_chars = 0
+        self._fresh = _Recent[Matcher](MAX_FRESH)  # by group and grammar
+        self._grown = _Recent[Matcher](MAX_GROWN)
+        self._written = _Recent[tuple[str, int]](MAX_WRITTEN)  # by group and schema
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, group: str = "") -> "Matcher":
@@ -104,26 +104,25 @@ class Vocabulary:
         Raises GrammarError."""
         key = group, grammar
         with self._lock:
-            for kept in (self._fresh, self._grown):
-                if (found := kept.get(key)) is not None:
-                    kept.move_to_end(key)
-                    return found.copy()
+            found = self._fresh.get(key) or self._grown.get(key)
+            if found is not None:
+                return found.copy()
         made = Matcher(self, grammar, group)
         with self._lock:
-            _keep(self._fresh, key, made, MAX_FRESH)
+            self._fresh.put(key, made, len(grammar))
             return made.copy()
 
     def use(self, grammar: str, group: str) -> None:
         """An answer begins to reach states of this grammar, which its copies share."""
         with self._lock:
-            if (made := self._fresh.pop((group, grammar), None)) is not None:
-                _keep(self._grown, (group, grammar), made, MAX_GROWN)
+            if (made := self._fresh.pop((group, grammar))) is not None:
+                self._grown.put((group, grammar), made, 1)
 
     def forget(self, grammar: str, group: str) -> None:
         """Drops a grammar from the cache: its copies share parser states, and those are used up."""
         with self._lock:
-            self._fresh.pop((group, grammar), None)
-            self._grown.pop((group, grammar), None)
+            self._fresh.pop((group, grammar))
+            self._grown.pop((group, grammar))
 
     def written(self, schema: str, group: str, write: Callable[[], tuple[str, int]]) -> tuple[str, int]:
         """What `write` gives for a schema: a grammar that compiles, and a number. Kept by group: agents send the same
@@ -131,16 +130,10 @@ class Vocabulary:
         key = group, schema
         with self._lock:
             if (found := self._written.get(key)) is not None:
-                self._written.move_to_end(key)
                 return found
         made = write()
         with self._lock:
-            if key not in self._written:
-                self._written[key] = made
-                self._written_chars += len(schema) + len(made[0])
-            while self._written_chars > MAX_WRITTEN:
-                (_, oldest), (grammar, _) = self._written.popitem(last=False)
-                self._written_chars -= len(oldest) + len(grammar)
+            self._written.put(key, made, len(schema) + len(made[0]))
         return made
 
     def encode(self, text: bytes, optional: frozenset[int] = frozenset()) -> list[int]:
@@ -184,10 +177,33 @@ class Vocabulary:
         return [self._bytes[b] for b in text]
 
 
-def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    kept[key] = value
-    while len(kept) > most:
-        kept.popitem(last=False)
+class _Recent(Generic[V]):
+    """The values that were used last, by (group, text): as many as have a size of `most` together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.size = most, 0
+        self._kept: OrderedDict[tuple[str, str], tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: tuple[str, str]) -> V | None:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
+
+    def put(self, key: tuple[str, str], value: V, size: int) -> None:
+        self.pop(key)
+        self._kept[key] = value, size
+        self.size += size
+        while self.size > self.most:
+            self.pop(next(iter(self._kept)))
+
+    def pop(self, key: tuple[str, str]) -> V | None:
+        value, size = self._kept.pop(key, (None, 0))
+        self.size -= size
+        return value
 
 
 def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, Named, constrain
 from perilune.grammar.enforcer import Enforcer, Phase
 from perilune.grammar.expressions import example
-from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, regex_grammar, vocabulary
+from perilune.grammar.matcher import GrammarError, Matcher, Vocabulary, json_grammar, regex_grammar, vocabulary
 from perilune.text.stream import ChatStream, Content, Reasoning, ToolArguments, ToolStart
 from perilune.text.tokenizer import CONTROL_SLOTS, Tokenizer
 from perilune.text.tools import Tool, parse_tools
@@ -387,20 +387,23 @@ class TestCompletions:
         assert example(expression).decode() == text
 
 
-def test_the_compile_cache_is_bounded(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perilune.grammar.matcher.MAX_FRESH", 4)
-    known = vocabulary(nano)
+def test_the_caches_are_bounded(nano: Tokenizer) -> None:
+    known = Vocabulary(nano)
     for n in range(8):
         known.compile(regex_grammar(f"a{{{n + 1}}}"))
-    assert len(known._fresh) <= 4
-    monkeypatch.setattr("perilune.grammar.matcher.MAX_GROWN", 2)
+    assert len(known._fresh) == 8
+    known._fresh.most = known._fresh.size // 2
+    known._grown.most = 2
     for n in range(4):
         assert known.compile(regex_grammar(f"a{{{n + 5}}}")).advance(nano.encode("a")[0])
-    assert len(known._grown) <= 2 and not known._fresh
-    monkeypatch.setattr("perilune.grammar.matcher.MAX_WRITTEN", 100)
+    assert len(known._grown) == 2 and len(known._fresh) == 4
+    known.compile(regex_grammar("b"))
+    known.compile(regex_grammar("c"))
+    assert known._fresh.size <= known._fresh.most
+    known._written.most = 100
     for n in range(8):
         assert known.written(f"{n:40}", "", lambda n=n: ("grammar", n)) == ("grammar", n)  # type: ignore[misc]
-    assert [schema for _, schema in known._written] == [f"{n:40}" for n in (6, 7)]
+    assert len(known._written) == 2 and known.written(f"{7:40}", "", lambda: ("another", 0)) == ("grammar", 7)
 
 
 def test_tools_are_read_and_compiled_once(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
