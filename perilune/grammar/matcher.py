@@ -9,9 +9,8 @@ import copy
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,11 +19,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from perilune.grammar.clues import clues
+from perilune.grammar.recent import Recent
 from perilune.grammar.shortest_end import completions
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
-V = TypeVar("V")
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
 # Characters of compiled grammars that no answer has used, per vocabulary; each takes 60 to 120 bytes of memory. A tool
@@ -94,9 +93,9 @@ class Vocabulary:
             n_vocab=_END_BYTE + 1,
             slices=[],
         )
-        self._fresh = _Recent[Matcher](MAX_FRESH)  # by group and grammar
-        self._grown = _Recent[Matcher](MAX_GROWN)
-        self._written = _Recent[tuple[str, int]](MAX_WRITTEN)  # by group and schema
+        self._fresh = Recent[Matcher](MAX_FRESH)  # by group and grammar
+        self._grown = Recent[Matcher](MAX_GROWN)
+        self._written = Recent[tuple[str, int]](MAX_WRITTEN)  # by group and schema
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, group: str = "") -> "Matcher":
@@ -175,35 +174,6 @@ class Vocabulary:
     def singles(self, text: bytes) -> list[int]:
         """A text one byte at a time."""
         return [self._bytes[b] for b in text]
-
-
-class _Recent(Generic[V]):
-    """The values that were used last, by (group, text): as many as have a size of `most` together."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.size = most, 0
-        self._kept: OrderedDict[tuple[str, str], tuple[V, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, key: tuple[str, str]) -> V | None:
-        if key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
-
-    def put(self, key: tuple[str, str], value: V, size: int) -> None:
-        self.pop(key)
-        self._kept[key] = value, size
-        self.size += size
-        while self.size > self.most:
-            self.pop(next(iter(self._kept)))
-
-    def pop(self, key: tuple[str, str]) -> V | None:
-        value, size = self._kept.pop(key, (None, 0))
-        self.size -= size
-        return value
 
 
 def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:

@@ -85,7 +85,8 @@ class _Rules:
 
 
 def rules(schema: Any) -> tuple[str, list[Any]] | None:
-    """Lark text whose `@value0`, `@value1`, ... are values of the schemas that come with it; None: not supported."""
+    """(Lark grammar, schemas): the grammar's rules `@value0`, `@value1`, ... match schemas[0], schemas[1], ...
+    None if the schema is not supported."""
     if not _listed(schema):
         return None
     made = _Rules(schema)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from perilune.cli.shared.options import device_option
+from perilune.cli.shared.options import FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row
@@ -27,7 +27,6 @@ from perilune.speculation.rejection_log import records
 from perilune.text.tokenizer import Tokenizer
 
 DEFAULTS = Rule(tokens=1_000_000)
-FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 CAPTURED = 65536  # tokens in a pass, or one text
 SHARD_ROWS = 16384
 WIDTH = 140  # of the table where there is no terminal

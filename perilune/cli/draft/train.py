@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.cli.shared.options import device_option
+from perilune.cli.shared.options import FOLDER, device_option
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import read_object
 from perilune.draft import ranks
@@ -26,7 +26,6 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 
 DEFAULTS = Options()
-FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from perilune.core.errors import RequestError
-from perilune.server.anthropic.protocol import FIELDS
-from perilune.server.conversation import spelled
 from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
@@ -203,17 +200,6 @@ def test_bad_completions_are_named(change: dict[str, Any], param: str) -> None:
         assert s.engine.seen == []
 
     serve(test)
-
-
-@pytest.mark.parametrize(
-    ("param", "named"),
-    [("stop[0]", "stop_sequences[0]"), ("stop_token_ids", "stop_token_ids"),
-     ("tools[0].function.parameters.properties.stop", "tools[0].input_schema.properties.stop")],
-)  # fmt: skip
-def test_fields_have_the_names_of_the_clients_api(param: str, named: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(f"{named} is bad")) as e, spelled(FIELDS):
-        raise RequestError(f"{param} is bad", param=param, status=503, retry_seconds=5)
-    assert (e.value.param, e.value.status, e.value.retry_seconds) == (named, 503, 5)
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b'{"messages": [' + b"[" * 5000, b"[1]", b'"x"', b"null"])

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import re
 import typing
 from typing import Any
 
@@ -16,9 +17,11 @@ import openai.types.responses
 import openai.types.shared_params
 import pytest
 
+from perilune.core.errors import RequestError
 from perilune.server import fields
 from perilune.server.anthropic import protocol as anthropic_protocol
 from perilune.server.body import Body
+from perilune.server.conversation import spelled
 from perilune.server.fields import Refused
 from perilune.server.openai import protocol
 from perilune.server.responses import protocol as responses_protocol
@@ -433,3 +436,14 @@ def test_bodies_with_everything_that_changes_no_answer() -> None:
             assert reply.status == 200, reply.text
 
     serve(test)
+
+
+@pytest.mark.parametrize(
+    ("param", "named"),
+    [("stop[0]", "stop_sequences[0]"), ("stop_token_ids", "stop_token_ids"),
+     ("tools[0].function.parameters.properties.stop", "tools[0].input_schema.properties.stop")],
+)  # fmt: skip
+def test_fields_have_the_names_of_the_clients_api(param: str, named: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"{named} is bad")) as e, spelled(anthropic_protocol.FIELDS):
+        raise RequestError(f"{param} is bad", param=param, status=503, retry_seconds=5)
+    assert (e.value.param, e.value.status, e.value.retry_seconds) == (named, 503, 5)
