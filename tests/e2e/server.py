@@ -92,11 +92,6 @@ class Server:
             time.sleep(0.05)
         return self.metric(label, 0.0) - before
 
-    def engine_cpu_seconds(self) -> float:
-        """What the engine has computed so far, in steps of 10 ms."""
-        fields = Path(f"/proc/{self.engine_pid()}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def engine_pid(self) -> int:
         pid = self.process.pid
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
