@@ -204,7 +204,8 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
     except OSError as e:
         lock.close()
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise ConfigError(f"{root} is in use by another engine: stop it, or give a directory of its own") from e
+            remedy = "stop it, or give a directory of its own" if create else "stop it first"
+            raise ConfigError(f"{root} is in use by another engine: {remedy}") from e
         raise ConfigError(f"{root} cannot be locked: {e.strerror}; give a directory on a local disk") from e
     return lock
 

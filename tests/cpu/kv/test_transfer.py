@@ -345,7 +345,7 @@ class TestDirectory:
         first = Directory(tmp_path / "kv", MODEL, 4096)
         with pytest.raises(ConfigError, match="in use by another engine"):
             Directory(tmp_path / "kv", MODEL, 4096)
-        with pytest.raises(ConfigError, match="in use by another engine"):
+        with pytest.raises(ConfigError, match="another engine: stop it first"):
             clear(tmp_path / "kv")
         first.close()
         Directory(tmp_path / "kv", MODEL, 4096).close()
