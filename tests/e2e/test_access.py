@@ -31,7 +31,8 @@ class Secured:
         self.restore()
         options = ["--api-key-file", self.keys, "--tls-cert", self.cert, "--tls-key", self.key]
         options += ["--audit-log", self.audit, "--log-format", "json", "--draft", "suffix"]
-        options += ["--set", "threads=1", "--set", "max_step_tokens=64"]
+        # A fixed number of drafts: otherwise measured times decide it, and with it the number of steps.
+        options += ["--set", "threads=1", "--set", "max_step_tokens=64", "--set", "draft_tokens=4"]
         self.server = Server(*map(str, options))
 
     def restore(self) -> None:
