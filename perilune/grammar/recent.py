@@ -7,7 +7,8 @@ V = TypeVar("V")
 
 
 class Recent(Generic[V]):
-    """An LRU cache by (group, text) whose values' sizes sum to at most `most`. Callers lock."""
+    """An LRU cache. Keys are (group, text). The sum of the values' sizes is at most `most`. Not thread-safe: the caller
+    holds a lock."""
 
     def __init__(self, most: int) -> None:
         self.most, self.size = most, 0

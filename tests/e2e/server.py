@@ -76,9 +76,9 @@ class Server:
     def post(self, path: str, **more: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", timeout=HANG_SECONDS, **more)
 
-    def metric(self, name: str, absent: float | None = None) -> float:
-        """`absent`: of one that is not on the page; without it that is an error."""
-        page = self.get("/metrics").text
+    def metric(self, name: str, absent: float | None = None, **more: Any) -> float:
+        """`absent`: of one that is not on the page; without it that is an error. `more`: as of `get`."""
+        page = self.get("/metrics", **more).text
         found = [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f"{name} ")]
         assert found or absent is not None, name
         return float(found[0]) if found else float(absent or 0.0)

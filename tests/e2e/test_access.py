@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import ssl
@@ -60,15 +59,14 @@ class Secured:
             return client.post(f"{self.server.url}{path}", json=body)
 
     def client(self, name: str) -> httpx.Client:
-        context = ssl.create_default_context(cafile=str(self.cert))
-        return httpx.Client(headers=bearer(name), verify=context, timeout=HANG_SECONDS)
+        return httpx.Client(headers=bearer(name), verify=self.context(), timeout=HANG_SECONDS)
+
+    def context(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.cert))
 
     def steps(self) -> float:
         """How many steps the engine has computed."""
-        with self.client("root") as client:
-            page = client.get(f"{self.server.url}/metrics").text
-        (found,) = re.findall(r"^perilune_engine_steps_total (\S+)$", page, re.MULTILINE)
-        return float(found)
+        return self.server.metric("perilune_engine_steps_total", headers=bearer("root"), verify=self.context())
 
     def entries(self) -> list[Any]:
         """Lines of the audit log; the last may be half written."""

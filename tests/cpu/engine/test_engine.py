@@ -254,7 +254,7 @@ class TestClient:
             while client.stats.running or client.stats.generated_tokens == before:
                 await asyncio.sleep(0.05)
             assert client.stats.blocks_owned == 0
-            assert client.stats.generated_tokens < before + 200, "the abandoned request did not run to its end"
+            assert client.stats.generated_tokens < before + 20, "the abandoned request did not run to its end"
             await client.close()
             assert not client.alive
             with pytest.raises(EngineError, match="shut down"):

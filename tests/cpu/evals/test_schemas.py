@@ -301,7 +301,7 @@ def test_telling_alternatives_apart_ends_soon() -> None:
     begun = process_time()
     with pytest.raises(SchemaError, match="alternatives"):
         enforceable(schema)
-    assert process_time() - begun < 20
+    assert process_time() - begun < 3
     many = {"oneOf": [tagged({"const": i}) for i in range(60)]}
     assert len(enforceable(many)["anyOf"]) == 60
 

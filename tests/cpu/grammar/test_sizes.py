@@ -291,7 +291,7 @@ def test_lower_bounds_beyond_every_answer_are_refused_at_once(nano: Tokenizer, s
     begun = process_time()
     with pytest.raises(RequestError, match=words):
         constrain(nano, answer=AnswerFormat("json_schema", schema))
-    assert process_time() - begun < 10
+    assert process_time() - begun < 0.5
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_other_bounds_are_taken(nano: Tokenizer, schema: Any, text: str) -> None
     constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
     assert constraint is not None and constraint.answer is not None
     matcher = vocabulary(nano).compile(constraint.answer)
-    assert matcher.takes(nano.encode(text)) and process_time() - begun < 10
+    assert matcher.takes(nano.encode(text)) and process_time() - begun < 0.5
     jsonschema.validate(json.loads(text), schema)
 
 
@@ -373,7 +373,7 @@ def test_measuring_ends_soon() -> None:
         for i in range(300)
     }
     bounded({"$ref": "#/$defs/d0", "$defs": circles})
-    assert process_time() - begun < 30
+    assert process_time() - begun < 6
 
 
 @pytest.mark.parametrize("word", ["anyOf", "allOf", "oneOf", "items"])

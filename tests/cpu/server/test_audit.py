@@ -92,7 +92,7 @@ def test_redaction_takes_time_in_proportion() -> None:
         text = piece * (200_000 // len(piece))
         started = time.process_time()
         redacted(text)
-        assert time.process_time() - started < 20, piece
+        assert time.process_time() - started < 3, piece
 
 
 def test_files_rotate_within_their_bound(tmp_path: Path) -> None:
