@@ -129,7 +129,11 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   const int pieces = a.D / 8, E = a.choice.E, begin = blockIdx.x * ROWS;
   const bool watches = blockIdx.x == gridDim.x - 1;
   let_successor_start();
+  // Small loads first: memory answers in order, and the rehearsal would wait for them behind the rows of the gate.
+  uint4 w[PIECES];
+  fresh::load_weights(w, a.norm, pieces);
   if (tid == 0) {
+    const unsigned long long started = atomicAdd(a.launches, 1ull);
     barrier_init(&barrier, 1);
     barriers_visible();
     if (!watches) {
@@ -139,22 +143,20 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
                        &barrier);
       }
     }
-    turn_shared = static_cast<uint32_t>(atomicAdd(a.launches, 1ull) / gridDim.x) & 1;
+    turn_shared = static_cast<uint32_t>(started / gridDim.x) & 1;
     if (watches) mailbox::publish_turn(a.mailbox, a.launch, turn_shared);
   }
   if (watches) {
     for (int n = tid; n < WARPS * EACH * 32; n += THREADS) choosing.biases[n] = n < E ? a.choice.bias[n] : 0;
     if (tid < 32) choosing.ids[tid] = 0;
   }
-  uint4 w[PIECES];
-  fresh::load_weights(w, a.norm, pieces);
   __syncthreads();
-  if (!watches) barrier_wait(&barrier, 0);
   const uint32_t* half = a.fresh + turn_shared * (a.D / 2);
   const uint32_t* late = fresh::late(half, pieces);
 #pragma unroll 1
   for (bool rehearsal = true;; rehearsal = false) {
     if (!rehearsal) {
+      if (!watches) barrier_wait(&barrier, 0);
       if (warp == 0) {
         while (__any_sync(~0u, mailbox::glance(late) == 0)) {
         }
@@ -162,7 +164,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
       __syncthreads();
     }
     uint4 v[PIECES] = {};
-    while (!fresh::look(v, half, pieces) && !rehearsal) {
+    while (!fresh::look(v, half, rehearsal ? 0 : pieces)) {
     }
     fresh::normalise(v, w, pieces, a.eps, squares, [] { __syncthreads(); });
     if (watches) {
