@@ -158,7 +158,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     if (!rehearsal) {
       if (!watches) barrier_wait(&barrier, 0);
       if (warp == 0) {
-        while (__any_sync(~0u, mailbox::glance(late) == 0)) {
+        while (__all_sync(~0u, mailbox::glance(late) == 0)) {  // any: the others follow while the pieces are asked for
         }
       }
       __syncthreads();
