@@ -48,7 +48,8 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps.
+// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps. What
+// does not need the sum of squares is computed before the barrier.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {
@@ -63,20 +64,25 @@ __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[P
   for (int n = 0; n < 4; n++) even[n] += odd[n];
   const float sum = of_diagonal(even);
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
-  meet();
-  const float4 low = *reinterpret_cast<const float4*>(squares), high = *reinterpret_cast<const float4*>(squares + 4);
-  const float total = low.x + low.y + (low.z + low.w) + (high.x + high.y + high.z);
-  const float scale = rsqrtf(total / (pieces * 8) + eps);
+  const float share = 1.0f / (pieces * 8);
+  float2 products[PIECES][4];
 #pragma unroll
   for (int n = 0; n < PIECES; n++) {
-    uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w};
-    const uint32_t factors[4] = {w[n].x, w[n].y, w[n].z, w[n].w};
+    const uint32_t pairs[4] = {v[n].x, v[n].y, v[n].z, v[n].w}, factors[4] = {w[n].x, w[n].y, w[n].z, w[n].w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float2 f = widen(pairs[j]), u = widen(factors[j]);
-      pairs[j] = narrow(f.x * scale * u.x, f.y * scale * u.y);
+      products[n][j] = make_float2(f.x * u.x, f.y * u.y);
     }
-    v[n] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  meet();
+  const float4 low = *reinterpret_cast<const float4*>(squares), high = *reinterpret_cast<const float4*>(squares + 4);
+  const float total = low.x + low.y + (low.z + low.w) + (high.x + high.y + high.z);
+  const float scale = rsqrtf(total * share + eps);
+#pragma unroll
+  for (int n = 0; n < PIECES; n++) {
+    const auto pair = [&](int j) { return narrow(products[n][j].x * scale, products[n][j].y * scale); };
+    v[n] = make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 }
 
