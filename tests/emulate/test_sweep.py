@@ -39,6 +39,7 @@ BIG = [
     ("mla_decode_output", "cuda", "contexts=(130,), H=8", 132),
     ("mla_decode_output", "cuda_mma", EIGHTH, 132),
     ("mla_decode_output", "cuda_mma", "counts=(4,), contexts=(1024,), H=16", 132),
+    ("mla_decode_output", "cuda_mma", "contexts=(14001,), H=16", 132),
     ("mla_decode_router", "cuda", "contexts=(1,), H=8", 132),
     ("mla_decode_router", "cuda_mma", EIGHTH, 132),
     ("mla_pre_attention", "cuda", "T=1, H=8", 132),

@@ -39,6 +39,8 @@ ROWS = 64  # (token, head) pairs of one tile, as in the kernel
 GROUP = 16  # positions copied together; blocks of the cache hold whole groups
 LEAST = 64  # positions worth a CTA of their own
 FEW = 48  # the same where one token's context is short, by the table's width
+MOST_RANGES = 128  # of one token there: its output's kernel reads 32 at a time
+MOST_PACKED = 192  # positions of a range there that the table may hold, of a packed cache
 QUARTER = 16  # heads of a CTA there
 MOST_ROWS = 512  # of "rows"
 
@@ -158,7 +160,7 @@ def _kernel() -> Any:
 
 @functools.cache
 def _few() -> Any:
-    return build.function("mla_decode.cu", "mla_attend_few", "ppllplppppllfp")
+    return build.function("mla_decode.cu", "mla_attend_few", "pplll" + "plpppp" + "lllfp")
 
 
 def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:
@@ -210,14 +212,21 @@ def attend(
 
 
 def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor, int]:
-    """Results of `attend` for one token of 8, 16, 32 or 64 heads, and the least positions of a range: fewer where the
-    table is so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it
-    (split_kv_short.cuh).
+    """Results of `attend` for one token of 8, 16, 32 or 64 heads, and the least positions of a range.
+
+    Where the table is so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it
+    (split_kv_short.cuh), ranges share its groups by turns, and the number is that of ranges, negated.
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
-    slots, sharing = build.sm_count(device), -(-H // QUARTER)  # CTAs of a range
-    if B != 1 or pages.dtype != BFLOAT16 or -(-M * block_size // FEW) * sharing > slots:
+    slots, packed = build.sm_count(device), pages.dtype == latent_cache.PACKED
+    sharing = -(-H // QUARTER)  # CTAs of a range
+    ranges = -(-M * block_size // FEW)
+    if packed and sharing == 1 and M * block_size <= MOST_PACKED * min(slots, MOST_RANGES):
+        ranges = min(ranges, slots, MOST_RANGES)
+    elif packed or ranges * sharing > slots:
+        ranges = 0
+    if B != 1 or not ranges:
         return *attend(q_full, pages, span, scale, None, None), LEAST
     partials = torch.empty(slots, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, slots, dtype=FLOAT32, device=device)
@@ -225,6 +234,7 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
         q_full.data_ptr(),
         pages.data_ptr(),
         N * block_size,
+        packed,
         block_size,
         tables.data_ptr(),
         M,
@@ -233,12 +243,13 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
         partials.data_ptr(),
         weights.data_ptr(),
         H,
+        ranges,
         slots,
         scale,
         build.stream(device),
     )
     assert not failed, f"mla_attend_few does not start: CUDA error {failed}"
-    return partials, weights, FEW
+    return partials, weights, -ranges
 
 
 @op.impl(

@@ -60,6 +60,9 @@ CASES = [
     _one(0),
     *(_one(c, H=16, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
     *(_one(c, H=8, fp8=fp8) for c in (1, 130, 1024, 10240) for fp8 in (False, True)),
+    *(_one(c, H=16, packed=True, fp8=True) for c in (1, 40, 1024, 6100, 10000, 14001, 24000)),
+    *(_one(1030, H=8, packed=True, block_size=16, fp8=fp8) for fp8 in (False, True)),
+    _one(9000, H=16, packed=True, fp8=True, scale=200.0),
     _one(130, H=4),
     _one(300, block_size=8),
     *(

@@ -82,7 +82,7 @@ def test_attention_beside_it_is_attention_before_it(heads: int, block_size: int,
         wider = tables[:, -1:].expand(1, most + 1 - tables.shape[1])
         wide = args | {"span": replace(args["span"], tables=torch.cat([tables, wider], 1))}
         leasts = [mla_decode.attend_one(*(a[n] for n in ("q_full", "pages", "span", "scale")))[2] for a in (args, wide)]
-        assert leasts == [mla_decode.FEW, mla_decode.LEAST]
+        assert leasts[0] < 0 and leasts[1] == mla_decode.LEAST
         y, expected = _run(args).double(), _run(wide).double()
         assert (y - expected).norm() <= mla_decode_output.TOL["y"][BFLOAT16].norm * expected.norm()
 

@@ -51,19 +51,26 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
   return combine_ranges<false>(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }
 
-// What the ranges of one token give, of 48 positions at most, over a bf16 cache: in the first of `slots` places, of
-// which there is one for each 48 positions that the table [M] can hold. H: 8, 16, 32 or 64.
-API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t block, const void* tables,
-                       int64_t M, const void* query_start, const void* context, void* partials, void* weights,
-                       int64_t H, int64_t slots, float scale, void* stream) {
-  CUtensorMap latents;
-  if (!describe(&latents, cache, false, cache_rows, WIDTH * 2, CHUNKS, GROUP, false)) return -1;
+// What `ranges` ranges of one token give, in the first of `slots` places, at most 48 positions each of a bf16 cache, 512
+// of a packed one. tables: [M]; H: 8, 16, 32 or 64.
+API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t packed, int64_t block,
+                       const void* tables, int64_t M, const void* query_start, const void* context, void* partials,
+                       void* weights, int64_t H, int64_t ranges, int64_t slots, float scale, void* stream) {
+  CUtensorMap latents, ropes;
+  const int64_t row = LATENT + ROPE * 2;
+  const bool described =
+      packed ? maps::describe(&latents, cache, maps::SWIZZLED_BYTES, {128, cache_rows, LATENT / 128}, {row, 128},
+                              {128, GROUP, LATENT / 128}) &&
+                   describe(&ropes, static_cast<const uint8_t*>(cache) + LATENT, false, cache_rows, row, 1, GROUP, false)
+             : describe(&latents, cache, false, cache_rows, WIDTH * 2, CHUNKS, GROUP, false);
+  if (!described) return -1;
   // Of the processor's memory nothing is to be left to the first-level cache: the next kernel needs it.
-  const cudaError_t e = cudaFuncSetAttribute(attend_few, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  auto kernel = packed ? attend_few<true> : attend_few<false>;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   if (e != cudaSuccess) return static_cast<int>(e);
-  const unsigned ctas = static_cast<unsigned>((M * block + Few::COUNT - 1) / Few::COUNT * ceil_div(H, QUARTER));
-  return launch(attend_few, dim3(ctas), dim3(FEW_THREADS), FEW_BYTES, stream, 1, latents, static_cast<const bf16*>(q),
-                static_cast<const int*>(tables), static_cast<const int*>(query_start), static_cast<const int*>(context),
-                static_cast<bf16*>(partials), static_cast<float*>(weights), H, block, slots,
-                scale * 1.4426950408889634f);
+  return launch(kernel, dim3(static_cast<unsigned>(ranges * ceil_div(H, QUARTER))), dim3(FEW_THREADS),
+                packed ? Packed::ALL : FEW_BYTES, stream, 1, latents, packed ? ropes : latents,
+                static_cast<const bf16*>(q), static_cast<const int*>(tables), static_cast<const int*>(query_start),
+                static_cast<const int*>(context), static_cast<bf16*>(partials), static_cast<float*>(weights), H, M,
+                block, slots, scale * 1.4426950408889634f);
 }

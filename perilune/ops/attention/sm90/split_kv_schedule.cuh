@@ -58,6 +58,11 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
   if constexpr (record) {
     if (lane < tokens) found[lane] = {};
     __syncwarp();
+    if (least < 0) {  // one token, of at most so many ranges that share its groups by turns (split_kv_short.cuh)
+      const int token = kept(query_start), next = kept(query_start + 1), there = kept(context);
+      if (lane == 0 && next > token && there > 0) found[0] = {0, min(-least, ceil_div(there, GROUP)), 0, 0};
+      return {};
+    }
   }
   int groups = 0, tiles = 0;  // groups of latents of all tiles together; number of tiles
 #pragma unroll 1

@@ -2,11 +2,12 @@
 // processors would idle, four of them share a tile. What takes time then is not bytes but 64 rows in one processor's
 // hands: their queries, products and outputs.
 //
-// One token's attention over a bf16 cache has a kernel of its own for that, if the block table holds no more than a CTA
-// for each processor can take: tiles of 48 latents, so that mla_decode_output_t1.cu's CTA lies beside this one's and
-// asks for weights while this one waits for its queries and attends.
+// One token's attention has a kernel of its own for that, if the block table holds no more than a CTA for each processor
+// can take: 48 latents of a bf16 cache, so that mla_decode_output_t1.cu's CTA lies beside this one's and asks for weights
+// while this one waits for its queries and attends; of a packed one 96, and as often again.
 #pragma once
 #include "attention/sm90/split_kv_schedule.cuh"
+#include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -154,57 +155,283 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
   }
 }
 
-// Tiles of one token of H heads, 48 positions each; a CTA for each 16 heads, or for 8 if there are no more. Memory and
-// registers are what
-// output_kernel leaves (166 KB, and 48 of each of 576 threads). Registers are claimed beyond need, more than half of a
-// processor's: of two CTAs on one, neither would have the next kernel's beside it, and others would idle.
+// One token of H heads: a CTA for each 16, or for 8 if there are no more. Range i of n has every n-th GROUP of latents
+// from the i-th on: which they are does not depend on the context, so block tables and the context are asked for together.
+// The successor starts when the latents are asked for, which else would arrive behind its weights. Memory and registers
+// are what output_kernel leaves. Registers are claimed beyond need, more than half of a processor's: of two CTAs on one,
+// neither would have the next kernel's beside it, and others would idle.
 using Few = Short<48, GROUP>;
-constexpr int FEW_THREADS = 256, FEW_BYTES = Few::TILE + Few::SCRATCH, FEW_REGISTERS = 136;
-static_assert(FEW_BYTES <= 64 * 1024);
+constexpr int FEW_THREADS = 256, FEW_REGISTERS = 136;
 static_assert(2 * FEW_REGISTERS * FEW_THREADS > 65536 && FEW_REGISTERS * FEW_THREADS + 48 * 576 <= 65536);
 
-// `latents` brings GROUP rows of the cache, all chunks.
+// Of packed latents (latent_cache.py), AT_ONCE groups at a time: [4][GROUP][128] bytes and [GROUP][64] bf16, swizzled.
+// Both products are fp16's, which has e4m3's numbers: queries are raised by a power of two for each row.
+struct Packed {
+  static constexpr int AT_ONCE = 6, COUNT = AT_ONCE * GROUP, ROPE_AT = GROUP * LATENT, BYTES = ROPE_AT + GROUP * ROPE * 2;
+  static constexpr int Q_PITCH = WIDTH * 2 + 16, PITCH = COUNT + 4, ODDS_PITCH = COUNT * 2 + 16;
+  static constexpr int Q_AT = AT_ONCE * BYTES, SCORES_AT = Q_AT + QUARTER * Q_PITCH;
+  static constexpr int ODDS_AT = SCORES_AT + 2 * QUARTER * PITCH * 4, FACTORS_AT = ODDS_AT + QUARTER * ODDS_PITCH;
+  static constexpr int ALL = FACTORS_AT + 2 * QUARTER * 4;
+};
+constexpr int FEW_BYTES = Few::TILE + Few::SCRATCH;
+static_assert(FEW_BYTES <= 64 * 1024 && Packed::ALL <= 100 * 1024 && Packed::BYTES % 1024 == 0);
+
+// The scores of this warp's keys, N times 8, by its half of the width; the keys are those of `here` groups.
+template <int N>
+__device__ __forceinline__ void packed_scores(char* memory, uint64_t* full, int here, int phase) {
+  using P = Packed;
+  const int warp = threadIdx.x / 32, part = warp / 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int key = g / 2 + g % 2 * 4;  // of column g: so that two rows of 64 bytes share no bank
+  const char* q = memory + P::Q_AT + g * P::Q_PITCH;
+  const char* row[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int eight = warp % 4 + i * 4, group = eight / 2;
+    if (group < here) barrier_wait(&full[group], phase);
+    row[i] = memory + group * P::BYTES + (eight % 2 * 8 + key) * 128;
+  }
+  float d[N][2][4] = {};
+#pragma unroll 2
+  for (int n = 0; n < 4; ++n) {  // lane t has 16 t .. 16 t + 15 of 64 latents
+    const int chunk = part * 2 + n / 2;
+    uint4 a[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const char* from = q + j % 2 * 8 * P::Q_PITCH + (part * 4 + n) * 128 + t * 32 + j / 2 * 16;
+      a[j] = *reinterpret_cast<const uint4*>(from);
+    }
+    const uint32_t products[4][4] = {{a[0].x, a[1].x, a[0].y, a[1].y},
+                                     {a[0].z, a[1].z, a[0].w, a[1].w},
+                                     {a[2].x, a[3].x, a[2].y, a[3].y},
+                                     {a[2].z, a[3].z, a[2].w, a[3].w}};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const uint4 k = *reinterpret_cast<const uint4*>(row[i] + chunk * GROUP * 128 + ((n % 2 * 4 + t) ^ key) * 16);
+      const uint32_t words[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        const uint2 b = e4m3::halves(words[s]);
+        mma(d[i][s % 2], products[s], b.x, b.y, __half());
+      }
+    }
+  }
+  const uint4 low = *reinterpret_cast<const uint4*>(q + LATENT * 2 + (part * 4 + t) * 16);
+  const uint4 high = *reinterpret_cast<const uint4*>(q + 8 * P::Q_PITCH + LATENT * 2 + (part * 4 + t) * 16);
+  const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const uint4 k = *reinterpret_cast<const uint4*>(row[i] + P::ROPE_AT + ((part * 4 + t) ^ key) * 16);
+    mma(d[i][0], a[0], k.x, k.y, bf16());
+    mma(d[i][1], a[1], k.z, k.w, bf16());
+    float* to = reinterpret_cast<float*>(memory + P::SCORES_AT) + (part * QUARTER + g) * P::PITCH + t +
+                (warp % 4 + i * 4) * 8;
+    to[0] = d[i][0][0] + d[i][1][0], to[4] = d[i][0][1] + d[i][1][1];
+    to[8 * P::PITCH] = d[i][0][2] + d[i][1][2], to[8 * P::PITCH + 4] = d[i][0][3] + d[i][1][3];
+  }
+}
+
+// As attend_quarter, for `have` packed latents, of which bring(n) has groups n .. n + AT_ONCE - 1 brought.
+template <typename Bring>
+__device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* memory, uint64_t* full, int have,
+                                              float scale, bf16* partial, float* weights, int slots, Bring bring) {
+  using P = Packed;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int row = threadIdx.x / 16, own = threadIdx.x % 16;  // 16 threads share a row of queries, and of scores
+  const float* scores = reinterpret_cast<const float*>(memory + P::SCORES_AT) + row * P::PITCH + own * 6;
+  float* factors = reinterpret_cast<float*>(memory + P::FACTORS_AT);
+  {
+    const bf16* from = q + min(row, rows - 1) * WIDTH + own * 8;
+    uint4 raw[5];
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      raw[i] = i < 4 || own < ROPE / 8 ? *reinterpret_cast<const uint4*>(from + i * 128) : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      for (uint32_t pair : {raw[i].x, raw[i].y, raw[i].z, raw[i].w}) {
+        most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+      }
+    }
+#pragma unroll
+    for (int i = 1; i < 16; i <<= 1) most = max(most, __shfl_xor_sync(EVERYONE, most, i));
+    const uint32_t exponent = min(268u - (most >> 23), 253u);  // the largest comes to at least 2^14, below 2^15
+    const float by = __uint_as_float(exponent << 23);
+    scale *= __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      uint32_t pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+      for (uint32_t& pair : pairs) {
+        const float2 f = widen(pair);
+        const __half2 h = __floats2half2_rn(f.x * by, f.y * by);
+        pair = i < 4 ? *reinterpret_cast<const uint32_t*>(&h) : narrow(f.x * by, f.y * by);
+      }
+      if (i < 4 || own < ROPE / 8) {
+        *reinterpret_cast<uint4*>(memory + P::Q_AT + row * P::Q_PITCH + (i * 128 + own * 8) * 2) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      }
+    }
+  }
+  __syncthreads();
+  float o[8][4] = {}, top = -INFINITY, sum = 0;
+#pragma unroll 1
+  for (int first = 0, phase = 0; first < have; first += P::COUNT, phase ^= 1) {
+    const int left = have - first, here = min(ceil_div(left, GROUP), P::AT_ONCE);
+    if (first > 0) {
+      __syncthreads();
+      shared_writes_visible();  // between their reading and the copies
+      bring(first / GROUP);
+    }
+    if (here <= 2) {
+      packed_scores<1>(memory, full, here, phase);
+    } else if (here <= 4) {
+      packed_scores<2>(memory, full, here, phase);
+    } else {
+      packed_scores<3>(memory, full, here, phase);
+    }
+    __syncthreads();
+    for (int i = 0; i < here; ++i) barrier_wait(&full[i], phase);  // for those who have not multiplied
+    float s[6], largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 6; i += 2) {
+      const float2 u = *reinterpret_cast<const float2*>(scores + i);
+      const float2 v = *reinterpret_cast<const float2*>(scores + QUARTER * P::PITCH + i);
+      s[i] = own * 6 + i < left ? u.x + v.x : -INFINITY, s[i + 1] = own * 6 + i + 1 < left ? u.y + v.y : -INFINITY;
+      largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+    }
+#pragma unroll
+    for (int i = 1; i < 16; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, i));
+    const float before = top;
+    top = fmaxf(top, largest * scale);
+    const float base = top == -INFINITY ? 0 : top, factor = power_of_two(before - base);
+    sum *= factor;
+#pragma unroll
+    for (float& x : s) sum += x = power_of_two(fmaf(x, scale, -base));
+    uint32_t* odds = reinterpret_cast<uint32_t*>(memory + P::ODDS_AT + row * P::ODDS_PITCH + own * 12);
+#pragma unroll
+    for (int i = 0; i < 6; i += 2) {
+      const __half2 h = __floats2half2_rn(s[i], s[i + 1]);
+      odds[i / 2] = *reinterpret_cast<const uint32_t*>(&h);
+    }
+    if (left <= P::COUNT) {
+      float all = sum;
+#pragma unroll
+      for (int i = 1; i < 16; i <<= 1) all += __shfl_xor_sync(EVERYONE, all, i);
+      if (own == 0) {
+        factors[QUARTER + row] = all > 0 ? __frcp_rn(all) : 0;
+        weights[row * slots] = top + __log2f(all);
+      }
+      for (int i = threadIdx.x; i < (here * GROUP - left) * (LATENT / 16); i += 256) {  // nan times 0 is nan
+        const int past = left + i / (LATENT / 16), piece = i % (LATENT / 16);
+        char* to = memory + past / GROUP * P::BYTES + (piece / 8 * GROUP + past % GROUP) * 128 + piece % 8 * 16;
+        *reinterpret_cast<uint4*>(to) = uint4{};
+      }
+    }
+    if (own == 0) factors[row] = factor;
+    __syncthreads();
+    if (first > 0) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) o[i / 4][i % 4] *= factors[g + i % 4 / 2 * 8];
+    }
+    // A warp has 64 columns. Pairs of bytes are transposed, so products have even columns, or odd ones.
+    const char* values = memory + warp / 2 * GROUP * 128 + lane % 16 * 128;
+    const char* odd = memory + P::ODDS_AT + lane % 16 * P::ODDS_PITCH + lane / 16 * 16;
+#pragma unroll 2
+    for (int n = 0; n < here; ++n, values += P::BYTES, odd += 32) {
+      uint32_t a[4];
+      load_matrices<false>(a, odd);
+#pragma unroll
+      for (int piece = 0; piece < 4; piece += 2) {
+        uint32_t b[4];
+        load_matrices<true>(b, values + (((warp % 2 * 4 + piece + lane / 16) ^ (lane & 7)) * 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint2 low = e4m3::halves(__byte_perm(b[i * 2], 0, 0x3120));
+          const uint2 high = e4m3::halves(__byte_perm(b[i * 2 + 1], 0, 0x3120));
+          mma(o[(piece + i) * 2], a, low.x, high.x, __half());
+          mma(o[(piece + i) * 2 + 1], a, low.y, high.y, __half());
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float by = factors[QUARTER + g + i * 8];
+    if (g + i * 8 >= rows) break;
+#pragma unroll
+    for (int piece = 0; piece < 4; ++piece) {
+      const float(&even)[4] = o[piece * 2], (&odd)[4] = o[piece * 2 + 1];
+      bf16* to = partial + (warp * ROWS + g + i * 8) * 64 + ((piece * 2 + t / 2) ^ g) * 8 + t % 2 * 4;
+      *reinterpret_cast<uint2*>(to) = make_uint2(narrow(even[i * 2] * by, odd[i * 2] * by),
+                                                 narrow(even[i * 2 + 1] * by, odd[i * 2 + 1] * by));
+    }
+  }
+}
+
+// `latents` brings GROUP rows of the cache, all chunks; of packed ones all but the rope, which `ropes` brings.
+template <bool PACKED>
 __global__ void __maxnreg__(FEW_REGISTERS)
-    attend_few(const __grid_constant__ CUtensorMap latents, const bf16* rows, const int* tables, const int* query_start,
-               const int* context, bf16* partials, float* weights, int H, int block, int slots, float scale) {
-  constexpr int GROUP_BYTES = GROUP * WIDTH * 2;
+    attend_few(const __grid_constant__ CUtensorMap latents, const __grid_constant__ CUtensorMap ropes, const bf16* rows,
+               const int* tables, const int* query_start, const int* context, bf16* partials, float* weights, int H,
+               int M, int block, int slots, float scale) {
+  constexpr int BYTES = PACKED ? Packed::BYTES : GROUP * WIDTH * 2, AT_ONCE = PACKED ? Packed::AT_ONCE : 3;
+  static_assert(PACKED || AT_ONCE * GROUP == Few::COUNT);
   extern __shared__ __align__(1024) char few_memory[];
-  __shared__ uint64_t full;
-  let_successor_start();
+  __shared__ uint64_t full[AT_ONCE];
   registers_give<FEW_REGISTERS>();  // gives none: the compiler takes no fewer then
   const int warp = __shfl_sync(EVERYONE, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int quarters = ceil_div(H, QUARTER), range = blockIdx.x / quarters, skipped = blockIdx.x % quarters * QUARTER;
-  if (threadIdx.x == 0) {
-    barrier_init(&full, 1);
+  const int ranges = gridDim.x / quarters, position = (range + lane * ranges) * GROUP, page = quotient(position, block);
+  int entry = 0;  // the block of this lane's group, there or not
+  if (warp == 7 && page < M) entry = kept(tables + page);
+  const int token = kept(query_start), next = kept(query_start + 1), there = kept(context);
+  if (warp == 7) {  // one of the two that have no scores to make
+    if (lane < AT_ONCE) barrier_init(&full[lane], 1);
     barriers_visible();
-    prefetch_map(&latents);
+    if (elected()) prefetch_map(&latents);
+    if (PACKED && elected()) prefetch_map(&ropes);
   }
-  const int token = kept(query_start), count = kept(query_start + 1) - token, known = count > 0 ? kept(context) : 0;
-  // As share_work splits it, of which there is enough for all.
-  const int size = known > 0 ? (quotient_up(known, quotient_up(known, Few::COUNT)) + GROUP - 1) & -GROUP : 0;
-  const int at = range * size, end = min(at + size, known), groups = ceil_div(max(end - at, 0), GROUP);
-  if (at >= known) {  // that all predecessors have finished when this kernel has is up to the others
+  __syncthreads();
+  const int known = next > token ? there : 0, all = ceil_div(max(known, 0), GROUP);
+  if (range >= all) {  // that all predecessors have finished when this kernel has is up to the others
     if (blockIdx.x == 0) wait_for_predecessor();
     return;
   }
-  __syncthreads();
-  if (warp == 7) {  // one of the two that have no scores to make
-    const int position = at + min(lane, groups - 1) * GROUP, page = quotient(position, block);
-    const int found = kept(tables + page) * block + (position - page * block);
-    if (elected()) barrier_expect(&full, groups * GROUP_BYTES);
-    for (int n = 0; n < groups; ++n) {
-      if (at + (n + 1) * GROUP >= known) wait_for_predecessor();  // which may write the last
+  const int groups = quotient(all - 1 - range, ranges) + 1;
+  const bool newest = range + (groups - 1) * ranges == all - 1;
+  const int have = groups * GROUP - (newest ? all * GROUP - known : 0);
+  const auto bring = [&](int first) {
+    if (warp != 7) return;
+    const int found = entry * block + (position - page * block), end = min(first + AT_ONCE, groups);
+#pragma unroll 1
+    for (int n = first; n < end; ++n) {
+      if (newest && n == groups - 1) wait_for_predecessor();  // which may write the last
       const int row = __shfl_sync(EVERYONE, found, n);
-      if (elected()) tensor_load(few_memory + n * GROUP_BYTES, &latents, 0, row, 0, &full);
+      char* to = few_memory + (n - first) * BYTES;
+      if (elected()) {
+        barrier_expect(&full[n - first], BYTES);
+        tensor_load(to, &latents, 0, row, 0, &full[n - first]);
+        if (PACKED) tensor_load(to + Packed::ROPE_AT, &ropes, 0, row, 0, &full[n - first]);
+      }
       __syncwarp();
     }
-  }
+  };
+  bring(0);
+  if (warp == 7) let_successor_start();
   wait_for_predecessor();
   const bf16* q = rows + (static_cast<int64_t>(token) * H + skipped) * WIDTH;
-  attend_quarter<Few>(q, min(QUARTER, H), few_memory, few_memory + Few::TILE, at, end, scale,
-                      partials + static_cast<int64_t>(range) * PARTIAL + skipped * 64,
-                      weights + skipped * slots + range, slots, [&] { barrier_wait(&full, 0); },
-                      [&](int) { return end; });
+  bf16* partial = partials + static_cast<int64_t>(range) * PARTIAL + skipped * 64;
+  float* weight = weights + skipped * slots + range;
+  if constexpr (PACKED) {
+    attend_packed(q, min(QUARTER, H), few_memory, full, have, scale, partial, weight, slots, bring);
+  } else {
+    const auto arrived = [&] {
+      for (int n = 0; n < groups; ++n) barrier_wait(&full[n], 0);
+    };
+    attend_quarter<Few>(q, min(QUARTER, H), few_memory, few_memory + Few::TILE, 0, have, scale, partial, weight, slots,
+                        arrived, [&](int) { return have; });
+  }
 }
 
 }  // namespace mla
