@@ -65,7 +65,7 @@ class Runner:
         self._gpu, self._ranks = place.gpu, ranks
         self.absorb_limit = config.absorb_limit
         self.overrides = {**exclusive_kernels.claim(device, self), **config.ops}
-        self.workspaces = workspace.Workspaces()
+        self.workspaces = workspace.Workspaces(alone=not registry.alone().items() <= self.overrides.items())
         # One row per slot and the padding row, which is written but never read.
         self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self.adjuster = Adjuster(config.max_num_seqs)

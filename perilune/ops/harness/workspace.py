@@ -29,11 +29,12 @@ T = TypeVar("T")
 
 
 class Workspace:
-    """The memory of one device and one stream (its CUDA handle; 0 on CPU)."""
+    """The memory of one device and one stream (its CUDA handle; 0 on CPU). alone: see `Workspaces`."""
 
-    def __init__(self, device: torch.device, stream: int) -> None:
+    def __init__(self, device: torch.device, stream: int, alone: bool) -> None:
         self.device = device
         self.stream = stream
+        self.alone = alone
         self._kept: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -57,7 +58,9 @@ class Workspaces:
     """The workspaces of one owner, made at first use. Thread-safe; but threads that launch kernels with mailboxes need
     a stream each, because launches of one stream share mailboxes."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = True) -> None:
+        """`alone`: launches may need all of their CTAs resident at once (engine/exclusive_kernels.py)."""
+        self.alone = alone
         self._made: dict[tuple[torch.device, int], Workspace] = {}
 
     def __len__(self) -> int:
@@ -76,7 +79,9 @@ class Workspaces:
         """The workspace of the device's current stream."""
         stream = _stream(device)
         found = self._made.get((device, stream))
-        return self._made.setdefault((device, stream), Workspace(device, stream)) if found is None else found
+        return (
+            self._made.setdefault((device, stream), Workspace(device, stream, self.alone)) if found is None else found
+        )
 
     def close(self) -> None:
         """Frees everything; see `Workspace.close`."""

@@ -6,12 +6,14 @@ y [T, P, D] float32: P partial sums per token, which the following norm adds in 
 implementation chooses P.
 
 "cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the chosen experts in two
-launches. gate_up writes h = silu(gate) * up, rounded to bf16, for routed and shared experts. down writes an fp32 row
+steps. gate_up writes h = silu(gate) * up, rounded to bf16, for routed and shared experts. down writes an fp32 row
 of y for every pair (token, expert), times its routing weight, and one for the shared expert: P = k + 1, or k without a
 shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token,
 moe_int4_mma_tma.cu for more: it reads an expert once for every 4 of its tokens. From 2 tokens on, the rows of routed
 experts do not depend on the batch. The shared expert's row depends only on whether the batch has up to 16 tokens (it is
-part of the two launches) or more (separate launches). An id that is no expert is skipped and its row left unwritten.
+part of the two steps) or more (separate launches). An id that is no expert is skipped and its row left unwritten. The
+steps are two launches, or one with the same bits for a few tokens of a rank's slice (MAX_JOINED): weights of down
+arrive while the last of h is computed. Its CTAs wait for each other, so an engine must be `alone` (workspace.py).
 
 Overlap with the router: gate_up may read x while the kernel that writes ids still runs, so from 2 tokens on an earlier
 kernel must have made x (router.py's lets gate_up start only when x is ready). One token's gate_up starts before the
@@ -60,8 +62,12 @@ T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
+MAX_JOINED = (
+    2048  # tokens times width for one launch; with more, its fewer registers per thread cost more than it gains
+)
 MAX_CHOICES = 32  # experts per token
 MAX_SHARED = 16  # up to so many tokens, the routed experts' launches compute the shared expert too
+UNITS = 4 + 2 * (MAX_PAIRS + 4)  # words of counters, `Units` in moe_int4_mma_tma.cu
 PIECE = 128  # INT4 values of a weight row that the kernels load at once
 
 
@@ -175,17 +181,18 @@ def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
 
 
 @functools.cache
-def _gate_up(source: str) -> Any:
-    if source == T1:
-        return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
-    return build.function(MMA_TMA, "moe_int4_mma_tma_gate_up", "p" * 10 + "l" * 7 + "p")
+def _gate_up() -> Any:
+    return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
 
 
 @functools.cache
-def _down(source: str) -> Any:
-    if source == T1:
-        return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
-    return build.function(MMA_TMA, "moe_int4_mma_tma_down", "p" * 11 + "l" * 8 + "p")
+def _down() -> Any:
+    return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
+
+
+@functools.cache
+def _both() -> Any:
+    return build.function(MMA_TMA, "moe_int4_mma_tma", "p" * 17 + "l" * 9 + "p")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
@@ -234,12 +241,12 @@ def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
     return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
 
 
-@op.impl("cuda", when=_fits, waits=(T1,))
+@op.impl("cuda", when=_fits, waits=(T1, MMA_TMA))
 def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I, memory, processors = both // 2, workspace.current(x.device), build.sm_count(x.device)  # noqa: E741
-    source = T1 if T == 1 and k <= MAX_CHOICES else MMA_TMA
-    published = mailbox(memory).take(chosen.publication, x) if source == T1 else None
+    one = T == 1 and k <= MAX_CHOICES
+    published = mailbox(memory).take(chosen.publication, x) if one else None
     x, ids, weights = x.contiguous(), chosen.ids.contiguous(), chosen.weights.contiguous()
     fused = shared if shared is not None and T <= MAX_SHARED and shared.down.weight.shape[1] <= I else None
     S = 0 if fused is None else fused.down.weight.shape[1]
@@ -252,25 +259,29 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
         tensors += (None, None) if of_shared is None else (of_shared.weight, of_shared.scale)
         return [None if t is None else t.data_ptr() for t in tensors]
 
-    sizes = (k, E, D, I, S) if source == T1 else (T, k, E, D, I, S)
+    upper, lower = places(gate_up, fused.gate_up if fused else None), places(down, fused.down if fused else None)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
-    # Counters of the units that the CTAs of gate_up and of down have taken: each kernel clears the other's counter.
-    taken: tuple[int, ...] = (memory.zeros("moe_int4.taken", 2).data_ptr(),)
-    begin: tuple[int | float | None, ...] = ()
-    if source == T1:
-        taken += (mailbox(memory).words.data_ptr(), published.number if published else 0)
+    if one:
+        # Counters of the units that the CTAs of gate_up and of down have taken: each kernel clears the other's counter.
+        words, number = mailbox(memory).words.data_ptr(), published.number if published else 0
+        taken = memory.zeros("moe_int4.taken", 2).data_ptr(), words, number
         found = published.source if published else None
         begin = (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
-    failed = _gate_up(source)(
-        x.data_ptr(), ids.data_ptr(), *places(gate_up, fused.gate_up if fused else None), *hidden, *taken, *begin,
-        *sizes, processors, memory.stream,
-    )  # fmt: skip
-    assert not failed, f"moe_int4_gate_up: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
-    failed = _down(source)(
-        *hidden, ids.data_ptr(), weights.data_ptr(), *places(down, fused.down if fused else None), y.data_ptr(), *taken,
-        *sizes, P, processors, memory.stream,
-    )  # fmt: skip
-    assert not failed, f"moe_int4_down: {failed=} {x.shape=} {ids.shape=} {down.kind=} {S=}"
+        sizes = (k, E, D, I, S)
+        failed = _gate_up()(
+            x.data_ptr(), ids.data_ptr(), *upper, *hidden, *taken, *begin, *sizes, processors, memory.stream
+        ) or _down()(
+            *hidden, ids.data_ptr(), weights.data_ptr(), *lower, y.data_ptr(), *taken, *sizes, P, processors,
+            memory.stream,
+        )  # fmt: skip
+    else:
+        units = memory.zeros(("moe_int4.units", processors), UNITS).data_ptr()
+        apart = not memory.alone or I not in (256, 512) or T * I > MAX_JOINED
+        failed = _both()(
+            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), *upper, *lower, *hidden, y.data_ptr(), units,
+            T, k, E, D, I, S, P, apart, processors, memory.stream,
+        )  # fmt: skip
+    assert not failed, f"moe_int4: {failed=} {x.shape=} {ids.shape=} {gate_up.kind=} {S=}"
     if shared is not None and fused is None:
         _add_shared(y[:, k], x, shared)
     return y if partial else y.sum(1, keepdim=True)

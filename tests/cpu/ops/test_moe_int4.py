@@ -9,7 +9,7 @@ from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import Make
 from perilune.ops.moe import moe_int4, moe_int4_tall
 
-T1, MMA_TMA = ((f"moe_int4_{method}_gate_up", f"moe_int4_{method}_down") for method in ("t1", "mma_tma"))
+T1, MMA_TMA = ("moe_int4_t1_gate_up", "moe_int4_t1_down"), ("moe_int4_mma_tma", "in two")
 APART = ("apart",)  # the shared expert's own launches
 
 
@@ -21,13 +21,15 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def launch(*args: int | None) -> int:
             assert len(args) == len(kinds) and all(isinstance(a, int) for a, kind in zip(args, kinds) if kind == "l")
             names.append(name)
+            if name == MMA_TMA[0]:
+                names.append("in two" if args[-3] else "in one")
             return 0
 
         return launch
 
     monkeypatch.setattr(build, "function", function)
-    monkeypatch.setattr(moe_int4, "_gate_up", moe_int4._gate_up.__wrapped__)
-    monkeypatch.setattr(moe_int4, "_down", moe_int4._down.__wrapped__)
+    for kernel in ("_gate_up", "_down", "_both"):
+        monkeypatch.setattr(moe_int4, kernel, getattr(moe_int4, kernel).__wrapped__)
     monkeypatch.setattr(build, "sm_count", lambda device: 132)
     monkeypatch.setattr(moe_int4, "_add_shared", lambda *args: names.append("apart"))
     monkeypatch.setattr(build, "stream", lambda device=None: 0)
@@ -40,7 +42,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     [
         (1, False, False, T1),
         (1, True, True, T1),
-        (2, False, False, MMA_TMA),
+        (2, False, False, ("moe_int4_mma_tma", "in one")),
         (8, False, True, MMA_TMA),
         (16, False, False, MMA_TMA),
         (16, True, True, MMA_TMA),
@@ -55,6 +57,20 @@ def test_kernels_by_tokens(tokens: int, compact: bool, fp8: bool, expected: tupl
     args = moe_int4.inputs(case, Make(torch.bfloat16, torch.device("cpu"), 1))
     moe_int4.cuda(**{**args, "partial": True})
     assert tuple(called) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "alone", "launches"),
+    [(4, 512, True, "in one"), (4, 512, False, "in two"), (5, 512, True, "in two"), (8, 256, True, "in one"),
+     (9, 256, True, "in two"), (2, 1024, True, "in two"), (2, 128, True, "in two")],
+)  # fmt: skip
+def test_where_gate_up_and_down_are_one_launch(
+    tokens: int, width: int, alone: bool, launches: str, called: list[str]
+) -> None:
+    args = moe_int4.inputs(moe_int4.Case(tokens, 2, 4, 512, width), Make(torch.bfloat16, torch.device("cpu"), 1))
+    with workspace.Workspaces(alone=alone).use():
+        moe_int4.cuda(**{**args, "partial": True})
+    assert called == ["moe_int4_mma_tma", launches]
 
 
 @pytest.mark.parametrize(

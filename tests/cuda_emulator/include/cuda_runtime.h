@@ -281,6 +281,7 @@ EMU_ATOMIC(Min, old < v ? old : v)
 EMU_ATOMIC(Or, old | v)
 EMU_ATOMIC(And, old & v)
 EMU_ATOMIC(Exch, v)
+EMU_ATOMIC(Inc, old >= v ? 0 : old + 1)
 template <typename T>
 T atomicCAS(T* p, typename EmuSame<T>::type expected, typename EmuSame<T>::type v) {
   const T old = *p;

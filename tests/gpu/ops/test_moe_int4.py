@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from perilune.ops.harness import workspace
 from perilune.ops.harness.case import K2, NANO, Make
 from perilune.ops.layouts.operands import Routing
 from perilune.ops.moe import moe_int4, router
@@ -62,6 +63,28 @@ def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: boo
     first = _run(args, list(range(tokens)))
     for _ in range(40):
         assert torch.equal(_run(args, list(range(tokens))), first)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(("tokens", "width"), [(2, 512), (4, 512), (4, 256), (8, 256)])
+def test_one_launch_gives_the_bits_of_two(tokens: int, width: int, compact: bool) -> None:
+    """In a graph, so that launches follow each other closely: counters of finished tiles are used by turns."""
+    case = moe_int4.Case(tokens, K2.top_k, 96, K2.hidden, width, S=width, shared_fp8=True, compact=compact)
+    many = [moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 7))]
+    for seed in range(6):
+        many.append(many[0] | {"chosen": moe_int4.chosen(case, Make(torch.bfloat16, CUDA, seed))})
+    with workspace.Workspaces(alone=False).use():
+        wanted = [_run(args, []).clone() for args in many]
+    with workspace.owned():
+        _run(many[0], [])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [_run(args, []) for args in many]
+        for _ in range(50):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, w) for y, w in zip(found, wanted))
+        del graph
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(128, 384), (300, 48), (512, 384), (512, 3)])

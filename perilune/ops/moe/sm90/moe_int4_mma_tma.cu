@@ -1,12 +1,17 @@
 // The MoE block for 2 to 128 tokens, with compact scales for up to 256: bound by reading expert weights. Contract in
 // moe_int4.py.
 //
-// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
-// of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.) A producer warp only
-// fills slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, copied as boxes of tensor maps. A
+// Two phases, as two launches or JOINED in one: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of
+// weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.) A
+// producer warp only fills slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, copied as boxes of tensor maps. A
 // consumer warp multiplies the same chunk of every slot of its group, so its k are always the same: it keeps their
 // activations in registers and reads only weights and scales. A last warp groups the pairs, adds the sums of a tile's
-// warps and writes the result; the others never wait for each other.
+// warps and writes the result; the others never wait for each other within a phase.
+//
+// JOINED: while the last of h is written, the ring fills with weights of down. As two launches, memory idles meanwhile,
+// 6 us on a slice of four: CTAs end, start and ask. down's products need all of a segment's h: `Units` counts finished
+// tiles. The producer reads the count when it issues copies, when most segments are complete, and else marks the item
+// WAITS: the consumers then wait for the count. All CTAs must be resident at once.
 //
 // INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g (int4_mma.cuh).
 //
@@ -18,7 +23,7 @@
 // Where a row is 128, 256 or 512 bytes (down of a rank's slice), a slot has 8, 4 or 2 tiles, and fewer warps share each.
 //
 // Work: the routed pairs are grouped by expert into segments of up to 4 pairs. CTAs start and run unevenly, so each
-// takes ranges of (segment, tile) one by one (`range_of`).
+// takes ranges of (segment, tile) one by one (`Ranges`).
 #include "moe/sm90/moe_int4_tile.cuh"
 
 #include <type_traits>
@@ -28,30 +33,61 @@ using namespace moe;
 
 namespace {
 
-template <bool GATE_UP, bool COMPACT, int RT>
-struct Kernel : Tile<GATE_UP, COMPACT, RT> {
-  using Base = Tile<GATE_UP, COMPACT, RT>;
-  using typename Base::Control;
+enum Phases { GATE_UP = 1, DOWN = 2, BOTH = 3 };
+
+// Counters in global memory, zero at first. Launches of one stream use the halves in turn; each clears the other's half
+// after its wait, when the launch before has ended.
+struct Units {
+  static constexpr int WORDS = MAX_PAIRS + 4;
+  uint32_t ctas;  // that have started in this launch and the one before: says which half
+  uint32_t apart[3];  // ranges taken, of gate_up's launch and of down's: each clears the other's
+  uint32_t half[2][WORDS];
+  // Indices in a half: ranges taken after every CTA's first, of gate_up and of down; finished tiles of gate_up, of the
+  // shared expert and of each segment.
+  static constexpr int TAKEN = 0, SHARED = 2, SEGMENTS = 3;
+};
+
+struct Both {
+  Args up, down;
+  Maps up_maps, down_maps;
+  Units* units;
+};
+
+__device__ __forceinline__ uint32_t count_at(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Called by a whole warp, after its writes of `tiles` tiles of h.
+__device__ __forceinline__ void add_finished(uint32_t* p, int tiles) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    atomicAdd(p, static_cast<uint32_t>(tiles));
+  }
+}
+
+// One phase's part of a CTA's work.
+template <bool UP, bool COMPACT, int WIDE, bool JOINED>
+struct Phase : Tile<UP, COMPACT, WIDE> {
+  using Base = Tile<UP, COMPACT, WIDE>;
   using typename Base::Held;
-  using typename Base::Place;
   using typename Base::Warp;
   using Base::BOXES;
-  using Base::BOX_ROWS;
-  using Base::control;
-  using Base::FACTORS;
+  using Base::FACTORS_PITCH;
   using Base::GROUP;
   using Base::GROUPS;
   using Base::halves;
   using Base::hand;
   using Base::KS;
   using Base::memory;
-  using Base::place;
   using Base::plan_of;
   using Base::planes;
-  using Base::ROWS;
-  using Base::SCALES;
+  using Base::RT;
+  using Base::SCALES_PITCH;
   using Base::SLOT;
-  using Base::THREADS;
+  using Base::SLOT_PITCH;
+  using Base::sums_ring;
   using Base::TURNS;
   using Base::UNIT_ROWS;
   using Base::VISIT;
@@ -59,19 +95,18 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
 
   // ---- the producer warp: one thread ----
 
-  static __device__ void produce(const Args& a, const Maps& maps) {
+  // tiles_of_h: of a segment, of which down's products need all.
+  static __device__ void produce(const Args& a, const Maps& maps, uint32_t tiles_of_h, Place& into) {
     Control& c = control();
-    Place into{0, 1};
     auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item, bool begins) {
       uint64_t* barrier = &c.full[into.at];
       barrier_wait_to_refill(&c.empty[into.at], into.phase);
       c.item[into.at] = item;
-      const bool scaled = m.scale != nullptr, factored = COMPACT && scaled && begins;
-      const int whole = 16 * RT * a.scale_row;
-      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? whole : 16 * a.scale_pitch) +
-                                  (factored ? FACTORS : 0));
-      uint8_t* slot = memory(into.at * SLOT);
-      uint8_t* scales = memory(a.scales + into.at * SCALES);
+      const bool scaled = m.scale != nullptr;
+      const int whole = 16 * RT * a.scale_row, factor = !begins || m.factor == nullptr ? 0 : scaled ? 2 : 4;  // bytes
+      barrier_expect(barrier, SLOT + (!scaled ? 0 : a.whole_scales ? whole : 16 * a.scale_pitch) + 16 * RT * factor);
+      uint8_t* slot = memory(into.at * SLOT_PITCH);
+      uint8_t* scales = memory(a.scales + into.at * SCALES_PITCH);
       const int x = m.chunk == 128 ? chunk : chunk * 2;
 #pragma unroll
       for (int box = 0; box < BOXES; box++) {
@@ -90,18 +125,19 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       };
       if (scaled && a.whole_scales) rows(scales, m.scale, a.scale_row);
-      if (factored) rows(memory(a.factors + into.at * FACTORS), m.factor, 2);
+      if (factor) rows(memory(a.factors + into.at * FACTORS_PITCH), m.factor, factor);
       into.advance(1, a.slots);
     };
-    if (a.shared.tiles) prefetch_map(&maps.shared);
-    prefetch_map(&maps.routed);
-    if (!a.whole_scales) prefetch_map(&maps.scales);
     const Range tiles = equal_part(a.shared.tiles);
+    if (JOINED && !UP && tiles.first < tiles.end) {  // gate_up's CTAs compute the shared expert before all else
+      while (count_at(c.units + Units::SHARED) < static_cast<uint32_t>(a.shared_tiles_of_h)) {
+      }
+    }
     for (int tile = tiles.first; tile < tiles.end; tile++) {
       for (int half = 0; half < halves(a); half++) {
         for (int j = 0; j < a.shared_visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0, false);
+            put(a.shared, maps.shared, tile * UNIT_ROWS, (part * a.shared_visit + j) * KS, 0, j == 0);
           }
         }
       }
@@ -109,25 +145,42 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     barrier_wait(&c.planned, 0);
     const int all = c.segments * a.routed.tiles;
     const Segment* segments = plan_of(a).segments;
+    uint32_t* taken = JOINED ? c.units + Units::TAKEN + !UP : a.taken;
+    int seen = -1;  // the last segment of which h was complete
+    Ranges<UP ? 2 : 3> ranges(all, a.per_round);
     for (int i = blockIdx.x;;) {
-      const Range items = range_of(all, i);
+      const Range items = ranges.number(i);
       if (items.first >= all) break;
       int segment = items.first / a.routed.tiles, tile = items.first - segment * a.routed.tiles;
       for (int n = items.first; n < items.end; n++) {
         if (n == items.end - 1) {
           wait_for_predecessor();
-          i = gridDim.x + atomicAdd(a.taken, 1);
+          i = gridDim.x + atomicAdd(taken, 1);
         }
         const int row = segments[segment].expert() * a.routed.expert + tile * UNIT_ROWS;
+        int item = segment << TILE_BITS | tile;
+        if (UP) {
+          if (n == items.end - 1 || tile == a.routed.tiles - 1) item |= LAST;
+        } else if (JOINED && segment != seen) {
+          if (count_at(c.units + Units::SEGMENTS + segment) >= tiles_of_h) {
+            seen = segment;
+          } else {
+            item |= WAITS;
+          }
+        }
         for (int j = 0; j < a.visit; j++) {
           for (int part = 0; part < a.parts; part++) {
-            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, segment << TILE_BITS | tile, j == 0);
+            put(a.routed, maps.routed, row, (part * a.visit + j) * KS, item, j == 0);
           }
         }
         if (++tile == a.routed.tiles) tile = 0, segment++;
       }
     }
-    for (int n = GROUPS / a.parts * a.visit * a.parts; n > 0; n--) {
+    if (JOINED && UP) {
+      c.down = {into.at, into.phase ^ 1};  // consumers begin with the other parity
+      c.down.advance(GROUPS, a.slots);
+    }
+    for (int n = 0; n < GROUPS; n++) {  // a slot for each group of warps says that there is no more
       barrier_wait(&c.empty[into.at], into.phase);
       c.item[into.at] = -1;
       barrier_arrive(&c.full[into.at]);
@@ -141,17 +194,21 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
   static __device__ void consume_shared(const Args& a, Warp& w, int rt, int lanes, Held& b) {
     const Range tiles = equal_part(a.shared.tiles);
     const int items = (tiles.end - tiles.first) * halves(a), skip = (lanes - 1) * a.shared_visit * a.parts;
-    w.from = place(rt * a.shared_visit * a.parts + w.part, a.slots);
+    w.from.advance(rt * a.shared_visit * a.parts + w.part, a.slots);
     int held = -1;
     for (int n = rt; n < items; n += lanes) {
-      const int half = n % halves(a), tile = tiles.first + n / halves(a);
-      if (half != held) Base::template hold_tokens<FP8>(a, w, half, b);
+      const int half = n % halves(a);
+      if (half != held) {
+        if (JOINED && !UP) barrier_wait(&control().full[w.from.at], w.from.phase);  // issued when h was complete
+        Base::template hold_tokens<FP8>(a, w, half, b);
+      }
       held = half;
       float upper = 1 / RAISED, lower = upper;
       if (FP8) {
-        const float* factor = reinterpret_cast<const float*>(a.shared.factor) + tile * UNIT_ROWS + w.rt * 16 + w.g;
-        upper = __ldg(factor) * (0x1p120f / RAISED);
-        lower = __ldg(factor + (GATE_UP ? a.shared.second : 8)) * (0x1p120f / RAISED);
+        barrier_wait(&control().full[w.from.at], w.from.phase);
+        const float* factor =
+            reinterpret_cast<const float*>(memory(a.factors + w.from.at * FACTORS_PITCH)) + w.rt * 16 + w.g;
+        upper = factor[0] * (0x1p120f / RAISED), lower = factor[8] * (0x1p120f / RAISED);
       }
       float d[4];
       Base::template multiply_tokens<FP8>(a, w, b, d);
@@ -163,17 +220,18 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     }
   }
 
-  static __device__ void consume(const Args& a) {
+  // begin: the phase's first slot.
+  static __device__ void consume(const Args& a, uint32_t tiles_of_h, Place begin) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / GROUP;
     const int rt = group / a.parts, lanes = GROUPS / a.parts;  // tiles that are worked on at a time
     if (rt >= lanes) return;
-    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, {0, 0}, nullptr, 0, 0};
+    Warp w{lane, lane / 4, lane % 4, warp % KS, group % a.parts, 0, begin, nullptr, 0, 0};
     if (RT > 1) w.rt = warp % GROUP / KS;
-    w.starts = reinterpret_cast<float*>(memory(a.starts)) + warp * (VISIT * COLUMNS * 8);
+    w.starts = reinterpret_cast<float*>(memory(a.starts)) + warp * (2 * COLUMNS * 8);
     Held b;
     const Range tiles = equal_part(a.shared.tiles);
     const int items = (tiles.end - tiles.first) * halves(a);
-    if (!GATE_UP) wait_for_predecessor();
+    if (!UP) wait_for_predecessor();
     if (items > 0) {
       if (a.shared.factor == nullptr) {
         consume_shared<false>(a, w, rt, lanes, b);
@@ -191,7 +249,8 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     const int first_scale = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT);
     const uint8_t* scales = memory(a.scales) + first_scale;
     w.odd = Base::scale_of(a, w.rt * 16 + w.g, w.ks * Base::SCALE_UNIT + 8) - first_scale;
-    w.from = place((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
+    w.from = begin;
+    w.from.advance((items * a.shared_visit + rt * a.visit) * a.parts + w.part, a.slots);
     w.turn = items * planes(a) + rt;
     const int skip = (lanes - 1) * a.visit * a.parts;
     int held = -1, count = 0;
@@ -199,8 +258,16 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       barrier_wait(&c.full[w.from.at], w.from.phase);
       const int item = c.item[w.from.at];
       if (item < 0) break;
-      if (item >> TILE_BITS != held) {
-        held = item >> TILE_BITS;
+      const int number = (item & (LAST - 1)) >> TILE_BITS;
+      if (number != held) {
+        held = number;
+        if (JOINED && !UP && item & WAITS) {
+          if (lane == 0) {
+            while (count_at(c.units + Units::SEGMENTS + number) < tiles_of_h) {
+            }
+          }
+          __syncwarp();
+        }
         const Segment segment = segments[held];
         count = segment.count();
         if (count == 1) {
@@ -212,8 +279,9 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       }
       float upper = 1, lower = 1;
-      if (COMPACT) {  // row scales come through the ring: plain loads would cost a memory latency for every tile
-        const bf16* factor = reinterpret_cast<const bf16*>(memory(a.factors + w.from.at * FACTORS)) + w.rt * 16 + w.g;
+      if (COMPACT) {
+        const bf16* factor =
+            reinterpret_cast<const bf16*>(memory(a.factors + w.from.at * FACTORS_PITCH)) + w.rt * 16 + w.g;
         upper = __bfloat162float(factor[0]) * (1.0f / 255);
         lower = __bfloat162float(factor[8]) * (1.0f / 255);
       }
@@ -229,50 +297,42 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       hand(a, w, sums, item);
       w.from.advance(skip, a.slots);
     }
+    Base::release(a, w);
     hand(a, w, make_float2(0, 0), -1);
   }
 
-  // ---- the warp that plans and finishes ----
+  // ---- the warp that finishes ----
 
   static __device__ void finish(const Args& a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = GROUP * a.parts;
-    Control& c = control();
-    // down reads ids before its wait: they are older than gate_up, which lets down start only after gate_up's own wait.
-    if (GATE_UP) wait_for_predecessor();
-    let_successor_start();
-    const int segments = group_pairs(a.ids, a.T, a.k, a.E, plan_of(a));
-    if (lane == 0) {
-      c.segments = segments;
-      barrier_arrive(&c.planned);
-    }
+    Sums& c = sums_ring();
+    uint32_t* units = control().units;
     float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, in the memory of the plan's `places`
-    if (!GATE_UP) {
-      for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;  // as old as the ids
+    if (!UP) {
+      for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;
       __syncwarp();
     }
-    wait_for_predecessor();
-    if (blockIdx.x == 0 && lane == 0) *a.settled = 0;
     Place from{0, 0};
-    struct Sums {
+    struct Sum {
       float2 of[RT];
     };
     auto take = [&](int& item) {
       barrier_wait(&c.added[from.at], from.phase);
       item = c.result[from.at];
       const float2* at = reinterpret_cast<const float2*>(memory(a.sums)) + from.at * share * 32 + lane;
-      Sums sums = {};
+      Sum sum = {};
 #pragma unroll
       for (int rt = 0; rt < RT; rt++) {
 #pragma unroll 4
         for (int n = 0; n < (RT == 1 ? share : KS); n++) {
           const float2 v = at[(rt * KS + n) * 32];
-          sums.of[rt].x += v.x, sums.of[rt].y += v.y;
+          sum.of[rt].x += v.x, sum.of[rt].y += v.y;
         }
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&c.free[from.at]);
       from.advance(1, TURNS);
-      return sums;
+      return sum;
     };
     auto activated = [](float gate, float up) { return __float2bfloat16(gate / (1 + __expf(-gate)) * up); };
     int item;
@@ -280,10 +340,10 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
     for (int n = tiles.first * halves(a); n < tiles.end * halves(a); n++) {
       const int tile = n / halves(a), half = n % halves(a);
       for (int plane = 0; plane < planes(a); plane++) {
-        const Sums v = take(item);
+        const Sum v = take(item);
         const int token = half * TOKENS + 2 * t + plane;
         if (token >= a.T) continue;
-        if (GATE_UP) {
+        if (UP) {
           a.out_shared[static_cast<int64_t>(token) * a.shared.tiles * UNIT_ROWS + tile * UNIT_ROWS + g] =
               activated(v.of[0].x, v.of[0].y);
         } else {
@@ -297,22 +357,24 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
         }
       }
     }
+    if (JOINED && UP && tiles.first < tiles.end) add_finished(units + Units::SHARED, tiles.end - tiles.first);
     const int64_t width = a.routed.tiles * UNIT_ROWS;
-    int held = -1;
+    int held = -1, finished = 0;
     bool mine = false;
     float weight = RESULT;
     void* to = nullptr;
     for (;;) {
-      const Sums v = take(item);
+      const Sum v = take(item);
       if (item < 0) break;
-      if (item >> TILE_BITS != held) {
-        held = item >> TILE_BITS;
+      const int number = (item & (LAST - 1)) >> TILE_BITS;
+      if (number != held) {
+        held = number;
         const Segment segment = plan_of(a).segments[held];
         const int count = segment.count(), lanes = count == 1 ? 4 : count == 2 ? 2 : 1;  // per token
         mine = t % lanes == 0 && t / lanes < count;
         if (mine) {
           const int pair = plan_of(a).sorted[segment.first() + t / lanes];
-          if (GATE_UP) {
+          if (UP) {
             to = static_cast<bf16*>(a.out) + pair * width + g;
           } else {
             to = static_cast<float*>(a.out) + (static_cast<int64_t>(pair / a.k) * a.P + pair % a.k) * width + g;
@@ -320,11 +382,12 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
           }
         }
       }
-      if (!mine) continue;
       const int row = (item & ((1 << TILE_BITS) - 1)) * UNIT_ROWS;
-      if (GATE_UP) {
-        static_cast<bf16*>(to)[row] = activated(v.of[0].x * RESULT, v.of[0].y * RESULT);
-      } else {
+      if (UP) {
+        if (mine) static_cast<bf16*>(to)[row] = activated(v.of[0].x * RESULT, v.of[0].y * RESULT);
+        finished++;
+        if (JOINED && item & LAST) add_finished(units + Units::SEGMENTS + number, finished), finished = 0;
+      } else if (mine) {
 #pragma unroll
         for (int rt = 0; rt < RT; rt++) {
           static_cast<float*>(to)[row + rt * 16] = v.of[rt].x * weight;
@@ -333,101 +396,192 @@ struct Kernel : Tile<GATE_UP, COMPACT, RT> {
       }
     }
   }
+};
+
+// PHASES of a launch. JOINED: both; then CTAs wait for each other.
+template <bool COMPACT, int WIDE, int PHASES>
+struct Kernel {
+  static constexpr bool JOINED = PHASES == BOTH;
+  using Up = Phase<true, COMPACT, WIDE, JOINED>;
+  using Down = Phase<false, COMPACT, WIDE, JOINED>;
+  static constexpr int WARPS = PHASES == GATE_UP ? Up::WARPS : Down::WARPS;
+  // JOINED: the producer and the finishing warp share the SM's parts that have fewer of gate_up's warps (14 of 16).
+  static constexpr int PRODUCER = WARPS + (JOINED ? 2 : 0), THREADS = (PRODUCER + 2) * 32;
+  // JOINED: registers per thread at the launch, of consumers, of the other warpgroup. More than the launch got: a hang.
+  static constexpr int REGISTERS = 96, MANY = 112, FEW = 32;
+  static_assert(!JOINED || (WARPS * MANY + 4 * FEW <= (WARPS + 4) * REGISTERS && THREADS == (WARPS + 4) * 32));
 
   // Lays out shared memory and returns its bytes.
-  static int arrange(Args& a) {
+  static int arrange(Both& b) {
+    Args& a = b.up;
     const int pairs = a.T * a.k;
-    a.scales = a.slots * SLOT;
-    a.factors = a.scales + a.slots * SCALES;
-    a.sums = a.factors + a.slots * FACTORS;
-    a.starts = a.sums + TURNS * GROUP * a.parts * 256;
-    a.segments = a.starts + WARPS * (VISIT * COLUMNS * 32);
+    a.scales = a.slots * Up::SLOT_PITCH;
+    a.factors = a.scales + a.slots * Up::SCALES_PITCH;
+    a.sums = a.factors + a.slots * Up::FACTORS_PITCH;
+    b.down.sums = a.sums + Up::TURNS * Up::GROUP * a.parts * 256;
+    a.starts = b.down.sums + Down::TURNS * Down::GROUP * b.down.parts * 256;
+    a.segments = a.starts + Down::WARPS * (2 * COLUMNS * 32);
     a.sorted = a.segments + most_segments(pairs, a.E) * static_cast<int>(sizeof(Segment));
     a.counts = a.sorted + divide_up(pairs, 2) * 4;
     a.places = a.counts + a.E * 4;
+    b.down.slots = a.slots, b.down.scales = a.scales, b.down.factors = a.factors, b.down.starts = a.starts;
+    b.down.segments = a.segments, b.down.sorted = a.sorted, b.down.counts = a.counts, b.down.places = a.places;
     return a.places + pairs * 4;
   }
 
-  static __device__ void run(const Args& a, const Maps& maps) {
+  static __device__ __forceinline__ void consume(const Both& b) {
+    Place begin{0, 0};
+    if (PHASES & GATE_UP) Up::consume(b.up, 0, begin);
+    if (JOINED) {
+      named_sync(2, WARPS * 32);  // a parity distinguishes two phases: all warps have read gate_up's slots
+      begin = control().down;
+    }
+    if (PHASES & DOWN) Down::consume(b.down, b.up.routed.tiles, begin);
+  }
+
+  static __device__ __forceinline__ void produce(const Both& b) {
+    Place into{0, 1};
+    const auto prefetch = [](const Args& a, const Maps& maps) {
+      if (a.shared.tiles) prefetch_map(&maps.shared);
+      prefetch_map(&maps.routed);
+      if (!a.whole_scales) prefetch_map(&maps.scales);
+    };
+    if (PHASES & GATE_UP) prefetch(b.up, b.up_maps);
+    if (PHASES & DOWN) prefetch(b.down, b.down_maps);
+    if (PHASES & GATE_UP) Up::produce(b.up, b.up_maps, 0, into);
+    if (PHASES & DOWN) Down::produce(b.down, b.down_maps, b.up.routed.tiles, into);
+  }
+
+  // Plans, adds and writes.
+  static __device__ __forceinline__ void finish(const Both& b) {
+    Control& c = control();
+    const int lane = threadIdx.x % 32;
+    // As a launch of its own, down reads ids before its wait: they are older than gate_up, which lets down start only
+    // after gate_up's own wait.
+    if (PHASES & GATE_UP) wait_for_predecessor();
+    let_successor_start();
+    uint32_t started = 0;
+    if (JOINED && lane == 0) started = atomicInc(&b.units->ctas, 2 * gridDim.x - 1);
+    const int segments = group_pairs(b.up.ids, b.up.T, b.up.k, b.up.E, Up::plan_of(b.up));
+    const int half = JOINED && __shfl_sync(~0u, started, 0) >= gridDim.x;
+    if (lane == 0) {
+      c.segments = segments;
+      c.units = b.units->half[half];
+      barrier_arrive(&c.planned);
+    }
+    wait_for_predecessor();
+    if (JOINED) {
+      for (int n = blockIdx.x * 32 + lane; n < Units::WORDS; n += gridDim.x * 32) b.units->half[1 - half][n] = 0;
+    } else if (blockIdx.x == 0 && lane == 0) {
+      b.units->apart[PHASES == GATE_UP] = 0;
+    }
+    __syncwarp();
+    if (PHASES & GATE_UP) Up::finish(b.up);
+    if (PHASES & DOWN) Down::finish(b.down);
+  }
+
+  static __device__ void run(const Both& b) {
     Control& c = control();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x < a.slots) {
+    if (threadIdx.x < b.up.slots) {
       barrier_init(&c.full[threadIdx.x], 1);
-      barrier_init(&c.empty[threadIdx.x], GROUP);
+      barrier_init(&c.empty[threadIdx.x], Down::GROUP);
     }
     if (threadIdx.x == 31) barrier_init(&c.planned, 1);
-    if (threadIdx.x < TURNS) {
-      barrier_init(&c.added[threadIdx.x], GROUP * a.parts);
-      barrier_init(&c.free[threadIdx.x], 1);
+    if (threadIdx.x < Sums::TURNS) {
+      barrier_init(&c.sums[1].added[threadIdx.x], Up::GROUP * b.up.parts);
+      barrier_init(&c.sums[0].added[threadIdx.x], Down::GROUP * b.down.parts);
+      for (int n = 0; n < 2; n++) barrier_init(&c.sums[n].free[threadIdx.x], 1);
     }
-    if (RT == 1 && a.whole_scales) {  // bytes behind a short row are multiplied by zeros, so they must not be nan
-      for (int n = threadIdx.x; n < a.slots * SCALES / 4; n += THREADS) {
-        reinterpret_cast<uint32_t*>(memory(a.scales))[n] = 0;
+    if (b.up.whole_scales || b.down.whole_scales) {  // bytes behind a short row are multiplied by zeros: no nan
+      for (int n = threadIdx.x; n < b.up.slots * Up::SCALES_PITCH / 4; n += THREADS) {
+        reinterpret_cast<uint32_t*>(Up::memory(b.up.scales))[n] = 0;
       }
       shared_writes_visible();
     }
     barriers_visible();
     __syncthreads();
     if (warp < WARPS) {
-      consume(a);
-    } else if (warp == WARPS) {
-      if (elected()) produce(a, maps);  // not `lane == 0`: the compiler would make loops over lanes
+      if (JOINED) registers_take<MANY>();
+      consume(b);
     } else {
-      finish(a);
+      if (JOINED) registers_give<FEW>();
+      if (warp == PRODUCER) {
+        if (elected()) produce(b);  // not `lane == 0`: the compiler would make loops over lanes
+      } else if (warp > PRODUCER) {
+        finish(b);
+      }
     }
   }
 };
 
-template <bool GATE_UP, bool COMPACT, int RT>
-__global__ __launch_bounds__(Kernel<GATE_UP, COMPACT, RT>::THREADS, 1) void moe_int4_mma_tma_kernel(
-    const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
-  Kernel<GATE_UP, COMPACT, RT>::run(a, maps);
+template <bool COMPACT, int WIDE, int PHASES>
+__global__ __launch_bounds__(Kernel<COMPACT, WIDE, PHASES>::THREADS, 1) void moe_int4_mma_tma_kernel(
+    const __grid_constant__ Both b) {
+  Kernel<COMPACT, WIDE, PHASES>::run(b);
 }
 
-template <typename K>
+template <typename P>
 bool describe(CUtensorMap* map, const Matrix& m) {
   return maps::describe(map, m.data, m.chunk == 128 ? maps::SWIZZLED_BYTES : maps::SWIZZLED_HALF,
                         {m.chunk, m.rows, m.row / m.chunk}, {m.row, m.chunk},
-                        {m.chunk, K::BOX_ROWS, K::PIECE / m.chunk});
+                        {m.chunk, P::BOX_ROWS, P::PIECE / m.chunk});
 }
 
-template <bool GATE_UP, bool COMPACT, int RT = 1>
-int start(Args a, int sms, void* stream) {
-  using K = Kernel<GATE_UP, COMPACT, RT>;
-  constexpr int MOST = 226 * 1024;  // bytes, beside static shared memory
-  a.routed.tiles /= RT, a.shared.tiles /= RT;
-  a.visit = divide_up(a.routed.row, K::PIECE);
-  a.parts = a.visit > 1 ? K::GROUPS : 1;
+// Sizes of a phase; false if it cannot take them.
+template <typename P>
+bool size(Args& a) {
+  a.routed.tiles /= P::RT, a.shared.tiles /= P::RT;
+  a.visit = divide_up(a.routed.row, P::PIECE);
+  a.parts = a.visit > 1 ? P::GROUPS : 1;
   a.visit = divide_up(a.visit, a.parts);
-  a.shared_visit = divide_up(divide_up(a.shared.row, K::PIECE), a.parts);
-  const int most_shared = K::VISIT * (a.shared.factor == nullptr ? 4 : 2);
-  a.scale_row = a.K / (COMPACT ? 32 : 16);
-  a.whole_scales = RT > 1 || a.scale_row % 16 != 0;
-  a.scale_pitch = a.whole_scales ? a.scale_row : K::SCALE_PITCH;
+  a.shared_visit = divide_up(divide_up(a.shared.row, P::PIECE), a.parts);
+  a.scale_row = a.K / (P::SCALE_UNIT == 8 ? 32 : 16);
+  a.whole_scales = P::RT > 1 || a.scale_row % 16 != 0;
+  a.scale_pitch = a.whole_scales ? a.scale_row : P::SCALE_PITCH;
   a.scale_swizzle = !a.whole_scales && (a.scale_pitch == 128 || a.scale_pitch == 64);
-  a.slots = MAX_SLOTS;
-  while (K::arrange(a) > MOST && a.slots > 0) a.slots--;
-  // The same warps must read all contents of a slot: a barrier's parity distinguishes only two phases. The shared
-  // expert's slots restrict the ring's size only if they go around it.
-  const bool around = divide_up(a.shared.tiles, sms) * K::halves(a) * a.shared_visit > a.slots;
-  a.slots -= a.slots % (a.parts > 1 || !around ? K::GROUPS : K::GROUPS * a.shared_visit);
-  if (a.visit > K::VISIT || (a.whole_scales && a.parts * a.visit > 1) || a.E > MAX_EXPERTS || a.T * a.k > MAX_PAIRS ||
-      a.routed.tiles > 1 << TILE_BITS || (a.shared.tiles && a.shared_visit > most_shared) ||
-      a.slots <= K::GROUPS * K::VISIT) {
-    return -1;
-  }
-  Maps maps = {};
-  if (!describe<K>(&maps.routed, a.routed) || (a.shared.tiles && !describe<K>(&maps.shared, a.shared))) return -1;
+  const int most_shared = P::VISIT * (a.shared.factor == nullptr ? 4 : 2);
+  return a.visit <= P::VISIT && !(a.whole_scales && a.parts * a.visit > 1) && a.E <= MAX_EXPERTS &&
+         a.T * a.k <= MAX_PAIRS && a.routed.tiles <= 1 << TILE_BITS &&
+         !(a.shared.tiles && a.shared_visit > most_shared);
+}
+
+// Slots of the ring must be a multiple of this number. The same warps must read all contents of a slot: a barrier's
+// parity distinguishes only two phases. The shared expert's slots restrict the ring only if they go around it.
+template <typename P>
+int unit_of(const Args& a, int sms) {
+  const bool around = divide_up(a.shared.tiles, sms) * P::halves(a) * a.shared_visit > a.slots;
+  return a.parts > 1 || !around ? P::GROUPS : P::GROUPS * a.shared_visit;
+}
+
+template <typename P>
+bool describe_all(Maps& maps, const Args& a) {
+  if (!describe<P>(&maps.routed, a.routed) || (a.shared.tiles && !describe<P>(&maps.shared, a.shared))) return false;
   const maps::Kind kind = !a.scale_swizzle        ? maps::BYTES
-                          : K::SCALE_PITCH == 128 ? maps::SWIZZLED_BYTES
+                          : P::SCALE_PITCH == 128 ? maps::SWIZZLED_BYTES
                                                   : maps::SWIZZLED_HALF;
-  if (!a.whole_scales && !maps::describe(&maps.scales, a.routed.scale, kind,
-                                         {a.scale_row, a.routed.rows, 1}, {a.scale_row, a.scale_row * a.routed.rows},
-                                         {K::SCALE_PITCH, K::BOX_ROWS, 1})) {
-    return -1;
+  return a.whole_scales ||
+         maps::describe(&maps.scales, a.routed.scale, kind, {a.scale_row, a.routed.rows, 1},
+                        {a.scale_row, a.scale_row * a.routed.rows}, {P::SCALE_PITCH, P::BOX_ROWS, 1});
+}
+
+template <bool COMPACT, int WIDE, int PHASES>
+int start(Both b, int sms, void* stream) {
+  using K = Kernel<COMPACT, WIDE, PHASES>;
+  constexpr int MOST = 226 * 1024;  // bytes, beside static shared memory
+  if (!size<typename K::Up>(b.up) || !size<typename K::Down>(b.down)) return -1;
+  b.down.shared_tiles_of_h = b.up.shared.tiles;
+  b.up.per_round = b.down.per_round = static_cast<uint32_t>(((int64_t(1) << 32) + 4 * sms - 1) / (4 * sms));
+  b.up.slots = MAX_SLOTS;
+  while (b.up.slots > 0 &&
+         (K::arrange(b) > MOST || (PHASES & GATE_UP && b.up.slots % unit_of<typename K::Up>(b.up, sms)) ||
+          (PHASES & DOWN && b.up.slots % unit_of<typename K::Down>(b.down, sms)))) {
+    b.up.slots--;
   }
-  return launch(moe_int4_mma_tma_kernel<GATE_UP, COMPACT, RT>, dim3(sms), dim3(K::THREADS), K::arrange(a), stream, 1, a,
-                maps);
+  if (b.up.slots <= K::Up::GROUPS * K::Up::VISIT) return -1;
+  const int bytes = K::arrange(b);
+  if (!describe_all<typename K::Up>(b.up_maps, b.up) || !describe_all<typename K::Down>(b.down_maps, b.down)) return -1;
+  return launch(moe_int4_mma_tma_kernel<COMPACT, WIDE, PHASES>, dim3(sms), dim3(K::THREADS), bytes, stream, 1, b);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t rows, int64_t expert, int64_t second,
@@ -439,51 +593,51 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t r
 
 }  // namespace
 
-// h [T k, I] and h_shared [T, S] from x [T, D]; S = 0: no shared expert. `row` is null unless scales are compact,
-// `shared_scale` unless the shared expert is e4m3. counters [2]: the first zero before, and after down. Returns -1 for
-// sizes it cannot take.
-API int moe_int4_mma_tma_gate_up(const void* x, const void* ids, const void* packed, const void* scale, const void* row,
-                         const void* shared, const void* shared_scale, void* h, void* h_shared, void* counters,
-                         int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
+// y [T, P, D] from x [T, D] by way of h [T k, I] and h_shared [T, S]; S = 0: no shared expert. P = k + 1 with a row of
+// y for the shared expert, written if S > 0. `row`s are null unless scales are compact, `shared_scale`s unless the
+// shared expert is e4m3. units: `Units`, for launches with this `sms` on this stream. apart: two launches, in which no
+// CTA waits for another. Returns -1 for sizes it cannot take.
+API int moe_int4_mma_tma(const void* x, const void* ids, const void* weights, const void* up_packed,
+                         const void* up_scale, const void* up_row, const void* up_shared, const void* up_shared_scale,
+                         const void* down_packed, const void* down_scale, const void* down_row,
+                         const void* down_shared, const void* down_shared_scale, void* h, void* h_shared, void* y,
+                         void* units, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t P,
+                         int64_t apart, int64_t sms, void* stream) {
+  Both b = {};
   Args a = {};
-  a.routed = matrix(packed, scale, row, 2 * I * E, 2 * I, I, D / 2, I / 8);
-  a.shared = matrix(shared, nullptr, shared_scale, 2 * S, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
-  a.in = a.in_shared = static_cast<const bf16*>(x);
-  a.ids = static_cast<const int*>(ids);
-  a.out = h;
-  a.out_shared = static_cast<bf16*>(h_shared);
-  a.taken = static_cast<uint32_t*>(counters);
-  a.settled = a.taken + 1;
-  a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E);
-  a.K = a.width = static_cast<int>(D);
-  return row == nullptr ? start<true, false>(a, static_cast<int>(sms), stream)
-                        : start<true, true>(a, static_cast<int>(sms), stream);
-}
-
-// y [T, P, D] from h and h_shared; P = k + 1 with a row of y for the shared expert, written if S > 0.
-API int moe_int4_mma_tma_down(const void* h, const void* h_shared, const void* ids, const void* weights, const void* packed,
-                      const void* scale, const void* row, const void* shared, const void* shared_scale, void* y,
-                      void* counters, int64_t T, int64_t k, int64_t E, int64_t D, int64_t I, int64_t S, int64_t P,
-                      int64_t sms, void* stream) {
-  Args a = {};
-  a.routed = matrix(packed, scale, row, D * E, D, 8, I / 2, D / 16);
-  a.shared = matrix(shared, nullptr, shared_scale, D, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
-  a.in = static_cast<const bf16*>(h);
-  a.in_shared = static_cast<const bf16*>(h_shared);
   a.ids = static_cast<const int*>(ids);
   a.weights = static_cast<const float*>(weights);
-  a.out = y;
-  a.settled = static_cast<uint32_t*>(counters);
-  a.taken = a.settled + 1;
   a.T = static_cast<int>(T), a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.P = static_cast<int>(P);
-  a.K = static_cast<int>(I), a.width = static_cast<int>(S);
-  const auto of = [&](auto narrow) {
-    constexpr int RT = decltype(narrow)::value;
-    return row == nullptr ? start<false, false, RT>(a, static_cast<int>(sms), stream)
-                          : start<false, true, RT>(a, static_cast<int>(sms), stream);
+  b.up = b.down = a;
+  b.up.routed = matrix(up_packed, up_scale, up_row, 2 * I * E, 2 * I, I, D / 2, I / 8);
+  b.up.shared = matrix(up_shared, nullptr, up_shared_scale, 2 * S, 0, S, up_shared_scale == nullptr ? 2 * D : D, S / 8);
+  b.up.in = b.up.in_shared = static_cast<const bf16*>(x);
+  b.up.out = h;
+  b.up.out_shared = static_cast<bf16*>(h_shared);
+  b.up.K = b.up.width = static_cast<int>(D);
+  b.down.routed = matrix(down_packed, down_scale, down_row, D * E, D, 8, I / 2, D / 16);
+  b.down.shared = matrix(down_shared, nullptr, down_shared_scale, D, 0, 8, down_shared_scale == nullptr ? 2 * S : S,
+                         S ? D / 16 : 0);
+  b.down.in = static_cast<const bf16*>(h);
+  b.down.in_shared = static_cast<const bf16*>(h_shared);
+  b.down.out = y;
+  b.down.K = static_cast<int>(I), b.down.width = static_cast<int>(S);
+  b.units = static_cast<Units*>(units);
+  b.up.taken = b.units->apart, b.down.taken = b.units->apart + 1;
+  const auto launched = [&](auto wide, auto phases) {
+    constexpr int WIDE = decltype(wide)::value, PHASES = decltype(phases)::value;
+    return up_row == nullptr ? start<false, WIDE, PHASES>(b, static_cast<int>(sms), stream)
+                             : start<true, WIDE, PHASES>(b, static_cast<int>(sms), stream);
+  };
+  const auto of = [&](auto wide) {
+    if constexpr (decltype(wide)::value >= 4) {
+      if (!apart) return launched(wide, std::integral_constant<int, BOTH>());
+    }
+    const int failed = launched(wide, std::integral_constant<int, GATE_UP>());
+    return failed ? failed : launched(wide, std::integral_constant<int, DOWN>());
   };
   const int64_t fitting = 2048 / I;  // tiles per slot, with whole rows
-  if (fitting * I != 2048 || a.routed.tiles % fitting) return of(std::integral_constant<int, 1>());
+  if (fitting * I != 2048 || D / 16 % fitting) return of(std::integral_constant<int, 1>());
   switch (fitting) {
     case 2: return of(std::integral_constant<int, 2>());
     case 4: return of(std::integral_constant<int, 4>());

@@ -8,7 +8,10 @@ namespace moe {
 
 constexpr int MAX_SLOTS = 16;
 constexpr int TOKENS = 8;      // columns of B for the shared expert
-constexpr int TILE_BITS = 10;  // a work item is segment << TILE_BITS | tile
+// A work item: segment << TILE_BITS | tile, and two flags; negative: no more.
+//   LAST: the CTA's last tile of a segment in a row: the segment's count of finished tiles is due.
+//   WAITS: of down: not all of the segment's h was written when the copies were issued.
+constexpr int TILE_BITS = 10, LAST = 1 << 24, WAITS = 1 << 25;
 
 struct Matrix {
   const uint8_t* data;
@@ -30,9 +33,10 @@ struct Args {
   const float* weights;   // [T, k]; down only
   void* out;              // gate_up: h [T k, 8 tiles] bf16; down: y [T, P, 16 tiles] float
   bf16* out_shared;       // gate_up: [T, 8 tiles]; down writes row P - 1 of y
-  uint32_t* taken;        // ranges taken after every CTA's first; zero before
-  uint32_t* settled;      // `taken` of the other kernel, cleared here
   int T, k, E, K, width, P;
+  int shared_tiles_of_h;  // down: gate_up's `shared.tiles`
+  uint32_t per_round;     // 2^32 / (4 CTAs), rounded up
+  uint32_t* taken;        // of a launch of one phase: ranges taken after every CTA's first; zero before
   int slots;         // of the ring
   int parts;         // groups of warps that share a tile
   int visit, shared_visit;  // slots of a tile per group
@@ -45,9 +49,35 @@ struct Maps {
   CUtensorMap routed, scales, shared;
 };
 
-// RT: tiles in a slot, side by side: more than one where GROUP / RT chunks are a whole row (down of a rank's slice).
-template <bool GATE_UP, bool COMPACT, int RT = 1>
+struct Sums {  // a ring of sums of tiles
+  static constexpr int TURNS = 8;
+  uint64_t added[TURNS], free[TURNS];
+  int result[TURNS];  // items
+};
+struct Place {  // a slot of a ring, and the parity of its barrier's phase
+  int at, phase;
+  __device__ __forceinline__ void advance(int by, int size) {
+    at += by;
+    while (at >= size) at -= size, phase ^= 1;
+  }
+};
+struct Control {
+  uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
+  Sums sums[2];  // of down, of gate_up
+  uint32_t* units;  // this launch's half of `Units`
+  int segments;
+  int item[MAX_SLOTS];
+  Place down;  // where down's slots begin
+};
+__device__ __forceinline__ Control& control() {
+  __shared__ Control c;
+  return c;
+}
+
+// WIDE: tiles in a slot of down, side by side: more than one where GROUP / WIDE chunks are a whole row (a rank's slice).
+template <bool GATE_UP, bool COMPACT, int WIDE>
 struct Tile {
+  static constexpr int RT = GATE_UP ? 1 : WIDE;
   // Warps that share a slot; groups of so many warps in a CTA; most slots of a tile per group.
   static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
   static constexpr int WARPS = GROUP * GROUPS, THREADS = (WARPS + 2) * 32;
@@ -58,7 +88,11 @@ struct Tile {
   static_assert(GROUP % RT == 0 && (RT == 1 || !GATE_UP));
   static constexpr int SCALE_UNIT = COMPACT ? 8 : 16;  // bytes of scales per chunk
   static constexpr int SCALE_PITCH = (KS * SCALE_UNIT + 15) / 16 * 16, SCALES = 16 * RT * SCALE_PITCH;
-  static constexpr int FACTORS = COMPACT ? 16 * RT * 2 : 0;  // bytes of row scales, in a group's first slot of a tile
+  // Bytes between slots, and between the scales and the row scales of slots, of gate_up and down alike. Row scales come
+  // with a group's first slot of a tile: plain loads would cost a memory latency for every tile.
+  static constexpr int SLOT_PITCH = 16 * 8 * 128, SCALES_PITCH = COMPACT && WIDE < 8 ? 1024 : 2048;
+  static constexpr int FACTORS_PITCH = 16 * WIDE * 4;
+  static_assert(SLOT <= SLOT_PITCH && SCALES <= SCALES_PITCH);
   static constexpr int TURNS = GATE_UP ? 4 : 8;  // buffers in the ring of sums
   static constexpr int HELD = VISIT * 8;  // groups of 32 k with activations in a warp's registers
 
@@ -68,28 +102,7 @@ struct Tile {
     extern __shared__ __align__(1024) uint8_t bytes[];
     return bytes + at;
   }
-  struct Control {
-    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], added[TURNS], free[TURNS];
-    uint64_t planned;
-    int segments;
-    int item[MAX_SLOTS], result[TURNS];  // segment and tile; negative: no more
-  };
-  static __device__ __forceinline__ Control& control() {
-    __shared__ Control c;
-    return c;
-  }
-
-  // A slot of a ring, and the parity of its barrier's phase.
-  struct Place {
-    int at, phase;
-    __device__ __forceinline__ void advance(int by, int size) {
-      at += by;
-      while (at >= size) at -= size, phase ^= 1;
-    }
-  };
-  static __device__ __forceinline__ Place place(int position, int size) {
-    return {position % size, position / size & 1};
-  }
+  static __device__ __forceinline__ Sums& sums_ring() { return control().sums[GATE_UP]; }
 
   static __device__ __forceinline__ Plan plan_of(const Args& a) {
     return {reinterpret_cast<Segment*>(memory(a.segments)), reinterpret_cast<uint16_t*>(memory(a.sorted)),
@@ -157,9 +170,11 @@ struct Tile {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000));
   }
 
+  // A slot is empty after 8 arrivals: gate_up's 7 warps make one more.
   static __device__ __forceinline__ void release(const Args& a, Warp& w) {
     __syncwarp();
     if (w.lane == 0) barrier_arrive(&control().empty[w.from.at]);
+    if (GROUP < 8 && w.ks == 0 && w.lane == 0) barrier_arrive(&control().empty[w.from.at]);
     w.from.advance(a.parts, a.slots);
   }
 
@@ -189,8 +204,8 @@ struct Tile {
     for (int j = 0; j < VISIT; j++) {
       if (j >= a.visit) break;
       if (j > 0) barrier_wait(&control().full[w.from.at], w.from.phase);
-      const uint32_t slot = shared_address(memory(w.from.at * SLOT));
-      const uint8_t* scale = scales + w.from.at * SCALES;
+      const uint32_t slot = shared_address(memory(w.from.at * SLOT_PITCH));
+      const uint8_t* scale = scales + w.from.at * SCALES_PITCH;
       if (KS * SCALE_UNIT % 16 && (w.part * a.visit + j) % 2) scale += w.odd;  // boxes begin at multiples of 16 bytes
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -233,8 +248,8 @@ struct Tile {
 
   // Passes this warp's sums of a tile to the last warp.
   static __device__ __forceinline__ void hand(const Args& a, const Warp& w, float2 sums, int item) {
-    Control& c = control();
-    const Place to = place(w.turn, TURNS);
+    Sums& c = sums_ring();
+    const Place to{w.turn % TURNS, w.turn / TURNS & 1};
     barrier_wait(&c.free[to.at], to.phase ^ 1);
     const int own = (to.at * a.parts + w.part) * GROUP + w.rt * KS + w.ks;
     float2* at = reinterpret_cast<float2*>(memory(a.sums)) + own * 32;
@@ -274,7 +289,7 @@ struct Tile {
     for (int j = 0; j < SLOTS; j++) {
       if (j >= a.shared_visit) break;
       barrier_wait(&control().full[w.from.at], w.from.phase);
-      const uint8_t* slot = memory(w.from.at * SLOT);
+      const uint8_t* slot = memory(w.from.at * SLOT_PITCH);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const uint4 top = *reinterpret_cast<const uint4*>(slot + (h ? far : near));
