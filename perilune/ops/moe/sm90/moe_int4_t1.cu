@@ -11,8 +11,9 @@
 //
 // Work: before x is ready, every CTA of gate_up loads an equal part of the shared expert's weights. It multiplies them
 // while the router still runs, and polls for the ids between two slots (router_mailbox.cuh). CTAs start and run
-// unevenly, so a CTA with a free slot takes the next unit of the chosen experts from a counter. down reads the ids
-// before h is ready: every CTA takes a contiguous range of (choice, unit) besides units of the shared expert.
+// unevenly, so a CTA with a free slot takes the next unit of the chosen experts from a counter. Its first one is number
+// blockIdx.x, without a round trip, if there are more units than CTAs. down reads the ids before h is ready: every CTA
+// takes a contiguous range of (choice, unit) besides units of the shared expert.
 //
 // For widths up to EARLY_WIDTH (a rank's slice), starting takes longer than streaming. So down's CTAs are small: one is
 // co-resident with two of gate_up on an SM, and has filled its first slots when gate_up ends.
@@ -72,14 +73,14 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
     bool planned = false;
-    int ahead = 0;       // gate_up: a unit taken before it is needed
+    int ahead = blockIdx.x;  // gate_up: a unit taken before it is needed
     int opened = 0;      // gate_up: slots filled for the first time
     uint32_t heard = 0;  // gate_up: the mailbox word of choice `lane`, as read one slot ago
-    auto take = [&] { return lane == 0 ? static_cast<int>(atomicAdd(a.counter, 1)) : 0; };
+    auto take = [&] { return lane == 0 ? static_cast<int>(a.dealt + atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_arrived = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
       plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1}, own);
-      ahead = take();
+      if (!a.dealt) ahead = take();
       planned = true;
     };
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
@@ -132,7 +133,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     if (GATE_UP && !a.launch) {
       wait_for_predecessor();
       plan(a, ask(a), own);
-      ahead = take();
+      if (!a.dealt) ahead = take();
     }
     while (GATE_UP && a.launch && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
     const Plan& p = plan_of();
@@ -389,6 +390,7 @@ int start(Args a, int sms, void* stream) {
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
     return -1;
   }
+  a.dealt = a.k * per_expert > ctas ? ctas : 0;
   K::deal(a, ctas);
   return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
                 K::arrange(a, K::BOTH), stream, 1, a, maps);
