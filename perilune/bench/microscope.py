@@ -437,7 +437,8 @@ def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list
     if len(routers) < 2:
         return ["(no breakdown: no router kernels in the trace)"]
     length = routers[-1] - routers[-2]
-    first, last = routers[0] + 3, routers[-1] + 3 - length
+    experts = sum("moe_int4" in name for name in names[routers[-1] + 1 : routers[-1] + 3]) or 2  # kernels of a layer
+    first, last = routers[0] + 1 + experts, routers[-1] + 1 + experts - length
     parts = (
         ("before the MoE layers", 0, first),
         (LAYER, last, last + length),
