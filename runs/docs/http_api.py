@@ -12,24 +12,28 @@ from perilune.server.description.operation import EVENTS, JSON, OPERATIONS, Oper
 BASE = "http://127.0.0.1:8000"
 REFUSED, IGNORED = "refused: ", "accepted, without effect: "
 TITLES = {IGNORED: "Fields accepted without effect", REFUSED: "Fields refused by name"}
-Lists = dict[str, dict[str, dict[str, str]]]  # kind -> endpoint -> field -> reason
+Lists = dict[str, dict[str, dict[str, str]]]  # kind, "" with an effect -> endpoint -> field -> row or reason
 
 
 def endpoints() -> str:
     """Every endpoint with its request, one to try, and its answer."""
     made = document()
     shown: dict[str, str] = {}  # answers by name, with the endpoint that has their table
-    lists: Lists = {kind: {} for kind in TITLES}  # of the endpoints before
+    lists: Lists = {kind: {} for kind in ("", *TITLES)}  # of the endpoints before
     return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made, shown, lists)).rstrip()
 
 
 def index() -> str:
     rows = []
     for o in OPERATIONS:
-        title = f"{o.method} {o.path}"
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        rows.append(f"| [{title}](#{anchor}) | {o.summary} |")
+        rows.append(f"| {_link(f'{o.method} {o.path}')} | {o.summary} |")
     return "\n".join(["| endpoint | |", "|---|---|", *rows])
+
+
+def _link(title: str) -> str:
+    """To an endpoint's heading."""
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
 
 
 def errors() -> str:
@@ -87,7 +91,7 @@ def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str], list
     schemas = made["components"]["schemas"]
     if o.body is not None:
         reference = described["requestBody"]["content"][JSON]["schema"]["$ref"]
-        yield from _fields(schemas[reference.rpartition("/")[2]])
+        yield from _fields(schemas[reference.rpartition("/")[2]], f"{o.method} {o.path}", lists)
         yield from _without_effect(f"{o.method} {o.path}", schemas[reference.rpartition("/")[2]], lists)
         yield ""
     yield from _answer(f"{o.method} {o.path}", described["responses"], schemas, shown)
@@ -105,14 +109,14 @@ def _answer(
             for reference in about["schema"].get("anyOf", [about["schema"]]):
                 name = reference["$ref"].rpartition("/")[2]
                 if shown.setdefault(name, title) != title:
-                    yield f"{name} has its fields at {shown[name]}."
+                    yield f"{name} has its fields at {_link(shown[name])}."
                 else:
                     yield from _fields(schemas[name])
                 yield ""
         elif kind == EVENTS:
             events = about["schema"]["description"]
             first = shown.setdefault(events, title)
-            yield events if first == title else f"With stream: true. Events: those of {first}."
+            yield events if first == title else f"With stream: true. Events: those of {_link(first)}."
             yield ""
         else:
             yield f"Answer: {kind}"
@@ -125,16 +129,27 @@ def _description(schema: Mapping[str, Any]) -> list[str]:
     return [schema["description"].replace("\n", " "), ""] if "description" in schema else []
 
 
-def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    """A table of the fields with an effect."""
-    required, rows = schema.get("required", ()), []
+def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = None) -> Iterator[str]:
+    """A table of the fields with an effect; if an endpoint before has most of them, these by name."""
+    required, rows = schema.get("required", ()), {}
     for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         said = field.get("description", "")
         if not said.startswith((REFUSED, IGNORED)):
             must = " (required)" if name in required and said else ""
-            rows.append(f"| `{name}` | {_type(field)} | {said.replace('|', chr(92) + '|')}{must} |")
-    if rows:
-        yield from ("| field | type | |", "|---|---|---|", *rows)
+            rows[name] = f"| `{name}` | {_type(field)} | {said.replace('|', chr(92) + '|')}{must} |"
+    before = lists[""] if lists else {}
+    same = {t: [n for n, row in rows.items() if other.get(n) == row] for t, other in before.items()}
+    near = max(same, key=lambda t: len(same[t]), default="")
+    before[title] = rows
+    named = same[near] if near and len(rows) > 4 and 3 * len(same[near]) >= 2 * len(rows) else []
+    if table := [row for name, row in rows.items() if name not in named]:
+        if all(row.endswith("|  |") for row in table):
+            yield from ("| field | type |", "|---|---|", *(row.removesuffix("  |") for row in table))
+        else:
+            yield from ("| field | type | |", "|---|---|---|", *table)
+        yield from ([""] if named else [])
+    if named:
+        yield f"As {_link(near)} has them: {', '.join(f'`{n}`' for n in named)}."
 
 
 def _without_effect(title: str, schema: Mapping[str, Any], lists: Lists) -> Iterator[str]:
@@ -150,7 +165,7 @@ def _without_effect(title: str, schema: Mapping[str, Any], lists: Lists) -> Iter
             other = lists[kind][near]
             without = ", ".join(f"`{n}`" for n in other if n not in own)
             rest = {n: why for n, why in own.items() if other.get(n) != why}
-            groups = [f"Those of {near}" + (f" without {without}" if without else "")]
+            groups = [f"Those of {_link(near)}" + (f" without {without}" if without else "")]
         else:
             rest, groups = own, []
         by: dict[str, list[str]] = {}
