@@ -11,22 +11,29 @@ from perilune.server.description.operation import EVENTS, JSON, OPERATIONS, Oper
 
 BASE = "http://127.0.0.1:8000"
 REFUSED, IGNORED = "refused: ", "accepted, without effect: "
+TITLES = {IGNORED: "Fields accepted without effect", REFUSED: "Fields refused by name"}
+Lists = dict[str, dict[str, dict[str, str]]]  # kind, "" with an effect -> endpoint -> field -> row or reason
 
 
 def endpoints() -> str:
     """Every endpoint with its request, one to try, and its answer."""
     made = document()
     shown: dict[str, str] = {}  # answers by name, with the endpoint that has their table
-    return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made, shown)).rstrip()
+    lists: Lists = {kind: {} for kind in ("", *TITLES)}  # of the endpoints before
+    return "\n".join(line for o in OPERATIONS for line in _endpoint(o, made, shown, lists)).rstrip()
 
 
 def index() -> str:
     rows = []
     for o in OPERATIONS:
-        title = f"{o.method} {o.path}"
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        rows.append(f"| [{title}](#{anchor}) | {o.summary} |")
+        rows.append(f"| {_link(f'{o.method} {o.path}')} | {o.summary} |")
     return "\n".join(["| endpoint | |", "|---|---|", *rows])
+
+
+def _link(title: str) -> str:
+    """To an endpoint's heading."""
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
 
 
 def errors() -> str:
@@ -48,7 +55,8 @@ def objects() -> str:
     lines = []
     for name, schema in made["components"]["schemas"].items():
         if name not in whole:
-            lines += [f"### {name}", "", *_description(schema), *_fields(schema), ""]
+            lines += [f"### {name}", "", *_description(schema), *_fields(schema)]
+            lines += [*_without_effect(name, schema, {kind: {} for kind in TITLES}), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -65,7 +73,7 @@ def curl(o: Operation) -> str:
     return shlex.join(parts)
 
 
-def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
+def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str], lists: Lists) -> Iterator[str]:
     described = made["paths"][o.path][o.method.lower()]
     yield f"### {o.method} {o.path}"
     yield ""
@@ -83,7 +91,8 @@ def _endpoint(o: Operation, made: Mapping[str, Any], shown: dict[str, str]) -> I
     schemas = made["components"]["schemas"]
     if o.body is not None:
         reference = described["requestBody"]["content"][JSON]["schema"]["$ref"]
-        yield from _fields(schemas[reference.rpartition("/")[2]])
+        yield from _fields(schemas[reference.rpartition("/")[2]], f"{o.method} {o.path}", lists)
+        yield from _without_effect(f"{o.method} {o.path}", schemas[reference.rpartition("/")[2]], lists)
         yield ""
     yield from _answer(f"{o.method} {o.path}", described["responses"], schemas, shown)
     yield ""
@@ -100,12 +109,14 @@ def _answer(
             for reference in about["schema"].get("anyOf", [about["schema"]]):
                 name = reference["$ref"].rpartition("/")[2]
                 if shown.setdefault(name, title) != title:
-                    yield f"{name} has its fields at {shown[name]}."
+                    yield f"{name} has its fields at {_link(shown[name])}."
                 else:
                     yield from _fields(schemas[name])
                 yield ""
         elif kind == EVENTS:
-            yield f"{about['schema']['description']}"
+            events = about["schema"]["description"]
+            first = shown.setdefault(events, title)
+            yield events if first == title else f"With stream: true. Events: those of {_link(first)}."
             yield ""
         else:
             yield f"Answer: {kind}"
@@ -118,28 +129,52 @@ def _description(schema: Mapping[str, Any]) -> list[str]:
     return [schema["description"].replace("\n", " "), ""] if "description" in schema else []
 
 
-def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    """A table of the fields with an effect, and a line each for the rest."""
-    required = schema.get("required", ())
-    by: dict[str, list[str]] = {"": [], IGNORED: [], REFUSED: []}
-    refused: dict[str, list[str]] = {}
+def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = None) -> Iterator[str]:
+    """A table of the fields with an effect; if an endpoint before has most of them, these by name."""
+    required, rows = schema.get("required", ()), {}
     for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         said = field.get("description", "")
-        kind = next(k for k in (IGNORED, REFUSED, "") if said.startswith(k))
-        if kind == REFUSED:
-            refused.setdefault(said.removeprefix(kind), []).append(f"`{name}`")
-        if kind:
-            by[kind].append(f"`{name}`")
-        else:
+        if not said.startswith((REFUSED, IGNORED)):
             must = " (required)" if name in required and said else ""
-            by[kind].append(f"| `{name}` | {_type(field)} | {said.replace('|', chr(92) + '|')}{must} |")
-    if by[""]:
-        yield from ("| field | type | |", "|---|---|---|", *by[""])
-    for kind, title in ((IGNORED, "Fields accepted without effect"), (REFUSED, "Fields refused by name")):
-        if by[kind]:
-            yield from ("", f"<details><summary>{title}: {len(by[kind])}</summary>", "")
-            groups = [f"{', '.join(names)} ({reason})" for reason, names in refused.items()]
-            yield from (f"{'; '.join(groups) if kind == REFUSED else ', '.join(by[kind])}.", "", "</details>")
+            rows[name] = f"| `{name}` | {_type(field)} | {said.replace('|', chr(92) + '|')}{must} |"
+    before = lists[""] if lists else {}
+    same = {t: [n for n, row in rows.items() if other.get(n) == row] for t, other in before.items()}
+    near = max(same, key=lambda t: len(same[t]), default="")
+    before[title] = rows
+    named = same[near] if near and len(rows) > 4 and 3 * len(same[near]) >= 2 * len(rows) else []
+    if table := [row for name, row in rows.items() if name not in named]:
+        if all(row.endswith("|  |") for row in table):
+            yield from ("| field | type |", "|---|---|", *(row.removesuffix("  |") for row in table))
+        else:
+            yield from ("| field | type | |", "|---|---|---|", *table)
+        yield from ([""] if named else [])
+    if named:
+        yield f"As {_link(near)} has them: {', '.join(f'`{n}`' for n in named)}."
+
+
+def _without_effect(title: str, schema: Mapping[str, Any], lists: Lists) -> Iterator[str]:
+    """The other fields, a line for each kind; where an endpoint before has nearly the same, the difference from it."""
+    for kind, heading in TITLES.items():
+        said = {n: f.get("description", "") for n, f in schema["properties"].items()}
+        own = {n: what.removeprefix(kind) for n, what in said.items() if what.startswith(kind)}
+        if not own:
+            continue
+        differences = {t: dict(own.items() ^ other.items()) for t, other in lists[kind].items()}
+        near = min(differences, key=lambda t: len(differences[t]), default="")
+        if near and 6 * len(differences[near]) < len(own):
+            other = lists[kind][near]
+            without = ", ".join(f"`{n}`" for n in other if n not in own)
+            rest = {n: why for n, why in own.items() if other.get(n) != why}
+            groups = [f"Those of {_link(near)}" + (f" without {without}" if without else "")]
+        else:
+            rest, groups = own, []
+        by: dict[str, list[str]] = {}
+        for name, why in rest.items():
+            by.setdefault(why if kind == REFUSED else "", []).append(f"`{name}`")
+        groups += [", ".join(names) + (f" ({why})" if why else "") for why, names in by.items()]
+        lists[kind][title] = own
+        yield from ("", f"<details><summary>{heading}: {len(own)}</summary>", "")
+        yield from (f"{'; '.join(groups)}.", "", "</details>")
 
 
 def _type(schema: Mapping[str, Any]) -> str:

@@ -133,6 +133,7 @@ def picture() -> str:
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="head" d="M0 0 L8 4 L0 8 z"/></marker>',
         f'<rect class="card" x="0.5" y="0.5" width="{width - 1:g}" height="{bottom - 1}" rx="8"/>',
+        '<g marker-end="url(#head)">',
     ]
     for chain in chains:
         x, row = at(chain[0])
@@ -143,10 +144,12 @@ def picture() -> str:
             path += f" C{x:.0f} {start + bend:.0f} {to:.0f} {below - bend:.0f} {to:.0f} {below}"
             path += f" V{below + HEIGHT}" if b != chain[-1] else ""
         part = _part(chain[0], chain[-1])
-        parts.append(f'<path class="{"part" if part else "all"}" d="{path}" marker-end="url(#head)"/>')
+        kind = ' class="part"' if part else ""
+        parts.append(f'<path{kind} d="{path}"/>')
         if part:
             (x, row), (to, _) = at(chain[0]), at(chain[1])
             parts.append(f'<text class="small" x="{min(x, to) - 36:.0f}" y="{row + HEIGHT + 22}">{part} only</text>')
+    parts.append("</g>")
     for room in height:
         x, row = at(room)
         kind = "box" if room in NO_TORCH else "torch"

@@ -1,4 +1,4 @@
-"""docs/images/page*.png: the page at / in real conversations with kimi-nano, taken by headless Chromium.
+"""docs/images/page*.webp: the page at / in real conversations with kimi-nano, taken by headless Chromium.
 
 python -m runs.docs.screenshot [CHROMIUM]   start a server, ask, take the pictures (CHROMIUM: default `chromium`)
 
@@ -11,10 +11,8 @@ import hashlib
 import io
 import json
 import re
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 
 from PIL import Image
@@ -22,11 +20,11 @@ from PIL import Image
 from runs.docs.browser import Browser, browsing
 from runs.docs.tables import ROOT
 
-PICTURE = ROOT / "docs/images/page.png"
-TOOLS_PICTURE = ROOT / "docs/images/page-tools.png"  # a call that waits for its result, settings open, dark
-ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.png"  # a question with pictures that is not sent yet
+PICTURE = ROOT / "docs/images/page.webp"
+TOOLS_PICTURE = ROOT / "docs/images/page-tools.webp"  # a call that waits for its result, settings open, dark
+ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.webp"  # a question with pictures that is not sent yet
 PAGE = ROOT / "perilune/server/page"
-MOST_BYTES = 60_000
+MOST_BYTES = 40_000
 COLOURS = 14  # of the palette
 QUESTIONS = (
     "What is 347 + 589?",
@@ -72,24 +70,17 @@ def serving(*program: str, options: Sequence[str] = ()) -> Iterator[str]:
             process.terminate()
 
 
-def labelled(png: bytes) -> bytes:
-    """The picture with a text chunk behind its header chunk, which takes 33 bytes."""
-    chunk = b"tEXt" + KEY + b"\0" + digest()
-    return png[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
-
-
 def taken(browser: Browser) -> bytes:
-    """What the page shows now, as PNG of few colours: the page has about 1,000, and the file is a third."""
-    whole = Image.open(io.BytesIO(base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])))
-    return few_colours(whole)
+    """What the page shows now, as WebP of few colours: the page has about 1,000, and the file is a third."""
+    shown = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
+    return few_colours(Image.open(io.BytesIO(shown)))
 
 
 def few_colours(picture: Image.Image) -> bytes:
-    """The picture as PNG with a palette of COLOURS colours, not dithered."""
+    """The picture as lossless WebP of COLOURS colours, not dithered, with the digest where XMP would be."""
     file = io.BytesIO()
-    picture.convert("RGB").quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-        file, "PNG", optimize=True
-    )
+    few = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).convert("RGB")
+    few.save(file, "WEBP", lossless=True, quality=100, method=6, xmp=KEY + b"\0" + digest())
     return file.getvalue()
 
 
@@ -104,14 +95,14 @@ def main() -> None:
             browser.wait('document.getElementById("send").textContent === "send"')
         browser.value('document.querySelector("details").open = true')
         browser.value('document.querySelector("main").scrollTop = 0')
-        PICTURE.write_bytes(labelled(taken(browser)))
+        PICTURE.write_bytes(taken(browser))
         browser.value('document.getElementById("new").click()')
         browser.value('document.querySelectorAll(".tries button")[1].click()')
         browser.wait('!!document.querySelector(".results")')
         browser.value('document.getElementById("open").click()')
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)
-        TOOLS_PICTURE.write_bytes(labelled(taken(browser)))
+        TOOLS_PICTURE.write_bytes(taken(browser))
     # The tests' engine, as kimi-nano does not see. Nothing is asked.
     sees = serving("tests.scripted_engine", "--sees", options=("--served-model-name", "a model that sees"))
     with sees as url, browsing(chromium) as browser:
@@ -121,7 +112,7 @@ def main() -> None:
             browser.value(f"{ATTACH}({json.dumps(name)}, {json.dumps(shape)})")
         browser.value('document.getElementById("text").value = "Which of the two has the higher bars?"')
         browser.wait('[...document.querySelectorAll("#pictures img")].every(i => i.complete && i.naturalWidth)')
-        ATTACHED_PICTURE.write_bytes(labelled(taken(browser)))
+        ATTACHED_PICTURE.write_bytes(taken(browser))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,17 @@ def test_the_page_has_a_command_for_each_endpoint() -> None:
     assert COMMANDS == [http_api.curl(o) for o in OPERATIONS]
 
 
+def test_every_field_of_a_request_is_on_the_page() -> None:
+    """With its endpoint, or with the one whose fields its section names."""
+    parts = dict(re.findall(r"^### ([A-Z]+ /\S*)\n(.*?)(?=^##)", PAGE, re.M | re.S))
+    for title, text in parts.items():
+        method, path = title.split()
+        if body := DOCUMENT["paths"][path][method.lower()].get("requestBody", {}).get("content", {}).get(http_api.JSON):
+            said = "".join([text, *(parts[t] for t in re.findall(r"\[([A-Z]+ /\S+)\]\(", text))])
+            fields = DOCUMENT["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]["properties"]
+            assert not [f for f in fields if f"`{f}`" not in said], title
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.removeprefix("curl ").split(" -H")[0])
 def test_a_command_of_the_page_works(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     received: list[type] = []
