@@ -66,8 +66,8 @@ class Forecast:
         if ranks == self.ranks:
             own = pair = real = self._decode_row(ranks, False, tokens, context)
         else:
-            own, pair = (self._decode_row(n, True, tokens, context) for n in (self.ranks, ranks))
-            real = self._decode_row(ranks, False, tokens, pair["context"])
+            own = self._decode_row(self.ranks, True, tokens, context)
+            pair, real = (self._decode_row(ranks, sliced, tokens, own["context"]) for sliced in (True, False))
         outside = real.get("outside_us", pair.get("outside_us", 0.0))
         us = real.get("us_per_layer") or (1e3 * real["graph_ms"] - outside) / (real["layers"] - 1)
         more = tokens * kv_bytes * (context - own["context"]) / READ_TB_S / 1e6

@@ -42,6 +42,9 @@ def test_real_ranks_count_before_slices_and_the_most_before_fewer() -> None:
     assert (step.us_per_layer, step.outside_us) == (pytest.approx(41.0), pytest.approx(210.0))
     of_8 = Forecast(rows, [], 8).step(1, 1024, KV_BYTES)
     assert (of_8.us_per_layer, of_8.outside_us) == (pytest.approx(30.0 + 41.0 - 40.0), pytest.approx(210.0))
+    deep = [*rows, decode(4, 1, 55.0, slice=4, context=10_000), decode(4, 1, 57.0, context=10_000)]
+    same = Forecast(deep, [], 8).step(1, 10_000, KV_BYTES)  # there is no slice of eight at 10,000 tokens
+    assert same.us_per_layer == pytest.approx(of_8.us_per_layer + (10_000 - 1024) * KV_BYTES / 4.3e6)
 
 
 def test_a_row_of_one_depth_counts_without_what_is_outside_its_layers() -> None:
