@@ -62,9 +62,7 @@ T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
-MAX_JOINED = (
-    2048  # tokens times width for one launch; with more, its fewer registers per thread cost more than it gains
-)
+MAX_JOINED = 2048  # tokens times width for one launch; with more, its fewer registers per thread cost more
 MAX_CHOICES = 32  # experts per token
 MAX_SHARED = 16  # up to so many tokens, the routed experts' launches compute the shared expert too
 UNITS = 4 + 2 * (MAX_PAIRS + 4)  # words of counters, `Units` in moe_int4_mma_tma.cu

@@ -127,7 +127,8 @@ __device__ __forceinline__ Range equal_part(int all) {
 template <int QUARTERS>
 class Ranges {
  public:
-  __device__ Ranges(int all, uint32_t reciprocal) : all_(all), reciprocal_(reciprocal), round_(0), first_(0), size_(share()) {}
+  __device__ Ranges(int all, uint32_t reciprocal)
+      : all_(all), reciprocal_(reciprocal), round_(0), first_(0), size_(share()) {}
   // Empty if none is left.
   __device__ Range number(int i) {
     const int G = gridDim.x;
