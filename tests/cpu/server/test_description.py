@@ -165,7 +165,7 @@ def test_the_page_has_a_command_for_each_endpoint() -> None:
 
 
 def test_every_field_of_a_request_is_on_the_page() -> None:
-    """With its endpoint, or with the one whose fields its section names."""
+    """In the section of the endpoint, or in that of an endpoint linked from there."""
     parts = dict(re.findall(r"^### ([A-Z]+ /\S*)\n(.*?)(?=^##)", PAGE, re.M | re.S))
     for title, text in parts.items():
         method, path = title.split()

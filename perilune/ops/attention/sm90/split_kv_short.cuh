@@ -2,9 +2,9 @@
 // processors would idle, four of them share a tile. What takes time then is not bytes but 64 rows in one processor's
 // hands: their queries, products and outputs.
 //
-// One token's attention has a kernel of its own for that, if the block table holds no more than a CTA for each processor
-// can take: 48 latents of a bf16 cache, so that mla_decode_output_t1.cu's CTA lies beside this one's and asks for weights
-// while this one waits for its queries and attends; of a packed one 96, and as often again.
+// One token's attention has a kernel of its own if the block table holds at most 48 latents of a bf16 cache per SM: the
+// next kernel's CTA (mla_decode_output) is then co-resident and requests weights while this kernel waits for queries
+// and attends. Of a packed cache: 96 latents per turn, two turns.
 #pragma once
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/e4m3.cuh"
