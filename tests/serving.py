@@ -1,6 +1,8 @@
 """An HTTP server in process, around an engine that says what the test tells it to say."""
 
 import asyncio
+import functools
+import inspect
 import json
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -301,3 +303,18 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
         assert engine.live == 0 and service.admission.in_flight == 0, "something of a request was left over"
 
     asyncio.run(main())
+
+
+def served(*args: Any, by: Callable[..., None] = serve, **setup: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a coroutine function a test that `by` runs: its first parameter is the server, the others are pytest's."""
+
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Any:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            by(lambda s: test(s, **arguments), *args, **setup)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

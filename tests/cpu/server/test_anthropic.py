@@ -15,7 +15,7 @@ from perilune.server import sse
 from perilune.server.anthropic.protocol import MessagesBody
 from perilune.server.body import parse
 from perilune.text.chat import ChatTemplate
-from tests.serving import CALL, WEATHER, Reply, Served, serve
+from tests.serving import CALL, WEATHER, Reply, Served, serve, served
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -139,16 +139,14 @@ def test_an_answer_is_told_as_blocks(answer: str, content: Any, reason: str, wid
     serve(test, answer=answer, width=width)
 
 
-def test_without_being_asked_it_does_not_think() -> None:
-    async def test(s: Served) -> None:
-        for more in ({}, {"thinking": {"type": "disabled"}}):
-            message = await both(s, {**HELLO, **more})
-            assert message["content"] == [{"type": "text", "text": "Hello"}] and s.prompt().endswith("<think></think>")
-        assert s.params.temperature == 0.6
-        await s.client.post(PATH, {**HELLO, "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}})
-        assert s.prompt().endswith("<think>") and s.params.temperature == 1.0
-
-    serve(test, answer="Hello")
+@served(answer="Hello")
+async def test_without_being_asked_it_does_not_think(s: Served) -> None:
+    for more in ({}, {"thinking": {"type": "disabled"}}):
+        message = await both(s, {**HELLO, **more})
+        assert message["content"] == [{"type": "text", "text": "Hello"}] and s.prompt().endswith("<think></think>")
+    assert s.params.temperature == 0.6
+    await s.client.post(PATH, {**HELLO, "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}})
+    assert s.prompt().endswith("<think>") and s.params.temperature == 1.0
 
 
 def test_a_model_that_cannot_help_thinking_thinks_unasked() -> None:
@@ -166,122 +164,104 @@ def test_a_model_that_cannot_help_thinking_thinks_unasked() -> None:
 
 
 @pytest.mark.parametrize("stops", [["lo"], ["zz", "lo"]])
-def test_a_stop_sequence_is_named(stops: list[str]) -> None:
-    async def test(s: Served) -> None:
-        message = await both(s, {**HELLO, "stop_sequences": stops})
-        assert message["content"] == [{"type": "text", "text": "Hel"}]
-        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "lo")
-
-    serve(test, answer="Hello there")
+@served(answer="Hello there")
+async def test_a_stop_sequence_is_named(s: Served, stops: list[str]) -> None:
+    message = await both(s, {**HELLO, "stop_sequences": stops})
+    assert message["content"] == [{"type": "text", "text": "Hel"}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "lo")
 
 
-def test_the_token_limit_is_the_reason() -> None:
-    async def test(s: Served) -> None:
-        message = await both(s, {**HELLO, "max_tokens": 4})
-        assert message["content"] == [{"type": "text", "text": "Hell"}] and message["stop_reason"] == "max_tokens"
-        assert message["usage"]["output_tokens"] == 4
-
-    serve(test, answer="Hello")
+@served(answer="Hello")
+async def test_the_token_limit_is_the_reason(s: Served) -> None:
+    message = await both(s, {**HELLO, "max_tokens": 4})
+    assert message["content"] == [{"type": "text", "text": "Hell"}] and message["stop_reason"] == "max_tokens"
+    assert message["usage"]["output_tokens"] == 4
 
 
-def test_a_call_cut_off_by_the_limit_is_left_out_of_a_whole_message() -> None:
-    async def test(s: Served) -> None:
-        body = {**HELLO, "tools": [TOOL], "max_tokens": len("Wait") + 3 + len('functions.get_weather:0{"ci')}
-        whole = (await s.client.post(PATH, body)).json
-        assert whole["content"] == [{"type": "text", "text": "Wait"}] and whole["stop_reason"] == "max_tokens"
-        events = told(await s.client.post(PATH, {**body, "stream": True}))
-        assert "".join(e["delta"].get("partial_json", "") for e in events if "partial_json" in str(e)) == '{"ci'
-        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-
-    serve(test, answer="Wait" + CALL.format(0))
+@served(answer="Wait" + CALL.format(0))
+async def test_a_call_cut_off_by_the_limit_is_left_out_of_a_whole_message(s: Served) -> None:
+    body = {**HELLO, "tools": [TOOL], "max_tokens": len("Wait") + 3 + len('functions.get_weather:0{"ci')}
+    whole = (await s.client.post(PATH, body)).json
+    assert whole["content"] == [{"type": "text", "text": "Wait"}] and whole["stop_reason"] == "max_tokens"
+    events = told(await s.client.post(PATH, {**body, "stream": True}))
+    assert "".join(e["delta"].get("partial_json", "") for e in events if "partial_json" in str(e)) == '{"ci'
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
-def test_arguments_that_are_no_object_are_an_error_not_a_guess() -> None:
-    async def test(s: Served) -> None:
-        status, kind, message = error(await s.client.post(PATH, {**HELLO, "tools": [TOOL]}))
-        assert (status, kind) == (500, "api_error") and "get_weather" in message
-
-    serve(test, answer=CALL.format(0).replace('{"city": "Oslo"}', "[1]"))
+@served(answer=CALL.format(0).replace('{"city": "Oslo"}', "[1]"))
+async def test_arguments_that_are_no_object_are_an_error_not_a_guess(s: Served) -> None:
+    status, kind, message = error(await s.client.post(PATH, {**HELLO, "tools": [TOOL]}))
+    assert (status, kind) == (500, "api_error") and "get_weather" in message
 
 
-def test_blocks_become_the_conversation() -> None:
-    async def test(s: Served) -> None:
-        thought = {"type": "thinking", "thinking": "Look it up", "signature": ""}
-        secret = {"type": "redacted_thinking", "data": "x"}
-        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
-        failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such city", "is_error": True}
-        messages = [
-            {"role": "user", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]},
-            {
-                "role": "assistant",
-                "content": [secret, thought, {"type": "text", "text": "Wait"}, USE, {**USE, "id": "toolu_2"}],
-            },
-            {"role": "user", "content": [result, failed, {"type": "text", "text": "Well?"}]},
-        ]
-        cached = {"cache_control": {"type": "ephemeral"}}
-        system = [{"type": "text", "text": "Be ", **cached}, {"type": "text", "text": "brief"}]
-        reply = await s.client.post(PATH, {**HELLO, **ON, "messages": messages, "tools": [TOOL], "system": system})
-        assert reply.status == 200, reply.text
-        call = (
-            '<|tool_call_begin|>functions.get_weather:{}<|tool_call_argument_begin|>{{"city": "Oslo"}}<|tool_call_end|>'
-        )
-        assert s.prompt().endswith(
-            "<|im_system|>system<|im_middle|>Be brief<|im_end|>"
-            "<|im_user|>user<|im_middle|>Weather?<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|><think>Look it up</think>Wait<|tool_calls_section_begin|>"
-            f"{call.format(0)}{call.format(1)}<|tool_calls_section_end|><|im_end|>"
-            "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:0\nrain<|im_end|>"
-            "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:1\nError: no such city<|im_end|>"
-            "<|im_user|>user<|im_middle|>Well?<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|><think>"
-        )
-        assert "namespace functions" in s.prompt()
-
-    serve(test, answer="Hm</think>Rain")
+@served(answer="Hm</think>Rain")
+async def test_blocks_become_the_conversation(s: Served) -> None:
+    thought = {"type": "thinking", "thinking": "Look it up", "signature": ""}
+    secret = {"type": "redacted_thinking", "data": "x"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
+    failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such city", "is_error": True}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]},
+        {
+            "role": "assistant",
+            "content": [secret, thought, {"type": "text", "text": "Wait"}, USE, {**USE, "id": "toolu_2"}],
+        },
+        {"role": "user", "content": [result, failed, {"type": "text", "text": "Well?"}]},
+    ]
+    cached = {"cache_control": {"type": "ephemeral"}}
+    system = [{"type": "text", "text": "Be ", **cached}, {"type": "text", "text": "brief"}]
+    reply = await s.client.post(PATH, {**HELLO, **ON, "messages": messages, "tools": [TOOL], "system": system})
+    assert reply.status == 200, reply.text
+    call = '<|tool_call_begin|>functions.get_weather:{}<|tool_call_argument_begin|>{{"city": "Oslo"}}<|tool_call_end|>'
+    assert s.prompt().endswith(
+        "<|im_system|>system<|im_middle|>Be brief<|im_end|>"
+        "<|im_user|>user<|im_middle|>Weather?<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>Look it up</think>Wait<|tool_calls_section_begin|>"
+        f"{call.format(0)}{call.format(1)}<|tool_calls_section_end|><|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:0\nrain<|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:1\nError: no such city<|im_end|>"
+        "<|im_user|>user<|im_middle|>Well?<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>"
+    )
+    assert "namespace functions" in s.prompt()
 
 
-def test_an_answer_sent_back_is_what_the_model_said() -> None:
-    async def test(s: Served) -> None:
-        message = await both(s, {**HELLO, **ON, "tools": [TOOL]})
-        use = message["content"][-1]
-        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
-        history = [
-            *HELLO["messages"],
-            {"role": "assistant", "content": message["content"]},
-            {"role": "user", "content": [result]},
-        ]
-        first = s.prompt()
-        again = await both(s, {**HELLO, **ON, "messages": history, "tools": [TOOL]})
-        said = f"{s.engine.answer}<|im_end|>"
-        assert s.prompt().startswith(first + said), "the prefix cache must find the whole earlier turn"
-        assert again["content"][-1]["id"] == "functions.get_weather:1"
-
-    serve(test, answer="Hm</think>Wait" + CALL.format(0))
+@served(answer="Hm</think>Wait" + CALL.format(0))
+async def test_an_answer_sent_back_is_what_the_model_said(s: Served) -> None:
+    message = await both(s, {**HELLO, **ON, "tools": [TOOL]})
+    use = message["content"][-1]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
+    history = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    first = s.prompt()
+    again = await both(s, {**HELLO, **ON, "messages": history, "tools": [TOOL]})
+    said = f"{s.engine.answer}<|im_end|>"
+    assert s.prompt().startswith(first + said), "the prefix cache must find the whole earlier turn"
+    assert again["content"][-1]["id"] == "functions.get_weather:1"
 
 
-def test_the_settings_reach_the_engine() -> None:
-    async def test(s: Served) -> None:
-        more = {"temperature": 0.3, "top_p": 0.8, "top_k": 7, "stop_sequences": ["zz"], "metadata": {"user_id": "u"}}
-        await both(s, {**HELLO, **more, "tools": [TOOL], "tool_choice": {"type": "none"}})
-        p = s.params
-        assert (p.temperature, p.top_p, p.top_k, p.stop, p.max_tokens) == (0.3, 0.8, 7, ("zz",), 300)
-        assert "namespace functions" not in s.prompt()
-
-    serve(test)
+@served()
+async def test_the_settings_reach_the_engine(s: Served) -> None:
+    more = {"temperature": 0.3, "top_p": 0.8, "top_k": 7, "stop_sequences": ["zz"], "metadata": {"user_id": "u"}}
+    await both(s, {**HELLO, **more, "tools": [TOOL], "tool_choice": {"type": "none"}})
+    p = s.params
+    assert (p.temperature, p.top_p, p.top_k, p.stop, p.max_tokens) == (0.3, 0.8, 7, ("zz",), 300)
+    assert "namespace functions" not in s.prompt()
 
 
-def test_counting_tokens_is_what_the_prompt_takes() -> None:
-    async def test(s: Served) -> None:
-        for more in ({}, {"tools": [TOOL], "system": "Be brief", "thinking": {"type": "enabled", "budget_tokens": 9}}):
-            body = {"messages": HELLO["messages"], **more}
-            counted = await s.client.post(COUNT, body)
-            assert counted.status == 200, counted.text
-            MessageTokensCount.model_validate(counted.json)
-            await s.client.post(PATH, {**body, "max_tokens": 30})
-            assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
-        assert error(await s.client.post(COUNT, {"messages": []}))[0] == 400
-
-    serve(test)
+@served()
+async def test_counting_tokens_is_what_the_prompt_takes(s: Served) -> None:
+    for more in ({}, {"tools": [TOOL], "system": "Be brief", "thinking": {"type": "enabled", "budget_tokens": 9}}):
+        body = {"messages": HELLO["messages"], **more}
+        counted = await s.client.post(COUNT, body)
+        assert counted.status == 200, counted.text
+        MessageTokensCount.model_validate(counted.json)
+        await s.client.post(PATH, {**body, "max_tokens": 30})
+        assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
+    assert error(await s.client.post(COUNT, {"messages": []}))[0] == 400
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -337,34 +317,30 @@ def prefill(content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "content", ["347 + 589 = 9", [{"type": "text", "text": "347 + 589"}, {"type": "text", "text": " = 9"}]]
 )
-def test_a_last_message_of_the_assistant_is_continued(content: Any) -> None:
-    async def test(s: Served) -> None:
-        message = await both(s, {**HELLO, **prefill(content)})
-        assert [(b["type"], b["text"]) for b in message["content"]] == [("text", " 36")]
-        assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
-        counted = await s.client.post(COUNT, prefill(content))
-        assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
-        message = await both(s, {**HELLO, **prefill("")})
-        assert s.prompt().endswith("<|im_middle|><think></think>")
-
-    serve(test, answer=" 36")
+@served(answer=" 36")
+async def test_a_last_message_of_the_assistant_is_continued(s: Served, content: Any) -> None:
+    message = await both(s, {**HELLO, **prefill(content)})
+    assert [(b["type"], b["text"]) for b in message["content"]] == [("text", " 36")]
+    assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
+    counted = await s.client.post(COUNT, prefill(content))
+    assert counted.json == {"input_tokens": len(s.engine.seen[-1][0])}
+    message = await both(s, {**HELLO, **prefill("")})
+    assert s.prompt().endswith("<|im_middle|><think></think>")
 
 
-def test_a_last_message_continues_a_form_a_call_or_a_thought() -> None:
-    async def test(s: Served) -> None:
-        config = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        assert (await s.client.post(PATH, {**HELLO, **prefill("{"), "output_config": config})).status == 200
-        made = s.engine.constraints[-1]
-        assert made is not None and made.begun == "{" and made.answer is not None
-        status, _, words = error(await s.client.post(PATH, {**HELLO, **prefill("Sure: {"), "output_config": config}))
-        assert status == 400 and "keeps to output_config.format" in words
-        message = await both(s, {**HELLO, **prefill("Let me see."), "tools": [TOOL]})
-        assert [b["type"] for b in message["content"]] == ["tool_use"] and message["stop_reason"] == "tool_use"
-        thought = prefill([{"type": "thinking", "thinking": "R", "signature": ""}])
-        await both(s, {**HELLO, **thought, **ON})
-        assert s.prompt().endswith("<think>R")
-
-    serve(test, answer=CALL.format(0))
+@served(answer=CALL.format(0))
+async def test_a_last_message_continues_a_form_a_call_or_a_thought(s: Served) -> None:
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    assert (await s.client.post(PATH, {**HELLO, **prefill("{"), "output_config": config})).status == 200
+    made = s.engine.constraints[-1]
+    assert made is not None and made.begun == "{" and made.answer is not None
+    status, _, words = error(await s.client.post(PATH, {**HELLO, **prefill("Sure: {"), "output_config": config}))
+    assert status == 400 and "keeps to output_config.format" in words
+    message = await both(s, {**HELLO, **prefill("Let me see."), "tools": [TOOL]})
+    assert [b["type"] for b in message["content"]] == ["tool_use"] and message["stop_reason"] == "tool_use"
+    thought = prefill([{"type": "thinking", "thinking": "R", "signature": ""}])
+    await both(s, {**HELLO, **thought, **ON})
+    assert s.prompt().endswith("<think>R")
 
 
 @pytest.mark.parametrize(
@@ -412,14 +388,12 @@ def test_a_last_message_continues_a_form_a_call_or_a_thought() -> None:
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "512"),
     ],
 )
-def test_bad_requests_are_one_clear_error(change: dict[str, Any], words: str) -> None:
-    async def test(s: Served) -> None:
-        for stream in (False, True):
-            status, kind, message = error(await s.client.post(PATH, {**HELLO, "stream": stream, **change}))
-            assert (status, kind) == (400, "invalid_request_error") and words in message, message
-        assert not s.engine.seen
-
-    serve(test)
+@served()
+async def test_bad_requests_are_one_clear_error(s: Served, change: dict[str, Any], words: str) -> None:
+    for stream in (False, True):
+        status, kind, message = error(await s.client.post(PATH, {**HELLO, "stream": stream, **change}))
+        assert (status, kind) == (400, "invalid_request_error") and words in message, message
+    assert not s.engine.seen
 
 
 def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,62 +420,52 @@ def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.Mo
     serve(test, max_body_mb=1)
 
 
-def test_answers_that_are_not_ours_pass_as_they_are() -> None:
-    async def test(s: Served) -> None:
-        s.client.headers = {"origin": "https://b.example", "access-control-request-method": "POST"}
-        refused = await s.client.request("OPTIONS", PATH, [b""])
-        assert refused.status == 400 and refused.text.startswith("Disallowed CORS")
-
-    serve(test, cors_origins=("https://a.example",), api_key="k")
+@served(cors_origins=("https://a.example",), api_key="k")
+async def test_answers_that_are_not_ours_pass_as_they_are(s: Served) -> None:
+    s.client.headers = {"origin": "https://b.example", "access-control-request-method": "POST"}
+    refused = await s.client.request("OPTIONS", PATH, [b""])
+    assert refused.status == 400 and refused.text.startswith("Disallowed CORS")
 
 
 @pytest.mark.parametrize(
     "headers",
     [{"x-api-key": "k3y"}, {"authorization": "Bearer k3y"}, {"x-api-key": "no", "authorization": "Bearer k3y"}],
 )
-def test_the_key_may_come_as_x_api_key(headers: dict[str, str]) -> None:
-    async def test(s: Served) -> None:
-        for wrong in ({}, {"x-api-key": ""}, {"x-api-key": "k3"}, {"authorization": "Bearer k3"}):
-            s.client.headers = wrong
-            reply = await s.client.post(PATH, HELLO)
-            assert error(reply)[:2] == (401, "authentication_error")
-        s.client.headers = headers
-        assert (await s.client.post(PATH, HELLO)).status == 200
-
-    serve(test, api_key="k3y")
+@served(api_key="k3y")
+async def test_the_key_may_come_as_x_api_key(s: Served, headers: dict[str, str]) -> None:
+    for wrong in ({}, {"x-api-key": ""}, {"x-api-key": "k3"}, {"authorization": "Bearer k3"}):
+        s.client.headers = wrong
+        reply = await s.client.post(PATH, HELLO)
+        assert error(reply)[:2] == (401, "authentication_error")
+    s.client.headers = headers
+    assert (await s.client.post(PATH, HELLO)).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
-    async def test(s: Served) -> None:
-        leave = asyncio.Event()
-        call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": stream}, leave=leave))
-        await s.hangs()
-        leave.set()
-        await call
-        assert s.engine.cancelled == [0] and s.engine.live == 0
-
-    serve(test, hold=1)
+@served(hold=1)
+async def test_a_client_that_leaves_frees_the_engine_at_once(s: Served, stream: bool) -> None:
+    leave = asyncio.Event()
+    call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": stream}, leave=leave))
+    await s.hangs()
+    leave.set()
+    await call
+    assert s.engine.cancelled == [0] and s.engine.live == 0
 
 
-def test_a_failure_ends_the_stream_with_an_error_event() -> None:
-    async def test(s: Served) -> None:
-        last = told(await s.client.post(PATH, {**HELLO, "stream": True}))[-1]
-        assert last["type"] == "error" and last["error"]["type"] == "api_error" and "logits" in last["error"]["message"]
-        assert error(await s.client.post(PATH, HELLO))[:2] == (500, "api_error")
-
-    serve(test, fail_at=3)
+@served(fail_at=3)
+async def test_a_failure_ends_the_stream_with_an_error_event(s: Served) -> None:
+    last = told(await s.client.post(PATH, {**HELLO, "stream": True}))[-1]
+    assert last["type"] == "error" and last["error"]["type"] == "api_error" and "logits" in last["error"]["message"]
+    assert error(await s.client.post(PATH, HELLO))[:2] == (500, "api_error")
 
 
-def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
-    async def test(s: Served) -> None:
-        call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": True}))
-        await s.hangs()
-        s.service.stop()
-        last = told(await call)[-1]
-        assert last["error"]["type"] == "overloaded_error" and "shutting down" in last["error"]["message"]
-
-    serve(test, hold=1)
+@served(hold=1)
+async def test_stopping_the_server_ends_a_stream_with_the_reason(s: Served) -> None:
+    call = asyncio.create_task(s.client.post(PATH, {**HELLO, "stream": True}))
+    await s.hangs()
+    s.service.stop()
+    last = told(await call)[-1]
+    assert last["error"]["type"] == "overloaded_error" and "shutting down" in last["error"]["message"]
 
 
 def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,51 +499,43 @@ def sdk(s: Served, key: str = "none") -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url="http://test", api_key=key, max_retries=0, http_client=http)
 
 
-def test_the_official_sdk_lists_the_models() -> None:
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        found = [m async for m in client.models.list()]
-        assert [(m.id, m.type, m.display_name) for m in found] == [("m", "model", "m")]
-        one = await client.models.retrieve("m")
-        assert one == found[0] and abs(one.created_at.timestamp() - s.service.started) < 1
-        assert one.max_input_tokens == s.engine.info.max_model_len
-        assert [m async for m in client.models.list(after_id="m")] == []
-        with pytest.raises(anthropic.NotFoundError) as unknown:
-            await client.models.retrieve("other")
-        assert unknown.value.body["error"]["type"] == "not_found_error"
-        plain = (await s.client.get("/v1/models")).json
-        assert plain["object"] == "list" and plain["data"][0]["object"] == "model"
-        openai = (await s.client.get("/v1/models/other")).error
-        assert openai["code"] == "model_not_found"
-
-    serve(test)
+@served()
+async def test_the_official_sdk_lists_the_models(s: Served) -> None:
+    client = sdk(s)
+    found = [m async for m in client.models.list()]
+    assert [(m.id, m.type, m.display_name) for m in found] == [("m", "model", "m")]
+    one = await client.models.retrieve("m")
+    assert one == found[0] and abs(one.created_at.timestamp() - s.service.started) < 1
+    assert one.max_input_tokens == s.engine.info.max_model_len
+    assert [m async for m in client.models.list(after_id="m")] == []
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await client.models.retrieve("other")
+    assert unknown.value.body["error"]["type"] == "not_found_error"
+    plain = (await s.client.get("/v1/models")).json
+    assert plain["object"] == "list" and plain["data"][0]["object"] == "model"
+    openai = (await s.client.get("/v1/models/other")).error
+    assert openai["code"] == "model_not_found"
 
 
-def test_a_wrong_key_is_refused_in_the_clients_form() -> None:
-    async def test(s: Served) -> None:
-        with pytest.raises(anthropic.AuthenticationError) as refused:
-            await sdk(s).models.list()
-        assert refused.value.body["error"]["type"] == "authentication_error"
-        assert [m.id async for m in sdk(s, "sesame").models.list()] == ["m"]
-
-    serve(test, api_key="sesame")
+@served(api_key="sesame")
+async def test_a_wrong_key_is_refused_in_the_clients_form(s: Served) -> None:
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        await sdk(s).models.list()
+    assert refused.value.body["error"]["type"] == "authentication_error"
+    assert [m.id async for m in sdk(s, "sesame").models.list()] == ["m"]
 
 
 @pytest.mark.parametrize(("system", "prompt"), [("", False), ([], False), (None, False), ("Be kind", True)])
-def test_an_empty_system_is_none(system: Any, prompt: bool) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post("/v1/messages", {**HELLO, "system": system})
-        assert reply.status == 200 and ("<|im_system|>system" in s.prompt()) == prompt
-
-    serve(test)
+@served()
+async def test_an_empty_system_is_none(s: Served, system: Any, prompt: bool) -> None:
+    reply = await s.client.post("/v1/messages", {**HELLO, "system": system})
+    assert reply.status == 200 and ("<|im_system|>system" in s.prompt()) == prompt
 
 
 @pytest.mark.parametrize("system", [{}, False, 0, 0.0])
-def test_a_system_that_is_no_text_is_refused(system: Any) -> None:
-    async def test(s: Served) -> None:
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
-            body = {"messages": HELLO["messages"], "system": system}
-            reply = await s.client.post(path, body if path == COUNT else {**body, "max_tokens": 9})
-            assert reply.status == 400 and "system must be a string or a list of parts" in reply.text
-
-    serve(test)
+@served()
+async def test_a_system_that_is_no_text_is_refused(s: Served, system: Any) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {"messages": HELLO["messages"], "system": system}
+        reply = await s.client.post(path, body if path == COUNT else {**body, "max_tokens": 9})
+        assert reply.status == 400 and "system must be a string or a list of parts" in reply.text

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import CALL, WEATHER, Served, serve
+from tests.serving import CALL, WEATHER, Served, served
 
 PATH = "/v1/messages"
 FUNCTION = WEATHER["function"]
@@ -30,61 +30,55 @@ def with_system(*blocks: Any) -> dict[str, Any]:
     return {"max_tokens": 300, "messages": messages, "tools": [WEATHER_TOOL, SEARCH, SPARE]}
 
 
-def test_a_tool_that_a_result_refers_to_is_declared_there_and_can_be_called() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(PATH, asked())
-        before = s.prompt()
-        assert "ToolSearch" in before and "get_weather" not in before and "spare" not in before
-        reply = await s.client.post(PATH, asked({"type": "text", "text": "One tool."}, FOUND))
-        assert reply.status == 200, reply.text
-        head = before.partition("Is it raining?")[0]
-        assert s.prompt().startswith(head), "the prefix in the cache stays what it was"
-        result = s.prompt().rpartition("## Return of functions.ToolSearch:0\n")[2]
-        assert result.startswith("One tool.# Tools") and "type get_weather = (_: {" in result and "// Now" in result
-        assert "spare" not in s.prompt()
-        (use,) = reply.json["content"]
-        assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {"city": "Oslo"})
-        constraint = s.engine.constraints[-1]
-        assert constraint is not None and constraint.tools
-        counted = await s.client.post(f"{PATH}/count_tokens", asked({"type": "text", "text": "One tool."}, FOUND))
-        assert counted.json["input_tokens"] == len(s.engine.seen[-1][0])
-
-    serve(test, answer=CALL.format(1))
+@served(answer=CALL.format(1))
+async def test_a_tool_that_a_result_refers_to_is_declared_there_and_can_be_called(s: Served) -> None:
+    await s.client.post(PATH, asked())
+    before = s.prompt()
+    assert "ToolSearch" in before and "get_weather" not in before and "spare" not in before
+    reply = await s.client.post(PATH, asked({"type": "text", "text": "One tool."}, FOUND))
+    assert reply.status == 200, reply.text
+    head = before.partition("Is it raining?")[0]
+    assert s.prompt().startswith(head), "the prefix in the cache stays what it was"
+    result = s.prompt().rpartition("## Return of functions.ToolSearch:0\n")[2]
+    assert result.startswith("One tool.# Tools") and "type get_weather = (_: {" in result and "// Now" in result
+    assert "spare" not in s.prompt()
+    (use,) = reply.json["content"]
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {"city": "Oslo"})
+    constraint = s.engine.constraints[-1]
+    assert constraint is not None and constraint.tools
+    counted = await s.client.post(f"{PATH}/count_tokens", asked({"type": "text", "text": "One tool."}, FOUND))
+    assert counted.json["input_tokens"] == len(s.engine.seen[-1][0])
 
 
-def test_a_tool_that_was_not_loaded_cannot_be_called() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(PATH, {**asked(), "tool_choice": {"type": "tool", "name": "get_weather"}})
-        assert reply.status == 400 and "get_weather" in reply.text
-        reply = await s.client.post(PATH, {**asked(FOUND), "tool_choice": {"type": "tool", "name": "get_weather"}})
-        assert reply.status == 200
-        reply = await s.client.post(PATH, {**asked(FOUND), "tool_choice": {"type": "none"}})
-        assert reply.status == 200 and "tool_declare" not in s.prompt()
-
-    serve(test, answer=CALL.format(1))
+@served(answer=CALL.format(1))
+async def test_a_tool_that_was_not_loaded_cannot_be_called(s: Served) -> None:
+    reply = await s.client.post(PATH, {**asked(), "tool_choice": {"type": "tool", "name": "get_weather"}})
+    assert reply.status == 400 and "get_weather" in reply.text
+    reply = await s.client.post(PATH, {**asked(FOUND), "tool_choice": {"type": "tool", "name": "get_weather"}})
+    assert reply.status == 200
+    reply = await s.client.post(PATH, {**asked(FOUND), "tool_choice": {"type": "none"}})
+    assert reply.status == 200 and "tool_declare" not in s.prompt()
 
 
-def test_messages_of_the_system_add_and_remove_tools() -> None:
-    async def test(s: Served) -> None:
-        text = {"type": "text", "text": "Use the tools."}
-        defined = {"name": "late", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-        added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": defined}}
-        known = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "spare"}}
-        gone = {"type": "tool_removal", "tool": BY_NAME}
-        forced = {"tool_choice": {"type": "tool", "name": "late"}}
-        assert (await s.client.post(PATH, {**with_system(text, added, known), **forced})).status == 200
-        last = s.prompt().rpartition("<|im_system|>")[2]
-        assert last.startswith("system<|im_middle|>Use the tools.# Tools") and "type late = " in last
-        assert "type spare = " in last
-        assert (await s.client.post(PATH, with_system(text, gone))).status == 200
-        assert "type get_weather = " in s.prompt(), "declared at the head, which stays in the cache"
-        assert "The tool get_weather is no longer available." in s.prompt()
-        forced = {"tool_choice": {"type": "tool", "name": "get_weather"}}
-        assert (await s.client.post(PATH, {**with_system(text, gone), **forced})).status == 400
-        back = {"type": "tool_addition", "tool": BY_NAME}
-        assert (await s.client.post(PATH, {**with_system(gone, back), **forced})).status == 200
-
-    serve(test)
+@served()
+async def test_messages_of_the_system_add_and_remove_tools(s: Served) -> None:
+    text = {"type": "text", "text": "Use the tools."}
+    defined = {"name": "late", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": defined}}
+    known = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "spare"}}
+    gone = {"type": "tool_removal", "tool": BY_NAME}
+    forced = {"tool_choice": {"type": "tool", "name": "late"}}
+    assert (await s.client.post(PATH, {**with_system(text, added, known), **forced})).status == 200
+    last = s.prompt().rpartition("<|im_system|>")[2]
+    assert last.startswith("system<|im_middle|>Use the tools.# Tools") and "type late = " in last
+    assert "type spare = " in last
+    assert (await s.client.post(PATH, with_system(text, gone))).status == 200
+    assert "type get_weather = " in s.prompt(), "declared at the head, which stays in the cache"
+    assert "The tool get_weather is no longer available." in s.prompt()
+    forced = {"tool_choice": {"type": "tool", "name": "get_weather"}}
+    assert (await s.client.post(PATH, {**with_system(text, gone), **forced})).status == 400
+    back = {"type": "tool_addition", "tool": BY_NAME}
+    assert (await s.client.post(PATH, {**with_system(gone, back), **forced})).status == 200
 
 
 @pytest.mark.parametrize(
@@ -108,38 +102,33 @@ def test_messages_of_the_system_add_and_remove_tools() -> None:
         ({**asked(), "tools": [SEARCH, {"name": "no schema", "defer_loading": True}]}, ["tools[1].input_schema"]),
     ],
 )
-def test_references_that_lead_nowhere_are_one_clear_error(body: dict[str, Any], words: list[str]) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(PATH, body)
-        assert reply.status == 400, reply.text
-        message = reply.json["error"]["message"]
-        assert all(word in message for word in words), message
+@served()
+async def test_references_that_lead_nowhere_are_one_clear_error(
+    s: Served, body: dict[str, Any], words: list[str]
+) -> None:
+    reply = await s.client.post(PATH, body)
+    assert reply.status == 400, reply.text
+    message = reply.json["error"]["message"]
+    assert all(word in message for word in words), message
 
-    serve(test)
 
-
-def test_a_tool_is_declared_once_however_often_it_is_referred_to() -> None:
+@served()
+async def test_a_tool_is_declared_once_however_often_it_is_referred_to(s: Served) -> None:
     """References are short and a declaration may be long: the prompt must not grow by their product."""
-
-    async def test(s: Served) -> None:
-        long = {**LATER, "description": "x" * 2000}
-        body = {**asked(*[FOUND] * 1000), "tools": [SEARCH, long]}
-        body["messages"] = [*body["messages"], *body["messages"][1:] * 50]
-        reply = await s.client.post(f"{PATH}/count_tokens", body)
-        assert reply.status == 200 and reply.json["input_tokens"] < 20_000
-
-    serve(test)
+    long = {**LATER, "description": "x" * 2000}
+    body = {**asked(*[FOUND] * 1000), "tools": [SEARCH, long]}
+    body["messages"] = [*body["messages"], *body["messages"][1:] * 50]
+    reply = await s.client.post(f"{PATH}/count_tokens", body)
+    assert reply.status == 200 and reply.json["input_tokens"] < 20_000
 
 
-def test_conversations_of_claude_code_share_their_system_prompt() -> None:
-    async def test(s: Served) -> None:
-        heads = []
-        for version in ("2.1.330.d78", "2.1.330.a01"):
-            billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli;"}
-            system = [billing, {"type": "text", "text": "You are an agent."}]
-            reply = await s.client.post(PATH, {**asked(), "system": system})
-            assert reply.status == 200
-            heads.append(s.prompt())
-        assert heads[0] == heads[1] and "system<|im_middle|>You are an agent.<|im_end|>" in heads[0]
-
-    serve(test)
+@served()
+async def test_conversations_of_claude_code_share_their_system_prompt(s: Served) -> None:
+    heads = []
+    for version in ("2.1.330.d78", "2.1.330.a01"):
+        billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli;"}
+        system = [billing, {"type": "text", "text": "You are an agent."}]
+        reply = await s.client.post(PATH, {**asked(), "system": system})
+        assert reply.status == 200
+        heads.append(s.prompt())
+    assert heads[0] == heads[1] and "system<|im_middle|>You are an agent.<|im_end|>" in heads[0]

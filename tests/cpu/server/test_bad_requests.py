@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve
+from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve, served
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one"),
@@ -149,19 +149,17 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "param", "words"), BAD_CHAT, ids=lambda v: json.dumps(v)[:50])
-def test_bad_chat_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": HELLO, **change} if change else {}
-        for stream in ({}, {"stream": True}) if "stream" not in json.dumps(change) else ({},):
-            reply = await s.client.post(CHAT, {**body, **stream})
-            assert reply.status == 400, reply.text
-            assert words in reply.error["message"]
-            assert param == "*" or reply.error["param"] == param
-            assert reply.error["type"] == "invalid_request_error"
-        assert s.engine.seen == []
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-
-    serve(test, max_waiting=98)
+@served(max_waiting=98)
+async def test_bad_chat_requests_are_named(s: Served, change: dict[str, Any], param: str, words: str) -> None:
+    body = {"messages": HELLO, **change} if change else {}
+    for stream in ({}, {"stream": True}) if "stream" not in json.dumps(change) else ({},):
+        reply = await s.client.post(CHAT, {**body, **stream})
+        assert reply.status == 400, reply.text
+        assert words in reply.error["message"]
+        assert param == "*" or reply.error["param"] == param
+        assert reply.error["type"] == "invalid_request_error"
+    assert s.engine.seen == []
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
 @pytest.mark.parametrize(
@@ -193,23 +191,19 @@ def test_bad_chat_requests_are_named(change: dict[str, Any], param: str, words: 
     ],
     ids=str,
 )
-def test_bad_completions_are_named(change: dict[str, Any], param: str) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(TEXT, {"prompt": "a", **change})
-        assert reply.status == 400 and reply.error["param"] == param, reply.text
-        assert s.engine.seen == []
-
-    serve(test)
+@served()
+async def test_bad_completions_are_named(s: Served, change: dict[str, Any], param: str) -> None:
+    reply = await s.client.post(TEXT, {"prompt": "a", **change})
+    assert reply.status == 400 and reply.error["param"] == param, reply.text
+    assert s.engine.seen == []
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b'{"messages": [' + b"[" * 5000, b"[1]", b'"x"', b"null"])
-def test_bodies_that_are_no_json_object(body: bytes) -> None:
-    async def test(s: Served) -> None:
-        for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
-            reply = await s.client.post(path, body)
-            assert reply.status == 400 and reply.error["code"] == "invalid_json", reply.text
-
-    serve(test)
+@served()
+async def test_bodies_that_are_no_json_object(s: Served, body: bytes) -> None:
+    for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+        reply = await s.client.post(path, body)
+        assert reply.status == 400 and reply.error["code"] == "invalid_json", reply.text
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -231,71 +225,60 @@ HALVES = [
 
 @pytest.mark.parametrize(("path", "body", "where"), HALVES, ids=str)
 @pytest.mark.parametrize("half", ["\\ud800", "\\udc00x", "x\\udfff\\ud83d"])
-def test_halves_of_characters_are_named(path: str, body: str, where: str, half: str) -> None:
-    async def test(s: Served) -> None:
-        written = half.replace("\\", "\\\\") if "guided" in body else half
-        reply = await s.client.post(path, body.replace("H", written).encode())
-        error = reply.json["error"]
-        assert reply.status == 400 and error.get("param", where) == where
-        assert f"lone surrogate {half.strip('x')[:6]} at " in error["message"]
-        assert f"{where}: not Unicode text" in error["message"] and "recursion" not in error["message"]
-        whole = body.replace("H", "\\ud83d\\ude00".replace("\\", "\\\\" if "guided" in body else "\\"))
-        assert "surrogate" not in (await s.client.post(path, whole.encode())).text
-
-    serve(test)
+@served()
+async def test_halves_of_characters_are_named(s: Served, path: str, body: str, where: str, half: str) -> None:
+    written = half.replace("\\", "\\\\") if "guided" in body else half
+    reply = await s.client.post(path, body.replace("H", written).encode())
+    error = reply.json["error"]
+    assert reply.status == 400 and error.get("param", where) == where
+    assert f"lone surrogate {half.strip('x')[:6]} at " in error["message"]
+    assert f"{where}: not Unicode text" in error["message"] and "recursion" not in error["message"]
+    whole = body.replace("H", "\\ud83d\\ude00".replace("\\", "\\\\" if "guided" in body else "\\"))
+    assert "surrogate" not in (await s.client.post(path, whole.encode())).text
 
 
 @pytest.mark.parametrize(
     "path", [CHAT, TEXT, MESSAGES, RESPONSES, f"{RESPONSES}/input_tokens", "/tokenize", "/v1/messages/count_tokens"]
 )
 @pytest.mark.parametrize("depth", [201, 5_000, 100_000])
-def test_bodies_that_nest_too_deeply_are_refused_by_depth(path: str, depth: int) -> None:
-    async def test(s: Served) -> None:
-        for opening, closing in (("[", "]"), ('{"a":', "}")):
-            text = '{"messages":' + opening * depth + "1" + closing * depth + "}"
-            reply = await s.client.post(path, text.encode())
-            message = reply.json["error"]["message"]
-            assert reply.status == 400 and "recursion" not in message
-            assert "the JSON of the body is nested deeper than 200 levels at line 1 column " in message
-
-    serve(test)
+@served()
+async def test_bodies_that_nest_too_deeply_are_refused_by_depth(s: Served, path: str, depth: int) -> None:
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        text = '{"messages":' + opening * depth + "1" + closing * depth + "}"
+        reply = await s.client.post(path, text.encode())
+        message = reply.json["error"]["message"]
+        assert reply.status == 400 and "recursion" not in message
+        assert "the JSON of the body is nested deeper than 200 levels at line 1 column " in message
 
 
-def test_schemas_that_nest_too_deeply_are_refused_by_depth() -> None:
-    async def test(s: Served) -> None:
-        for depth in (150, 100_000):
-            deep = '{"items":' * depth + "{}" + "}" * depth
-            reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": deep})
-            assert reply.status == 400 and reply.error["param"] == "guided_json"
-            assert "guided_json nests deeper than 128 levels" in reply.error["message"]
-
-    serve(test)
+@served()
+async def test_schemas_that_nest_too_deeply_are_refused_by_depth(s: Served) -> None:
+    for depth in (150, 100_000):
+        deep = '{"items":' * depth + "{}" + "}" * depth
+        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": deep})
+        assert reply.status == 400 and reply.error["param"] == "guided_json"
+        assert "guided_json nests deeper than 128 levels" in reply.error["message"]
 
 
-def test_no_schema_without_an_end_gets_a_stream() -> None:
+@served()
+async def test_no_schema_without_an_end_gets_a_stream(s: Served) -> None:
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": endless}}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
-
-    async def test(s: Served) -> None:
-        for field in ({"response_format": format}, {"tools": [tool]}, {"guided_json": endless}):
-            reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True, **field})
-            assert reply.status == 400 and "# -> #/properties/a -> #" in reply.error["message"]
-            assert reply.error["code"] == "unsupported_schema"
-        assert s.engine.seen == []
-
-    serve(test)
+    for field in ({"response_format": format}, {"tools": [tool]}, {"guided_json": endless}):
+        reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True, **field})
+        assert reply.status == 400 and "# -> #/properties/a -> #" in reply.error["message"]
+        assert reply.error["code"] == "unsupported_schema"
+    assert s.engine.seen == []
 
 
-def test_a_long_string_is_refused_by_what_it_takes() -> None:
-    async def test(s: Served) -> None:
-        for least, status in ((200, 200), (400, 400)):  # one byte is one token here
-            body = {"messages": HELLO, "max_tokens": 300, "guided_json": {"type": "string", "minLength": least}}
-            reply = await s.client.post(CHAT, {**body, "thinking": {"type": "disabled"}})
-            assert reply.status == status, reply.text
-        assert "needs at least 403" in reply.error["message"]
-
-    serve(test)
+@served()
+async def test_a_long_string_is_refused_by_what_it_takes(s: Served) -> None:
+    for least, status in ((200, 200), (400, 400)):  # one byte is one token here
+        body = {"messages": HELLO, "max_tokens": 300, "guided_json": {"type": "string", "minLength": least}}
+        reply = await s.client.post(CHAT, {**body, "thinking": {"type": "disabled"}})
+        assert reply.status == status, reply.text
+    assert "needs at least 403" in reply.error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
@@ -335,123 +318,108 @@ def test_a_bug_in_a_stream_is_logged_with_its_traceback(caplog: pytest.LogCaptur
     assert "a stream of /v1/chat/completions failed" in record.getMessage() and "ZeroDivisionError" in caplog.text
 
 
-def test_prompts_beyond_the_context() -> None:
-    async def test(s: Served) -> None:
-        long = "x" * 600
-        for path, body, param in (
-            (CHAT, {"messages": [{"role": "user", "content": long}]}, "messages"),
-            (TEXT, {"prompt": long}, "prompt"),
-            (TEXT, {"prompt": ["a", [120] * 600]}, "prompt"),
-            (TEXT, {"prompt": [[97], [120] * 600], "stream": True}, "prompt"),
-        ):
-            reply = await s.client.post(path, body)
-            assert reply.status == 400 and reply.error["param"] == param
-        body = {"messages": [{"role": "user", "content": long}]}
-        error = (await s.client.post(CHAT, body)).error
-        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
-        count = (await s.client.post("/tokenize", body)).json["count"]
-        assert str(count) in error["message"] and "512" in error["message"]
-
-    serve(test)
+@served()
+async def test_prompts_beyond_the_context(s: Served) -> None:
+    long = "x" * 600
+    for path, body, param in (
+        (CHAT, {"messages": [{"role": "user", "content": long}]}, "messages"),
+        (TEXT, {"prompt": long}, "prompt"),
+        (TEXT, {"prompt": ["a", [120] * 600]}, "prompt"),
+        (TEXT, {"prompt": [[97], [120] * 600], "stream": True}, "prompt"),
+    ):
+        reply = await s.client.post(path, body)
+        assert reply.status == 400 and reply.error["param"] == param
+    body = {"messages": [{"role": "user", "content": long}]}
+    error = (await s.client.post(CHAT, body)).error
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    count = (await s.client.post("/tokenize", body)).json["count"]
+    assert str(count) in error["message"] and "512" in error["message"]
 
 
 @pytest.mark.parametrize("size", [600, 100_000])
-def test_agents_recognise_a_prompt_beyond_the_context(size: int) -> None:
+@served()
+async def test_agents_recognise_a_prompt_beyond_the_context(s: Served, size: int) -> None:
     """So that they shorten the conversation and go on."""
     claude_code = r"(?i)prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)"
     litellm, opencode = (
         r"(?i)this model's maximum context length is 512 tokens",
         r"(?i)maximum context length is \d+ tokens",
     )
-
-    async def test(s: Served) -> None:
-        question = [{"role": "user", "content": "x" * size}]
-        for path, body in (
-            (CHAT, {"messages": question}),
-            ("/v1/responses", {"input": question}),
-            ("/v1/messages", {"messages": question, "max_tokens": 100}),
-        ):
-            reply = await s.client.post(path, body)
-            assert reply.status == 400
-            message = reply.json["error"]["message"]
-            found = re.search(claude_code, message)
-            assert found and int(found[1]) > int(found[2]) == 511, message
-            assert re.search(litellm, message) and re.search(opencode, message)
-            assert path.startswith("/v1/messages") or reply.json["error"]["code"] == "context_length_exceeded"
-
-    serve(test)
+    question = [{"role": "user", "content": "x" * size}]
+    for path, body in (
+        (CHAT, {"messages": question}),
+        ("/v1/responses", {"input": question}),
+        ("/v1/messages", {"messages": question, "max_tokens": 100}),
+    ):
+        reply = await s.client.post(path, body)
+        assert reply.status == 400
+        message = reply.json["error"]["message"]
+        found = re.search(claude_code, message)
+        assert found and int(found[1]) > int(found[2]) == 511, message
+        assert re.search(litellm, message) and re.search(opencode, message)
+        assert path.startswith("/v1/messages") or reply.json["error"]["code"] == "context_length_exceeded"
 
 
-def test_large_bodies_are_refused() -> None:
-    async def test(s: Served) -> None:
-        pieces = [b" " * 400_000] * 3
-        reply = await s.client.request("POST", CHAT, pieces)
-        assert reply.status == 413 and reply.error["code"] == "body_too_large"
-        s.client.headers = {"content-length": "2000000"}
-        assert (await s.client.request("POST", CHAT, [])).status == 413
-        s.client.headers = {}
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-
-    serve(test, max_body_mb=1)
+@served(max_body_mb=1)
+async def test_large_bodies_are_refused(s: Served) -> None:
+    pieces = [b" " * 400_000] * 3
+    reply = await s.client.request("POST", CHAT, pieces)
+    assert reply.status == 413 and reply.error["code"] == "body_too_large"
+    s.client.headers = {"content-length": "2000000"}
+    assert (await s.client.request("POST", CHAT, [])).status == 413
+    s.client.headers = {}
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
-def test_unknown_model_route_and_method() -> None:
-    async def test(s: Served) -> None:
-        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
-            reply = await s.client.post(path, {**body, "model": "gpt-4"})
-            assert reply.status == 404 and reply.error["code"] == "model_not_found" and "'m'" in reply.error["message"]
-            assert (await s.client.post(path, {**body, "model": "m"})).status == 200
-        assert (await s.client.get("/v1/nothing")).status == 404
-        assert "/v1/nothing" in (await s.client.get("/v1/nothing")).error["message"]
-        reply = await s.client.get(CHAT)
-        assert reply.status == 405 and reply.error["message"] and reply.headers["allow"] == "POST"
-
-    serve(test)
+@served()
+async def test_unknown_model_route_and_method(s: Served) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        reply = await s.client.post(path, {**body, "model": "gpt-4"})
+        assert reply.status == 404 and reply.error["code"] == "model_not_found" and "'m'" in reply.error["message"]
+        assert (await s.client.post(path, {**body, "model": "m"})).status == 200
+    assert (await s.client.get("/v1/nothing")).status == 404
+    assert "/v1/nothing" in (await s.client.get("/v1/nothing")).error["message"]
+    reply = await s.client.get(CHAT)
+    assert reply.status == 405 and reply.error["message"] and reply.headers["allow"] == "POST"
 
 
-def test_strict_servers_refuse_what_the_vendor_does() -> None:
-    async def test(s: Served) -> None:
-        for fields in (
-            {"top_p": 0.9},
-            {"temperature": 0.7},
-            {"temperature": 0.6},  # that of the other mode
-            {"temperature": 1.0, "thinking": {"type": "disabled"}},
-            {"presence_penalty": 0.1},
-            {"frequency_penalty": -0.1},
-            {"n": 2},
-        ):
-            reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
-            name = next(iter(fields))
-            assert reply.status == 400 and reply.error["param"] == name and name in reply.error["message"]
-        for fields in (
-            {},
-            {"top_p": 0.95, "temperature": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0},
-            {"temperature": 0.6, "thinking": {"type": "disabled"}},
-        ):
-            assert (await s.client.post(CHAT, {"messages": HELLO, **fields})).status == 200
-        assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
-
-    serve(test, vendor_strict=True)
+@served(vendor_strict=True)
+async def test_strict_servers_refuse_what_the_vendor_does(s: Served) -> None:
+    for fields in (
+        {"top_p": 0.9},
+        {"temperature": 0.7},
+        {"temperature": 0.6},  # that of the other mode
+        {"temperature": 1.0, "thinking": {"type": "disabled"}},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"n": 2},
+    ):
+        reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
+        name = next(iter(fields))
+        assert reply.status == 400 and reply.error["param"] == name and name in reply.error["message"]
+    for fields in (
+        {},
+        {"top_p": 0.95, "temperature": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0},
+        {"temperature": 0.6, "thinking": {"type": "disabled"}},
+    ):
+        assert (await s.client.post(CHAT, {"messages": HELLO, **fields})).status == 200
+    assert (await s.client.post(TEXT, {"prompt": "a", "temperature": 0.3})).status == 200
 
 
 @pytest.mark.parametrize("coding", ["utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("size", [10, 1_100_000])
-def test_bodies_with_a_byte_order_mark_are_refused_by_it(coding: str, size: int) -> None:
-    async def test(s: Served) -> None:
-        text = json.dumps({"messages": HELLO, "user": "x" * size})
-        reply = await s.client.post(CHAT, text.encode(coding))
-        assert reply.status == 400 and "begins with a byte order mark" in reply.error["message"]
-
-    serve(test)
+@served()
+async def test_bodies_with_a_byte_order_mark_are_refused_by_it(s: Served, coding: str, size: int) -> None:
+    text = json.dumps({"messages": HELLO, "user": "x" * size})
+    reply = await s.client.post(CHAT, text.encode(coding))
+    assert reply.status == 400 and "begins with a byte order mark" in reply.error["message"]
 
 
-def test_a_long_method_is_not_repeated() -> None:
-    async def test(s: Served) -> None:
-        for path, status in ((CHAT, 405), ("/nowhere", 404)):
-            reply = await s.client.request("A" * 3000, path, [b""])
-            assert reply.status == status and len(reply.error["message"]) < 100
-
-    serve(test)
+@served()
+async def test_a_long_method_is_not_repeated(s: Served) -> None:
+    for path, status in ((CHAT, 405), ("/nowhere", 404)):
+        reply = await s.client.request("A" * 3000, path, [b""])
+        assert reply.status == status and len(reply.error["message"]) < 100
 
 
 @pytest.mark.parametrize(
@@ -462,20 +430,18 @@ def test_a_long_method_is_not_repeated() -> None:
         ("guided_choice", ["a" * 40_000, "b" * 40_000]),
     ],
 )
-def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, field: asked})
-        assert reply.status == 400 and reply.error["param"] == field
-        assert "characters, at most 65536 can be enforced: make it shorter" in reply.error["message"]
-        tool = {
-            "type": "custom",
-            "name": "f",
-            "format": {"type": "grammar", "syntax": "lark", "definition": "x" * 70_000},
-        }
-        reply = await s.client.post(RESPONSES, {"input": "Hi", "tools": [tool]})
-        assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
-
-    serve(test)
+@served()
+async def test_grammars_are_bounded_before_they_are_compiled(s: Served, field: str, asked: object) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, field: asked})
+    assert reply.status == 400 and reply.error["param"] == field
+    assert "characters, at most 65536 can be enforced: make it shorter" in reply.error["message"]
+    tool = {
+        "type": "custom",
+        "name": "f",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "x" * 70_000},
+    }
+    reply = await s.client.post(RESPONSES, {"input": "Hi", "tools": [tool]})
+    assert reply.status == 400 and reply.error["param"].startswith("tools[0].format")
 
 
 @pytest.mark.parametrize(
@@ -493,10 +459,8 @@ def test_grammars_are_bounded_before_they_are_compiled(field: str, asked: object
         ),
     ],
 )
-def test_patterns_are_bounded_before_they_are_compiled(schema: dict[str, object], what: str) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": schema})
-        assert reply.status == 400 and reply.error["param"] == "guided_json"
-        assert what in reply.error["message"] and reply.error["code"] == "unsupported_schema"
-
-    serve(test)
+@served()
+async def test_patterns_are_bounded_before_they_are_compiled(s: Served, schema: dict[str, object], what: str) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, "guided_json": schema})
+    assert reply.status == 400 and reply.error["param"] == "guided_json"
+    assert what in reply.error["message"] and reply.error["code"] == "unsupported_schema"

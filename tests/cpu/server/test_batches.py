@@ -23,7 +23,7 @@ from perilune.server.batches.files import FileStore
 from perilune.server.keys import Account
 from tests.cpu.server.test_background import sdk
 from tests.cpu.server.test_description import check, operation
-from tests.serving import INFO, FakeEngine, Served, serve
+from tests.serving import INFO, FakeEngine, Served, serve, served
 
 CHAT = "/v1/chat/completions"
 Test = Callable[[Served], Coroutine[Any, Any, None]]
@@ -379,13 +379,11 @@ def test_a_keys_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run(test, tmp_path, api_key_file=str(keys))
 
 
-def test_without_a_directory_there_are_none() -> None:
-    async def test(s: Served) -> None:
-        for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/batch_1")):
-            reply = await s.client.request(method, path, [b"{}"])
-            assert reply.status == 404 and "--files-dir" in reply.error["message"]
-
-    serve(test)
+@served()
+async def test_without_a_directory_there_are_none(s: Served) -> None:
+    for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/batch_1")):
+        reply = await s.client.request(method, path, [b"{}"])
+        assert reply.status == 404 and "--files-dir" in reply.error["message"]
 
 
 @pytest.mark.parametrize(("query", "param"), [("?limit=0", "limit"), ("?after=x", "after"), ("?order=up", "order")])

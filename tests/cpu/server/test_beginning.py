@@ -10,7 +10,7 @@ from perilune.text.beginning import compact
 from perilune.text.chat import ChatTemplate
 from perilune.text.family import K2_INSTRUCT, K2_THINKING, K25, K26
 from tests.cpu.server.test_chat_answers import both, joined
-from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve
+from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, Served, served
 
 OPEN = "<|im_assistant|>assistant<|im_middle|>"
 CALLED = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -121,25 +121,22 @@ def test_what_cannot_be_continued_is_refused(
 
 
 @pytest.mark.parametrize("how", ["partial", "prefix", "flag", "vllm", "bare"])
-def test_the_answer_goes_on_from_the_message(how: str) -> None:
+@served(answer=" 36")
+async def test_the_answer_goes_on_from_the_message(s: Served, how: str) -> None:
     marked = {how: True} if how in ("partial", "prefix") else {}
     flags = {
         "flag": {"continue_final_message": True},
         "vllm": {"continue_final_message": True, "add_generation_prompt": False, "echo": False},
     }
     body = {"messages": begun(**marked), **flags.get(how, {})}
-
-    async def test(s: Served) -> None:
-        whole = (await s.client.post(CHAT, body)).json
-        assert s.prompt().endswith(OPEN + "<think></think>347 + 589 = 9")
-        assert whole["usage"]["prompt_tokens"] == len(s.engine.seen[-1][0])
-        chunks = (await s.client.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})).chunks
-        for answer in (whole, joined(chunks)):
-            (choice,) = answer["choices"]
-            assert choice["message"] == {"role": "assistant", "content": " 36"} and choice["finish_reason"] == "stop"
-            assert answer["usage"]["completion_tokens"] == 4
-
-    serve(test, answer=" 36")
+    whole = (await s.client.post(CHAT, body)).json
+    assert s.prompt().endswith(OPEN + "<think></think>347 + 589 = 9")
+    assert whole["usage"]["prompt_tokens"] == len(s.engine.seen[-1][0])
+    chunks = (await s.client.post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})).chunks
+    for answer in (whole, joined(chunks)):
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": " 36"} and choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 4
 
 
 def test_a_thought_goes_on() -> None:
@@ -211,47 +208,41 @@ def test_an_empty_beginning_is_none() -> None:
         ({"messages": begun("", reasoning_content="R"), **OFF}, "messages", "switched off"),
     ],
 )
-def test_bad_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
-    async def test(s: Served) -> None:
-        for stream in (False, True):
-            reply = await s.client.post(CHAT, {**change, "stream": stream})
-            assert reply.status == 400 and words in reply.error["message"], reply.text
-            assert reply.error["param"].startswith(param)
-        assert not s.engine.seen
-
-    serve(test)
+@served()
+async def test_bad_requests_are_named(s: Served, change: dict[str, Any], param: str, words: str) -> None:
+    for stream in (False, True):
+        reply = await s.client.post(CHAT, {**change, "stream": stream})
+        assert reply.status == 400 and words in reply.error["message"], reply.text
+        assert reply.error["param"].startswith(param)
+    assert not s.engine.seen
 
 
-def test_a_new_message_on_request() -> None:
-    async def test(s: Served) -> None:
-        for flags in ({"continue_final_message": False}, {"add_generation_prompt": True}):
-            assert (await s.client.post(CHAT, {"messages": begun(), **flags})).status == 200
-            assert s.prompt().endswith("= 9<|im_end|>" + OPEN + "<think>")
-
-    serve(test)
+@served()
+async def test_a_new_message_on_request(s: Served) -> None:
+    for flags in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        assert (await s.client.post(CHAT, {"messages": begun(), **flags})).status == 200
+        assert s.prompt().endswith("= 9<|im_end|>" + OPEN + "<think>")
 
 
 # --- forms
 
 
-def test_a_form_begins_in_the_message() -> None:
-    async def test(s: Served) -> None:
-        for form, text in (
-            ({"response_format": {"type": "json_object"}}, '{\n  "a": "b '),
-            ({"guided_choice": ["yes", "no"]}, "ye"),
-            ({"guided_choice": ["yes", "no"]}, "yes"),
-            ({"guided_regex": "[0-9]{3} = 9[0-9]+"}, "347 = 9"),
-        ):
-            reply = await s.client.post(CHAT, {"messages": begun(text), **form, "max_tokens": 100})
-            assert reply.status == 200, reply.text
-            made = s.engine.constraints[-1]
-            assert made is not None and made.answer is not None and not made.thinking
-            assert made.begun == ('{"a":"b ' if text[0] == "{" else text)
-        assert (await s.client.post(CHAT, {"messages": begun("", reasoning_content="R"), **form})).status == 200
+@served()
+async def test_a_form_begins_in_the_message(s: Served) -> None:
+    for form, text in (
+        ({"response_format": {"type": "json_object"}}, '{\n  "a": "b '),
+        ({"guided_choice": ["yes", "no"]}, "ye"),
+        ({"guided_choice": ["yes", "no"]}, "yes"),
+        ({"guided_regex": "[0-9]{3} = 9[0-9]+"}, "347 = 9"),
+    ):
+        reply = await s.client.post(CHAT, {"messages": begun(text), **form, "max_tokens": 100})
+        assert reply.status == 200, reply.text
         made = s.engine.constraints[-1]
-        assert made is not None and made.thinking and not made.begun
-
-    serve(test)
+        assert made is not None and made.answer is not None and not made.thinking
+        assert made.begun == ('{"a":"b ' if text[0] == "{" else text)
+    assert (await s.client.post(CHAT, {"messages": begun("", reasoning_content="R"), **form})).status == 200
+    made = s.engine.constraints[-1]
+    assert made is not None and made.thinking and not made.begun
 
 
 @pytest.mark.parametrize(
@@ -263,12 +254,10 @@ def test_a_form_begins_in_the_message() -> None:
         ({"guided_regex": "[a-z]{3}"}, "abcd", "'d'"),
     ],
 )
-def test_a_beginning_that_does_not_fit_is_refused(form: dict[str, Any], text: str, rest: str) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": begun(text), **form})
-        refused(s, reply, next(iter(form)), f"keeps to {next(iter(form))}: {rest} does not fit")
-
-    serve(test)
+@served()
+async def test_a_beginning_that_does_not_fit_is_refused(s: Served, form: dict[str, Any], text: str, rest: str) -> None:
+    reply = await s.client.post(CHAT, {"messages": begun(text), **form})
+    refused(s, reply, next(iter(form)), f"keeps to {next(iter(form))}: {rest} does not fit")
 
 
 def test_what_json_leaves_out() -> None:
@@ -283,14 +272,12 @@ def test_what_json_leaves_out() -> None:
     assert compact('"a\\') == '"a\\'
 
 
-def test_forced_calls_leave_the_beginning_free() -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": begun("Well,"), "tools": [WEATHER], "tool_choice": "required"}
-        assert (await s.client.post(CHAT, {**body, "response_format": {"type": "json_object"}})).status == 200
-        made = s.engine.constraints[-1]
-        assert made is not None and made.tools and not made.text and not made.thinking and not made.begun
-
-    serve(test, answer=CALL.format(0))
+@served(answer=CALL.format(0))
+async def test_forced_calls_leave_the_beginning_free(s: Served) -> None:
+    body = {"messages": begun("Well,"), "tools": [WEATHER], "tool_choice": "required"}
+    assert (await s.client.post(CHAT, {**body, "response_format": {"type": "json_object"}})).status == 200
+    made = s.engine.constraints[-1]
+    assert made is not None and made.tools and not made.text and not made.thinking and not made.begun
 
 
 # --- /tokenize
@@ -314,31 +301,25 @@ def test_forced_calls_leave_the_beginning_free() -> None:
         {"messages": begun(tool_calls=[CALLED])},
     ],
 )
-def test_tokenize_agrees_with_chat(body: dict[str, Any]) -> None:
-    async def test(s: Served) -> None:
-        tokens = await s.client.post("/tokenize", body)
-        reply = await s.client.post(CHAT, body)
-        assert tokens.status == reply.status, tokens.text
-        if reply.status == 200:
-            assert tokens.json["tokens"] == s.engine.seen[-1][0]
-        else:
-            assert tokens.error == reply.error
-
-    serve(test)
+@served()
+async def test_tokenize_agrees_with_chat(s: Served, body: dict[str, Any]) -> None:
+    tokens = await s.client.post("/tokenize", body)
+    reply = await s.client.post(CHAT, body)
+    assert tokens.status == reply.status, tokens.text
+    if reply.status == 200:
+        assert tokens.json["tokens"] == s.engine.seen[-1][0]
+    else:
+        assert tokens.error == reply.error
 
 
-def test_tokenize_without_a_generation_prompt_ends_with_the_message() -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": begun(), "add_generation_prompt": False}
-        tokens = (await s.client.post("/tokenize", body)).json["tokens"]
-        assert BYTES.decode(tokens).endswith(OPEN + "<think></think>347 + 589 = 9<|im_end|>")
-
-    serve(test)
+@served()
+async def test_tokenize_without_a_generation_prompt_ends_with_the_message(s: Served) -> None:
+    body = {"messages": begun(), "add_generation_prompt": False}
+    tokens = (await s.client.post("/tokenize", body)).json["tokens"]
+    assert BYTES.decode(tokens).endswith(OPEN + "<think></think>347 + 589 = 9<|im_end|>")
 
 
-def test_completions_always_continue_their_prompt() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(TEXT, {"prompt": "347 + 589 = 9"})
-        assert reply.status == 200 and s.prompt() == "347 + 589 = 9"
-
-    serve(test)
+@served()
+async def test_completions_always_continue_their_prompt(s: Served) -> None:
+    reply = await s.client.post(TEXT, {"prompt": "347 + 589 = 9"})
+    assert reply.status == 200 and s.prompt() == "347 + 589 = 9"

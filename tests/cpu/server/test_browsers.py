@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.serving import CHAT, HELLO, Served, serve
+from tests.serving import CHAT, HELLO, Served, serve, served
 
 PAGE = {"accept-language": "en-US,en;q=0.9", "user-agent": "Mozilla/5.0"}  # of every request of a browser
 FETCH = {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}  # besides, to an address it trusts
@@ -36,20 +36,18 @@ async def asks(s: Served, headers: dict[str, str], path: str = CHAT) -> int:
         {"host": "[::1", **PAGE},
     ],
 )
-def test_foreign_pages_are_refused(headers: dict[str, str]) -> None:
-    async def test(s: Served) -> None:
-        assert await asks(s, headers) == 403
-        for path in ("/", "/health", "/metrics", "/v1/models", "/v1/files", "/v1/responses/resp_1"):
-            assert await asks(s, headers, path) == 403, path
-        s.client.headers = {**headers, "access-control-request-method": "POST"}
-        assert (await s.client.request("OPTIONS", CHAT, [b""])).status == 403
-        s.client.headers = headers
-        reply = await s.client.post("/v1/messages", {"messages": HELLO, "max_tokens": 9})
-        assert reply.status == 403 and reply.json["type"] == "error", "the form of that API"
-        s.client.headers = {}
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-
-    serve(test)
+@served()
+async def test_foreign_pages_are_refused(s: Served, headers: dict[str, str]) -> None:
+    assert await asks(s, headers) == 403
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/files", "/v1/responses/resp_1"):
+        assert await asks(s, headers, path) == 403, path
+    s.client.headers = {**headers, "access-control-request-method": "POST"}
+    assert (await s.client.request("OPTIONS", CHAT, [b""])).status == 403
+    s.client.headers = headers
+    reply = await s.client.post("/v1/messages", {"messages": HELLO, "max_tokens": 9})
+    assert reply.status == 403 and reply.json["type"] == "error", "the form of that API"
+    s.client.headers = {}
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
 @pytest.mark.parametrize(
@@ -72,13 +70,11 @@ def test_foreign_pages_are_refused(headers: dict[str, str]) -> None:
         {},
     ],
 )
-def test_own_pages_and_other_programs_are_answered(headers: dict[str, str]) -> None:
-    async def test(s: Served) -> None:
-        assert await asks(s, headers) == 200
-        assert await asks(s, headers, "/v1/models") == 200
-        assert await asks(s, headers, "/") == 200
-
-    serve(test)
+@served()
+async def test_own_pages_and_other_programs_are_answered(s: Served, headers: dict[str, str]) -> None:
+    assert await asks(s, headers) == 200
+    assert await asks(s, headers, "/v1/models") == 200
+    assert await asks(s, headers, "/") == 200
 
 
 def test_names_of_the_configuration_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +113,10 @@ def test_names_of_the_configuration_are_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("origin", ["null", "http://192.0.2.66", "http://localhost:3000"])
-def test_forms_of_other_origins_are_refused(origin: str) -> None:
+@served()
+async def test_forms_of_other_origins_are_refused(s: Served, origin: str) -> None:
     """A browser sends these to another origin without asking, so that nothing else keeps files of any page out."""
-
-    async def test(s: Served) -> None:
-        form = {"content-type": "multipart/form-data; boundary=b", "host": "localhost:8000"}
-        for page, status in ((origin, 403), ("http://localhost:8000", 404), (None, 404)):  # 404: without --files-dir
-            s.client.headers = {**form, **({} if page is None else {"origin": page})}
-            assert (await s.client.post("/v1/files", b"--b--")).status == status
-
-    serve(test)
+    form = {"content-type": "multipart/form-data; boundary=b", "host": "localhost:8000"}
+    for page, status in ((origin, 403), ("http://localhost:8000", 404), (None, 404)):  # 404: without --files-dir
+        s.client.headers = {**form, **({} if page is None else {"origin": page})}
+        assert (await s.client.post("/v1/files", b"--b--")).status == status

@@ -10,7 +10,7 @@ import pytest
 from perilune.core.config import ServerConfig
 from perilune.core.errors import ConfigError
 from perilune.text.chat import template_for
-from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve
+from tests.serving import BYTES, CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve, served
 
 
 def both(body: dict[str, Any], check: Callable[[dict[str, Any]], None], **setup: Any) -> None:
@@ -87,33 +87,28 @@ def test_chat_keeps_reasoning_apart_and_reports_usage(width: int) -> None:
     "switch",
     [{"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"thinking": False}}],
 )
-def test_thinking_can_be_switched_off(switch: dict[str, Any]) -> None:
-    async def test(s: Served) -> None:
-        answer = (await s.client.post(CHAT, {"messages": HELLO, **switch})).json["choices"][0]["message"]
-        assert answer == {"role": "assistant", "content": "Hello"}
-        assert s.prompt().endswith("<think></think>")
-        assert (s.params.temperature, s.params.top_p) == (0.6, 0.95)
-        await s.client.post(CHAT, {"messages": HELLO})
-        assert s.prompt().endswith("<|im_middle|><think>")
-        assert (s.params.temperature, s.params.top_p) == (1.0, 0.95)
-
-    serve(test)
+@served()
+async def test_thinking_can_be_switched_off(s: Served, switch: dict[str, Any]) -> None:
+    answer = (await s.client.post(CHAT, {"messages": HELLO, **switch})).json["choices"][0]["message"]
+    assert answer == {"role": "assistant", "content": "Hello"}
+    assert s.prompt().endswith("<think></think>")
+    assert (s.params.temperature, s.params.top_p) == (0.6, 0.95)
+    await s.client.post(CHAT, {"messages": HELLO})
+    assert s.prompt().endswith("<|im_middle|><think>")
+    assert (s.params.temperature, s.params.top_p) == (1.0, 0.95)
 
 
-def test_reasoning_of_earlier_turns_is_kept_on_request() -> None:
+@served()
+async def test_reasoning_of_earlier_turns_is_kept_on_request(s: Served) -> None:
     history = [*HELLO, {"role": "assistant", "content": "A", "reasoning_content": "R1"}, *HELLO]
-
-    async def test(s: Served) -> None:
-        await s.client.post(CHAT, {"messages": history})
-        assert "R1" not in s.prompt()
-        for ask in (
-            {"thinking": {"type": "enabled", "keep": "all"}},
-            {"chat_template_kwargs": {"preserve_thinking": True}},
-        ):
-            assert (await s.client.post(CHAT, {"messages": history, **ask})).status == 200
-            assert "<think>R1</think>A" in s.prompt()
-
-    serve(test)
+    await s.client.post(CHAT, {"messages": history})
+    assert "R1" not in s.prompt()
+    for ask in (
+        {"thinking": {"type": "enabled", "keep": "all"}},
+        {"chat_template_kwargs": {"preserve_thinking": True}},
+    ):
+        assert (await s.client.post(CHAT, {"messages": history, **ask})).status == 200
+        assert "<think>R1</think>A" in s.prompt()
 
 
 def test_tool_calls_carry_native_ids() -> None:
@@ -151,15 +146,13 @@ def test_tool_results_go_back_and_the_next_call_counts_on() -> None:
     both({"messages": messages, "tools": [WEATHER]}, check, answer="</think>" + CALL.format(0))
 
 
-def test_tool_choice_none_hides_the_tools() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(CHAT, {"messages": HELLO, "tools": [WEATHER]})
-        assert "get_weather" in s.prompt()
-        reply = await s.client.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none"})
-        assert reply.status == 200 and "get_weather" not in s.prompt()
-        assert "tool_calls" not in reply.json["choices"][0]["message"]
-
-    serve(test)
+@served()
+async def test_tool_choice_none_hides_the_tools(s: Served) -> None:
+    await s.client.post(CHAT, {"messages": HELLO, "tools": [WEATHER]})
+    assert "get_weather" in s.prompt()
+    reply = await s.client.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none"})
+    assert reply.status == 200 and "get_weather" not in s.prompt()
+    assert "tool_calls" not in reply.json["choices"][0]["message"]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -205,45 +198,39 @@ def test_a_default_for_requests_without_a_limit() -> None:
         ServerConfig(default_max_tokens=0)
 
 
-def test_max_tokens_ends_with_length_and_is_clamped_to_the_context() -> None:
-    async def test(s: Served) -> None:
-        for name in ("max_tokens", "max_completion_tokens"):
-            answer = (await s.client.post(CHAT, {"messages": HELLO, name: 3, "thinking": {"type": "disabled"}})).json
-            assert answer["choices"][0]["message"]["content"] == "Hel"
-            assert answer["choices"][0]["finish_reason"] == "length"
-            assert answer["usage"]["completion_tokens"] == 3
-        for ask in ({"max_tokens": 10**6}, {}):
-            await s.client.post(CHAT, {"messages": HELLO, **ask})
-            prompt, params = s.engine.seen[-1]
-            assert len(prompt) + (params.max_tokens or 0) == s.engine.info.max_model_len
-
-    serve(test)
+@served()
+async def test_max_tokens_ends_with_length_and_is_clamped_to_the_context(s: Served) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = (await s.client.post(CHAT, {"messages": HELLO, name: 3, "thinking": {"type": "disabled"}})).json
+        assert answer["choices"][0]["message"]["content"] == "Hel"
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 3
+    for ask in ({"max_tokens": 10**6}, {}):
+        await s.client.post(CHAT, {"messages": HELLO, **ask})
+        prompt, params = s.engine.seen[-1]
+        assert len(prompt) + (params.max_tokens or 0) == s.engine.info.max_model_len
 
 
-def test_sampling_fields_reach_the_engine() -> None:
-    async def test(s: Served) -> None:
-        ask = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 5, "stop_token_ids": [9]}
-        assert (await s.client.post(CHAT, {"messages": HELLO, **ask, "stop": ["a", "b"]})).status == 200
-        assert {k: getattr(s.params, k) for k in ask} == {**ask, "stop_token_ids": (9,)}
-        assert s.params.stop == ("a", "b") and s.params.logprobs is None
-        await s.client.post(CHAT, {"messages": HELLO, "top_k": -1, "temperature": None})
-        assert s.params.top_k == 0 and s.params.temperature == 0.25 and s.params.top_p == 0.95
-
-    serve(test, defaults={"temperature": 0.25})
+@served(defaults={"temperature": 0.25})
+async def test_sampling_fields_reach_the_engine(s: Served) -> None:
+    ask = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 5, "stop_token_ids": [9]}
+    assert (await s.client.post(CHAT, {"messages": HELLO, **ask, "stop": ["a", "b"]})).status == 200
+    assert {k: getattr(s.params, k) for k in ask} == {**ask, "stop_token_ids": (9,)}
+    assert s.params.stop == ("a", "b") and s.params.logprobs is None
+    await s.client.post(CHAT, {"messages": HELLO, "top_k": -1, "temperature": None})
+    assert s.params.top_k == 0 and s.params.temperature == 0.25 and s.params.top_p == 0.95
 
 
-def test_penalties_bias_and_min_tokens_reach_the_engine() -> None:
-    async def test(s: Served) -> None:
-        ask = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "min_tokens": 2}
-        for path, prompt in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
-            assert (await s.client.post(path, {**prompt, **ask, "logit_bias": {"65": -100, "66": 2.5}})).status == 200
-            assert {k: getattr(s.params, k) for k in ask} == ask
-            assert s.params.logit_bias == ((65, -100.0), (66, 2.5))
-            neutral = {"presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0}
-            assert (await s.client.post(path, {**prompt, **neutral})).status == 200
-            assert not s.params.penalized and s.params.logit_bias == () and s.engine.constraints[-1] is None
-
-    serve(test)
+@served()
+async def test_penalties_bias_and_min_tokens_reach_the_engine(s: Served) -> None:
+    ask = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "min_tokens": 2}
+    for path, prompt in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+        assert (await s.client.post(path, {**prompt, **ask, "logit_bias": {"65": -100, "66": 2.5}})).status == 200
+        assert {k: getattr(s.params, k) for k in ask} == ask
+        assert s.params.logit_bias == ((65, -100.0), (66, 2.5))
+        neutral = {"presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0}
+        assert (await s.client.post(path, {**prompt, **neutral})).status == 200
+        assert not s.params.penalized and s.params.logit_bias == () and s.engine.constraints[-1] is None
 
 
 def test_several_answers_to_one_conversation() -> None:
@@ -270,31 +257,25 @@ def test_several_answers_to_one_conversation() -> None:
     serve(seeds)
 
 
-def test_answers_to_one_conversation_are_streamed_side_by_side() -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": HELLO, "n": 2, "stream": True, "thinking": {"type": "disabled"}}
-        order = [c["choices"][0]["index"] for c in (await s.client.post(CHAT, body)).chunks]
-        assert order != sorted(order), "the second answer waited for the first"
-
-    serve(test, pause=0.002)
+@served(pause=0.002)
+async def test_answers_to_one_conversation_are_streamed_side_by_side(s: Served) -> None:
+    body = {"messages": HELLO, "n": 2, "stream": True, "thinking": {"type": "disabled"}}
+    order = [c["choices"][0]["index"] for c in (await s.client.post(CHAT, body)).chunks]
+    assert order != sorted(order), "the second answer waited for the first"
 
 
-def test_a_failure_of_one_answer_ends_all() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, "n": 3})
-        assert reply.status == 500 and reply.error["code"] == "generation_failed"
-        chunks = (await s.client.post(CHAT, {"messages": HELLO, "n": 3, "stream": True})).chunks
-        assert "not finite" in chunks[-1]["error"]["message"]
-
-    serve(test, fail_at=2, pause=0.001)
+@served(fail_at=2, pause=0.001)
+async def test_a_failure_of_one_answer_ends_all(s: Served) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, "n": 3})
+    assert reply.status == 500 and reply.error["code"] == "generation_failed"
+    chunks = (await s.client.post(CHAT, {"messages": HELLO, "n": 3, "stream": True})).chunks
+    assert "not finite" in chunks[-1]["error"]["message"]
 
 
-def test_the_developer_speaks_as_the_system() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(CHAT, {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO]})
-        assert s.prompt().startswith("<|im_system|>system<|im_middle|>Be brief.<|im_end|>")
-
-    serve(test)
+@served()
+async def test_the_developer_speaks_as_the_system(s: Served) -> None:
+    await s.client.post(CHAT, {"messages": [{"role": "developer", "content": "Be brief."}, *HELLO]})
+    assert s.prompt().startswith("<|im_system|>system<|im_middle|>Be brief.<|im_end|>")
 
 
 def test_a_model_without_chat_still_completes(tmp_path: Path) -> None:
@@ -310,34 +291,28 @@ def test_a_model_without_chat_still_completes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_usage_tells_of_tokens_guessed_ahead(path: str) -> None:
+@served()
+async def test_usage_tells_of_tokens_guessed_ahead(s: Served, path: str) -> None:
     ask = {"messages": HELLO, "thinking": {"type": "disabled"}} if path == CHAT else {"prompt": "Hi"}
-
-    async def test(s: Served) -> None:
-        s.engine.answer, s.engine.width = "abcdefg", 4  # and the end: two deltas of four tokens
-        usage = (await s.client.post(path, ask)).json["usage"]
-        details = usage["completion_tokens_details"]
-        assert (usage["completion_tokens"], details["acceptance_length"]) == (8, 4.0)
-        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 2)
-        # A stop string among the tokens of a step: what lies behind it is nobody's.
-        answer = (await s.client.post(path, {**ask, "stop": "f"})).json
-        text = answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
-        assert text == "abcde" and answer["usage"]["completion_tokens"] == 6
-        s.engine.width = 1
-        details = (await s.client.post(path, ask)).json["usage"]["completion_tokens_details"]
-        assert [details[k] for k in ("accepted_prediction_tokens", "rejected_prediction_tokens")] == [0, 0]
-        assert details["acceptance_length"] == 1.0
-
-    serve(test)
+    s.engine.answer, s.engine.width = "abcdefg", 4  # and the end: two deltas of four tokens
+    usage = (await s.client.post(path, ask)).json["usage"]
+    details = usage["completion_tokens_details"]
+    assert (usage["completion_tokens"], details["acceptance_length"]) == (8, 4.0)
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 2)
+    # A stop string among the tokens of a step: what lies behind it is nobody's.
+    answer = (await s.client.post(path, {**ask, "stop": "f"})).json
+    text = answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
+    assert text == "abcde" and answer["usage"]["completion_tokens"] == 6
+    s.engine.width = 1
+    details = (await s.client.post(path, ask)).json["usage"]["completion_tokens_details"]
+    assert [details[k] for k in ("accepted_prediction_tokens", "rejected_prediction_tokens")] == [0, 0]
+    assert details["acceptance_length"] == 1.0
 
 
-def test_a_budget_of_more_than_64_bits_is_cut() -> None:
+@served()
+async def test_a_budget_of_more_than_64_bits_is_cut(s: Served) -> None:
     """Messages to the engine's process have no room for larger numbers."""
-
-    async def test(s: Served) -> None:
-        for asked in ({"max_thinking_tokens": 2**64}, {"thinking_token_budget": 10**400}):
-            assert (await s.client.post(CHAT, {"messages": HELLO, **asked})).status == 200
-            constraint = s.engine.constraints[-1]
-            assert constraint is not None and constraint.thinking_budget == 2**63 - 1
-
-    serve(test)
+    for asked in ({"max_thinking_tokens": 2**64}, {"thinking_token_budget": 10**400}):
+        assert (await s.client.post(CHAT, {"messages": HELLO, **asked})).status == 200
+        constraint = s.engine.constraints[-1]
+        assert constraint is not None and constraint.thinking_budget == 2**63 - 1

@@ -13,7 +13,7 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Form, Tool
 from tests.cpu.grammar.test_grammar import Monkey, nano, read  # noqa: F401  # nano is a fixture
 from tests.cpu.server.test_responses import told
-from tests.serving import BYTES, Served, serve
+from tests.serving import BYTES, Served, serve, served
 
 PATH = "/v1/responses"
 TEXT = {"type": "custom", "name": "code", "description": "Runs Python"}
@@ -69,24 +69,22 @@ def test_a_call_comes_back_as_its_text(tool: dict[str, Any], written: str, text:
     serve(test, answer="</think>" + CALL.format(tool["name"], written), width=width)
 
 
-def test_the_model_sees_a_function() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK]})
-        assert "// Runs Python\ntype code = (_: {\n  input: string" in s.prompt()
-        assert "// The call's arguments are the input itself, not JSON.\ntype lines" in s.prompt()
-        constraint = s.engine.constraints[-1]
-        assert constraint is not None and [name for name, _ in constraint.tools] == ["code", "lines"]
-        choice = {"type": "custom", "name": "lines"}
-        await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": choice})
-        constraint = s.engine.constraints[-1]
-        assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and not constraint.text
-        several = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
-        reply = await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": several})
-        constraint = s.engine.constraints[-1]
-        assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and constraint.text
-        assert reply.json["tool_choice"] == several and "type code" in s.prompt()
-
-    serve(test, answer="</think>Hello")
+@served(answer="</think>Hello")
+async def test_the_model_sees_a_function(s: Served) -> None:
+    await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK]})
+    assert "// Runs Python\ntype code = (_: {\n  input: string" in s.prompt()
+    assert "// The call's arguments are the input itself, not JSON.\ntype lines" in s.prompt()
+    constraint = s.engine.constraints[-1]
+    assert constraint is not None and [name for name, _ in constraint.tools] == ["code", "lines"]
+    choice = {"type": "custom", "name": "lines"}
+    await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": choice})
+    constraint = s.engine.constraints[-1]
+    assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and not constraint.text
+    several = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+    reply = await s.client.post(PATH, {"input": "Hi", "tools": [TEXT, LARK], "tool_choice": several})
+    constraint = s.engine.constraints[-1]
+    assert constraint is not None and [name for name, _ in constraint.tools] == ["lines"] and constraint.text
+    assert reply.json["tool_choice"] == several and "type code" in s.prompt()
 
 
 @pytest.mark.parametrize(
@@ -137,33 +135,26 @@ def test_white_space_around_raw_arguments_stays() -> None:
         ({"format": {"type": "grammar", "syntax": "lark", "definition": "start: b"}}, "tools[0].format", "enforced"),
     ],
 )
-def test_formats_that_cannot_be_are_refused(change: dict[str, Any], param: str, words: str) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(PATH, {"input": "Hi", "tools": [{**TEXT, **change}]})
-        assert reply.status == 400 and reply.error["param"] == param and words in reply.error["message"], reply.error
-        assert s.engine.seen == []
-
-    serve(test)
+@served()
+async def test_formats_that_cannot_be_are_refused(s: Served, change: dict[str, Any], param: str, words: str) -> None:
+    reply = await s.client.post(PATH, {"input": "Hi", "tools": [{**TEXT, **change}]})
+    assert reply.status == 400 and reply.error["param"] == param and words in reply.error["message"], reply.error
+    assert s.engine.seen == []
 
 
-def test_the_last_item_may_not_be_a_call() -> None:
+@served()
+async def test_the_last_item_may_not_be_a_call(s: Served) -> None:
     call = {"type": "custom_tool_call", "call_id": "c", "name": "code", "input": "x"}
-
-    async def test(s: Served) -> None:
-        reply = await s.client.post(PATH, {"input": [{"role": "user", "content": "a"}, call], "tools": [TEXT]})
-        assert reply.error["message"] == "input[1] must be followed by its custom_tool_call_output"
-
-    serve(test)
+    reply = await s.client.post(PATH, {"input": [{"role": "user", "content": "a"}, call], "tools": [TEXT]})
+    assert reply.error["message"] == "input[1] must be followed by its custom_tool_call_output"
 
 
-def test_a_call_that_is_cut_off_says_so() -> None:
-    async def test(s: Served) -> None:
-        body = {"input": "Hi", "tools": [TEXT], "max_output_tokens": 35, "reasoning": {"effort": "none"}}
-        response = (await s.client.post(PATH, body)).json
-        assert response["status"] == "incomplete"
-        assert [(i["type"], i["status"]) for i in response["output"]] == [("custom_tool_call", "incomplete")]
-
-    serve(test, answer=CALL.format("code", '{"input": "print(1)"}'))
+@served(answer=CALL.format("code", '{"input": "print(1)"}'))
+async def test_a_call_that_is_cut_off_says_so(s: Served) -> None:
+    body = {"input": "Hi", "tools": [TEXT], "max_output_tokens": 35, "reasoning": {"effort": "none"}}
+    response = (await s.client.post(PATH, body)).json
+    assert response["status"] == "incomplete"
+    assert [(i["type"], i["status"]) for i in response["output"]] == [("custom_tool_call", "incomplete")]
 
 
 def test_pieces_of_escapes_wait_for_their_rest() -> None:

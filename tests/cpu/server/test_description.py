@@ -21,7 +21,7 @@ from perilune.server.description.document import ERRORS, bodies, document, meani
 from perilune.server.description.operation import OPERATIONS, Operation
 from perilune.server.service import Service
 from runs.docs import http_api
-from tests.serving import BYTES, CALL, INFO, TEMPLATE, WEATHER, FakeEngine, Reply, Served, serve
+from tests.serving import BYTES, CALL, INFO, TEMPLATE, WEATHER, FakeEngine, Reply, Served, serve, served
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
 COMMANDS = re.findall(r"^curl .*$", PAGE, re.M)
@@ -107,14 +107,12 @@ def test_the_document_is_whole() -> None:
     assert not set(names().values()) & set(forms), "a body and an answer share a name"
 
 
-def test_anyone_may_read_it() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.get("/openapi.json")
-        assert reply.status == 200 and reply.json == json.loads(json.dumps(DOCUMENT))
-        assert "sesame" not in reply.text
-        assert (await s.client.get("/v1/models")).status == 401
-
-    serve(test, api_key="sesame")
+@served(api_key="sesame")
+async def test_anyone_may_read_it(s: Served) -> None:
+    reply = await s.client.get("/openapi.json")
+    assert reply.status == 200 and reply.json == json.loads(json.dumps(DOCUMENT))
+    assert "sesame" not in reply.text
+    assert (await s.client.get("/v1/models")).status == 401
 
 
 async def sent(s: Served, command: str) -> tuple[Operation, Reply]:
@@ -249,41 +247,34 @@ def test_rich_answers_and_their_events_are_described(path: str, change: dict[str
         ("/tokenize", {"prompt": "a"}, {"content-type": "application/x-www-form-urlencoded"}, 415),
     ],
 )
-def test_errors_are_described(path: str, body: Any, headers: dict[str, str], status: int) -> None:
-    async def test(s: Served) -> None:
-        s.client.headers.update(headers)
-        reply = await s.client.post(path, body)
-        assert reply.status == status and status in ERRORS and reply.headers["x-request-id"]
-        check(reply.json, operation("POST", path), status)
-
-    serve(test)
+@served()
+async def test_errors_are_described(s: Served, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+    s.client.headers.update(headers)
+    reply = await s.client.post(path, body)
+    assert reply.status == status and status in ERRORS and reply.headers["x-request-id"]
+    check(reply.json, operation("POST", path), status)
 
 
 @pytest.mark.parametrize("declared", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"])
-def test_json_may_be_declared_as_such(declared: str) -> None:
-    async def test(s: Served) -> None:
-        s.client.headers["content-type"] = declared
-        assert (await s.client.post("/tokenize", {"prompt": "a"})).status == 200
-
-    serve(test)
+@served()
+async def test_json_may_be_declared_as_such(s: Served, declared: str) -> None:
+    s.client.headers["content-type"] = declared
+    assert (await s.client.post("/tokenize", {"prompt": "a"})).status == 200
 
 
-def test_a_body_of_another_type_is_refused_before_it_is_read() -> None:
+@served()
+async def test_a_body_of_another_type_is_refused_before_it_is_read(s: Served) -> None:
     """A web page may send text/plain to any address without asking the server: it must not cost a generation."""
-
-    async def test(s: Served) -> None:
-        s.client.headers["content-type"] = "text/plain"
-        reply = await s.client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
-        assert reply.status == 415 and s.engine.seen == []
-        assert reply.error["message"] == (
-            "the body is declared as 'text/plain': send JSON with 'Content-Type: application/json'"
-        )
-        s.client.headers |= {"content-type": "application/json", "content-encoding": "gzip"}
-        reply = await s.client.post("/v1/chat/completions", gzip.compress(b'{"messages": []}'))
-        assert reply.status == 415
-        assert reply.error["message"] == "the body is declared as coded ('gzip'): send it without Content-Encoding"
-
-    serve(test)
+    s.client.headers["content-type"] = "text/plain"
+    reply = await s.client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+    assert reply.status == 415 and s.engine.seen == []
+    assert reply.error["message"] == (
+        "the body is declared as 'text/plain': send JSON with 'Content-Type: application/json'"
+    )
+    s.client.headers |= {"content-type": "application/json", "content-encoding": "gzip"}
+    reply = await s.client.post("/v1/chat/completions", gzip.compress(b'{"messages": []}'))
+    assert reply.status == 415
+    assert reply.error["message"] == "the body is declared as coded ('gzip'): send it without Content-Encoding"
 
 
 BOUNDED = {

@@ -16,7 +16,7 @@ from perilune.server.pictures.fetch import Fetcher, public
 from tests import certificates
 from tests.cpu.media.pictures import file, scene
 from tests.cpu.server.test_pictures import SEES, chat, check_refused
-from tests.serving import CHAT, HANG_SECONDS, Served, serve
+from tests.serving import CHAT, HANG_SECONDS, Served, served
 
 PNG = file(scene(100, 30))
 
@@ -238,27 +238,25 @@ def test_a_certificate_is_checked_for_the_name(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_request_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Served) -> None:
-        async with web() as w:
-            s.service.pictures._fetcher = Fetcher(
-                [f"a.example:{w.port}"], resolve=w.resolve, is_public=lambda a: a == "127.0.0.1"
-            )
-            part = {"type": "image_url", "image_url": {"url": w.url("a.png")}}
-            assert (await s.client.post(CHAT, chat(part, part))).status == 200
-            assert [p.tokens for p in s.engine.pictures[-1]] == [8, 8]
-            source = {"type": "url", "url": w.url("missing.png")}
-            body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-            check_refused(await s.client.post("/v1/messages", body), "messages[0].content[0]", "answered 404")
-            # A response that is continued fetches again; an error there says that the fault is in the earlier request.
-            gone = {"type": "input_image", "image_url": w.url("a.png")}
-            kept = (await s.client.post("/v1/responses", {"input": [{"role": "user", "content": [gone]}]})).json["id"]
-            monkeypatch.setitem(ANSWERS, "/a.png", ANSWERS["/missing.png"])
-            again = await s.client.post("/v1/responses", {"input": "B", "previous_response_id": kept})
-            check_refused(again, "previous_response_id.input[0].content[0]", "answered 404", "invalid_image_url")
-            film = {"type": "video_url", "video_url": {"url": w.url("missing.png")}}
-            error = (await s.client.post(CHAT, chat(film))).error
-            assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"
-            assert s.service.pictures.budget.held == 0
-
-    serve(test, **SEES, media_allow_host=("a.example",))
+@served(**SEES, media_allow_host=("a.example",))
+async def test_a_request_with_an_address(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with web() as w:
+        s.service.pictures._fetcher = Fetcher(
+            [f"a.example:{w.port}"], resolve=w.resolve, is_public=lambda a: a == "127.0.0.1"
+        )
+        part = {"type": "image_url", "image_url": {"url": w.url("a.png")}}
+        assert (await s.client.post(CHAT, chat(part, part))).status == 200
+        assert [p.tokens for p in s.engine.pictures[-1]] == [8, 8]
+        source = {"type": "url", "url": w.url("missing.png")}
+        body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+        check_refused(await s.client.post("/v1/messages", body), "messages[0].content[0]", "answered 404")
+        # A response that is continued fetches again; an error there says that the fault is in the earlier request.
+        gone = {"type": "input_image", "image_url": w.url("a.png")}
+        kept = (await s.client.post("/v1/responses", {"input": [{"role": "user", "content": [gone]}]})).json["id"]
+        monkeypatch.setitem(ANSWERS, "/a.png", ANSWERS["/missing.png"])
+        again = await s.client.post("/v1/responses", {"input": "B", "previous_response_id": kept})
+        check_refused(again, "previous_response_id.input[0].content[0]", "answered 404", "invalid_image_url")
+        film = {"type": "video_url", "video_url": {"url": w.url("missing.png")}}
+        error = (await s.client.post(CHAT, chat(film))).error
+        assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"
+        assert s.service.pictures.budget.held == 0

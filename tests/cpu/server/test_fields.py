@@ -25,7 +25,7 @@ from perilune.server.conversation import spelled
 from perilune.server.fields import Refused
 from perilune.server.openai import protocol
 from perilune.server.responses import protocol as responses_protocol
-from tests.serving import CHAT, HELLO, TEXT, WEATHER, Reply, Served, serve
+from tests.serving import CHAT, HELLO, TEXT, WEATHER, Reply, Served, serve, served
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 BODIES: dict[str, dict[str, Any]] = {
@@ -92,59 +92,51 @@ def message(reply: Reply) -> str:
     ],
     ids=lambda v: json.dumps(v)[:40],
 )
-def test_a_misspelt_name_is_refused_with_the_right_one(
-    path: str, change: dict[str, Any], unknown: str, meant: str | None
+@served()
+async def test_a_misspelt_name_is_refused_with_the_right_one(
+    s: Served, path: str, change: dict[str, Any], unknown: str, meant: str | None
 ) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(path, {**BODIES[path], **change})
-        assert reply.status == 400, reply.text
-        said = message(reply)
-        assert said.startswith(f"unknown field '{unknown}': ") and "\n" not in said
-        if meant is None:
-            assert said.endswith("leave it out (serve --lenient-fields ignores such)")
-        else:
-            assert "did you mean '" in said and meant in said.split("did you mean")[1]
-        if path not in (MESSAGES, COUNT):
-            assert (reply.error["param"], reply.error["code"]) == (unknown, "unknown_parameter")
-        assert s.engine.seen == []
-        assert (await s.client.post(path, BODIES[path])).status == 200
-
-    serve(test)
+    reply = await s.client.post(path, {**BODIES[path], **change})
+    assert reply.status == 400, reply.text
+    said = message(reply)
+    assert said.startswith(f"unknown field '{unknown}': ") and "\n" not in said
+    if meant is None:
+        assert said.endswith("leave it out (serve --lenient-fields ignores such)")
+    else:
+        assert "did you mean '" in said and meant in said.split("did you mean")[1]
+    if path not in (MESSAGES, COUNT):
+        assert (reply.error["param"], reply.error["code"]) == (unknown, "unknown_parameter")
+    assert s.engine.seen == []
+    assert (await s.client.post(path, BODIES[path])).status == 200
 
 
-def test_a_required_field_that_is_misspelt_is_the_complaint() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"mesages": HELLO})
-        assert reply.error["message"] == "unknown field 'mesages': did you mean 'messages'?"
-        reply = await s.client.post(CHAT, {"model": "m"})
-        assert reply.error["message"] == "messages is required"
-
-    serve(test)
+@served()
+async def test_a_required_field_that_is_misspelt_is_the_complaint(s: Served) -> None:
+    reply = await s.client.post(CHAT, {"mesages": HELLO})
+    assert reply.error["message"] == "unknown field 'mesages': did you mean 'messages'?"
+    reply = await s.client.post(CHAT, {"model": "m"})
+    assert reply.error["message"] == "messages is required"
 
 
-def test_a_name_of_any_length_gives_a_short_error() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, "x" * 100_000: 1})
-        assert reply.status == 400 and len(reply.error["message"]) < 200 and len(reply.error["param"]) <= 64
-        many = {f"unknown_field_number_{i}": 1 for i in range(20_000)}
-        assert (await s.client.post(CHAT, {"messages": HELLO, **many})).status == 400
-
-    serve(test)
+@served()
+async def test_a_name_of_any_length_gives_a_short_error(s: Served) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, "x" * 100_000: 1})
+    assert reply.status == 400 and len(reply.error["message"]) < 200 and len(reply.error["param"]) <= 64
+    many = {f"unknown_field_number_{i}": 1 for i in range(20_000)}
+    assert (await s.client.post(CHAT, {"messages": HELLO, **many})).status == 400
 
 
-def test_other_programs_may_keep_things_in_messages_and_tools() -> None:
-    async def test(s: Served) -> None:
-        messages = [
-            {"role": "user", "content": "a", "provider_specific_fields": {}, "cache_control": {"type": "ephemeral"}},
-            {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None, "tool_call": None},
-            {"role": "assistant", "content": "b", "function_call": None, "thinking_blocks": [], "reasoning": "r"},
-            {"role": "user", "content": [{"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}]},
-        ]
-        tools = [{**WEATHER, "function": {**WEATHER["function"], "cache_control": {}}, "defer_loading": False}]
-        reply = await s.client.post(CHAT, {"messages": messages, "tools": tools})
-        assert reply.status == 200, reply.text
-
-    serve(test)
+@served()
+async def test_other_programs_may_keep_things_in_messages_and_tools(s: Served) -> None:
+    messages = [
+        {"role": "user", "content": "a", "provider_specific_fields": {}, "cache_control": {"type": "ephemeral"}},
+        {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None, "tool_call": None},
+        {"role": "assistant", "content": "b", "function_call": None, "thinking_blocks": [], "reasoning": "r"},
+        {"role": "user", "content": [{"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}]},
+    ]
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "cache_control": {}}, "defer_loading": False}]
+    reply = await s.client.post(CHAT, {"messages": messages, "tools": tools})
+    assert reply.status == 200, reply.text
 
 
 def test_lenient_servers_ignore_unknown_names_with_one_warning_each(caplog: pytest.LogCaptureFixture) -> None:
@@ -316,13 +308,11 @@ ONLY_TEXT = {"prompt_embeds"}
 
 
 @pytest.mark.parametrize(("path", "others"), [(CHAT, ONLY_TEXT), (TEXT, ONLY_CHAT)])
-def test_vllms_names_are_known_and_their_defaults_accepted(path: str, others: set[str]) -> None:
-    async def test(s: Served) -> None:
-        defaults = {name: value for name, value in VLLM.items() if name not in others}
-        reply = await s.client.post(path, {**BODIES[path], **defaults})
-        assert reply.status == 200, reply.text
-
-    serve(test)
+@served()
+async def test_vllms_names_are_known_and_their_defaults_accepted(s: Served, path: str, others: set[str]) -> None:
+    defaults = {name: value for name, value in VLLM.items() if name not in others}
+    reply = await s.client.post(path, {**BODIES[path], **defaults})
+    assert reply.status == 200, reply.text
 
 
 @pytest.mark.parametrize(
@@ -358,17 +348,17 @@ def test_vllms_names_are_known_and_their_defaults_accepted(path: str, others: se
         ("/tokenize", "chat_template", "x", "--chat-template"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_what_to_use(path: str, field: str, value: Any, use: str) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(path, {**BODIES[path], field: value})
-        assert reply.status == 400, reply.text
-        said = message(reply)
-        assert said.startswith(f"{field} is not supported: ") and use in said and "\n" not in said
-        if path != MESSAGES:
-            assert (reply.error["param"], reply.error["code"]) == (field, "unsupported_parameter")
-        assert s.engine.seen == []
-
-    serve(test)
+@served()
+async def test_what_is_not_supported_is_refused_with_what_to_use(
+    s: Served, path: str, field: str, value: Any, use: str
+) -> None:
+    reply = await s.client.post(path, {**BODIES[path], field: value})
+    assert reply.status == 400, reply.text
+    said = message(reply)
+    assert said.startswith(f"{field} is not supported: ") and use in said and "\n" not in said
+    if path != MESSAGES:
+        assert (reply.error["param"], reply.error["code"]) == (field, "unsupported_parameter")
+    assert s.engine.seen == []
 
 
 def test_refusals_look_at_types_too() -> None:
@@ -380,7 +370,8 @@ def test_refusals_look_at_types_too() -> None:
 # ---- bodies of real clients
 
 
-def test_bodies_with_everything_that_changes_no_answer() -> None:
+@served()
+async def test_bodies_with_everything_that_changes_no_answer(s: Served) -> None:
     hosted = {
         "metadata": {"a": "b"},
         "service_tier": "auto",
@@ -392,50 +383,46 @@ def test_bodies_with_everything_that_changes_no_answer() -> None:
     ephemeral = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "Hi", **ephemeral}]
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}, **ephemeral}]
-
-    async def test(s: Served) -> None:
-        chat = {**BODIES[CHAT], **hosted, "user": "u", "store": False, "verbosity": "medium", "modalities": ["text"]}
-        chat |= {"prediction": {"type": "content", "content": "x"}, "parallel_tool_calls": True, "functions": None}
-        claude = {
-            "model": "m",
-            "max_tokens": 50,
-            "messages": [{"role": "user", "content": blocks}],
-            "system": [{"type": "text", "text": "You are.", **ephemeral}],
-            "tools": tools,
-            "metadata": {"user_id": "u"},
-            "service_tier": "auto",
-            "thinking": {"type": "adaptive", "display": "summarized"},
-            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 100}},
-            "betas": ["x"],
-            "anthropic_version": "vertex-2023-10-16",
-            "container": None,
-            "mcp_servers": [],
-            "speed": "standard",
-            "stream": True,
-        }
-        codex = {
-            "model": "m",
-            "instructions": "Be brief.",
-            "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
-            "tools": [],
-            "tool_choice": "auto",
-            "parallel_tool_calls": False,
-            "reasoning": {"effort": "medium", "summary": "auto"},
-            "store": False,
-            "stream": True,
-            "include": ["reasoning.encrypted_content"],
-            "prompt_cache_key": "k",
-            "client_metadata": {"id": "x"},
-            "text": {"verbosity": "medium"},
-            **hosted,
-        }
-        count = {k: v for k, v in claude.items() if k not in ("service_tier", "betas")}
-        for path, body in ((CHAT, chat), (MESSAGES, claude), (RESPONSES, codex), (COUNT, count)):
-            reply = await s.client.post(path, body)
-            assert reply.status == 200, reply.text
-
-    serve(test)
+    chat = {**BODIES[CHAT], **hosted, "user": "u", "store": False, "verbosity": "medium", "modalities": ["text"]}
+    chat |= {"prediction": {"type": "content", "content": "x"}, "parallel_tool_calls": True, "functions": None}
+    claude = {
+        "model": "m",
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": blocks}],
+        "system": [{"type": "text", "text": "You are.", **ephemeral}],
+        "tools": tools,
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "thinking": {"type": "adaptive", "display": "summarized"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 100}},
+        "betas": ["x"],
+        "anthropic_version": "vertex-2023-10-16",
+        "container": None,
+        "mcp_servers": [],
+        "speed": "standard",
+        "stream": True,
+    }
+    codex = {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"id": "x"},
+        "text": {"verbosity": "medium"},
+        **hosted,
+    }
+    count = {k: v for k, v in claude.items() if k not in ("service_tier", "betas")}
+    for path, body in ((CHAT, chat), (MESSAGES, claude), (RESPONSES, codex), (COUNT, count)):
+        reply = await s.client.post(path, body)
+        assert reply.status == 200, reply.text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from perilune.core.constraint import Constraint
 from perilune.server.answer_format import EFFORTS
 from perilune.text.chat import ChatTemplate
 from perilune.text.family import K2_THINKING
-from tests.serving import CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve
+from tests.serving import CALL, CHAT, HELLO, TEXT, WEATHER, Served, serve, served
 
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -27,23 +27,22 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("form", "field"), FORMS, ids=lambda v: json.dumps(v)[:60])
-def test_a_form_of_the_answer_is_enforced(form: dict[str, Any], field: str) -> None:
-    async def test(s: Served) -> None:
-        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
-            reply = await s.client.post(path, {**body, **form, "max_tokens": 100})
-            assert reply.status == 200, reply.text
-            constraint = s.engine.constraints[-1]
-            assert constraint is not None and constraint.answer is not None and not constraint.tools
-            assert constraint.thinking == (path == CHAT)
-            assert (constraint.param or "").startswith(field)
-        for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
-            assert (await s.client.post(TEXT, {"prompt": "a", **nothing})).status == 200
-            assert s.engine.constraints[-1] is None
-
-    serve(test)
+@served()
+async def test_a_form_of_the_answer_is_enforced(s: Served, form: dict[str, Any], field: str) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+        reply = await s.client.post(path, {**body, **form, "max_tokens": 100})
+        assert reply.status == 200, reply.text
+        constraint = s.engine.constraints[-1]
+        assert constraint is not None and constraint.answer is not None and not constraint.tools
+        assert constraint.thinking == (path == CHAT)
+        assert (constraint.param or "").startswith(field)
+    for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
+        assert (await s.client.post(TEXT, {"prompt": "a", **nothing})).status == 200
+        assert s.engine.constraints[-1] is None
 
 
-def test_tool_choice_is_enforced() -> None:
+@served()
+async def test_tool_choice_is_enforced(s: Served) -> None:
     other = {"type": "function", "function": {"name": "other", "strict": True, "parameters": {"type": "object"}}}
     history = [
         *HELLO,
@@ -55,57 +54,52 @@ def test_tool_choice_is_enforced() -> None:
         {"role": "tool", "tool_call_id": "a", "content": "ok"},
     ]
 
-    async def test(s: Served) -> None:
-        async def ask(**fields: Any) -> Constraint | None:
-            body = {"messages": HELLO, "tools": [WEATHER, other], **fields}
-            reply = await s.client.post(CHAT, body)
-            assert reply.status == 200, reply.text
-            return s.engine.constraints[-1]
+    async def ask(**fields: Any) -> Constraint | None:
+        body = {"messages": HELLO, "tools": [WEATHER, other], **fields}
+        reply = await s.client.post(CHAT, body)
+        assert reply.status == 200, reply.text
+        return s.engine.constraints[-1]
 
-        auto = await ask()
-        assert auto is not None and auto == await ask(tool_choice="auto", parallel_tool_calls=True)
-        assert [name for name, _ in auto.tools] == ["get_weather", "other"]
-        assert auto.text and auto.parallel and auto.first_index == 0 and auto.thinking and auto.answer is None
-        required = await ask(tool_choice="required", parallel_tool_calls=False, thinking={"type": "disabled"})
-        assert required is not None and not required.text and not required.parallel and not required.thinking
-        assert len(required.tools) == 2
-        named = await ask(tool_choice={"type": "function", "function": {"name": "other"}})
-        assert named is not None and [name for name, _ in named.tools] == ["other"] and not named.text
-        for mode in ("auto", "required"):
-            subset = {"mode": mode, "tools": [{"type": "function", "function": {"name": "other"}}]}
-            allowed = await ask(tool_choice={"type": "allowed_tools", "allowed_tools": subset})
-            assert allowed is not None and [name for name, _ in allowed.tools] == ["other"] and allowed.parallel
-            assert allowed.text is (mode == "auto") and "get_weather" in s.prompt()
-        later = await ask(messages=history)
-        assert later is not None and later.first_index == 1
-        formed = await ask(response_format={"type": "json_object"})
-        assert formed is not None and formed.answer is not None and len(formed.tools) == 2
-        forced = await ask(response_format={"type": "json_object"}, tool_choice="required")
-        assert forced is not None and forced.answer is None and len(forced.tools) == 2
-        none = await ask(tool_choice="none")
-        assert none is None or not none.tools
-
-    serve(test)
+    auto = await ask()
+    assert auto is not None and auto == await ask(tool_choice="auto", parallel_tool_calls=True)
+    assert [name for name, _ in auto.tools] == ["get_weather", "other"]
+    assert auto.text and auto.parallel and auto.first_index == 0 and auto.thinking and auto.answer is None
+    required = await ask(tool_choice="required", parallel_tool_calls=False, thinking={"type": "disabled"})
+    assert required is not None and not required.text and not required.parallel and not required.thinking
+    assert len(required.tools) == 2
+    named = await ask(tool_choice={"type": "function", "function": {"name": "other"}})
+    assert named is not None and [name for name, _ in named.tools] == ["other"] and not named.text
+    for mode in ("auto", "required"):
+        subset = {"mode": mode, "tools": [{"type": "function", "function": {"name": "other"}}]}
+        allowed = await ask(tool_choice={"type": "allowed_tools", "allowed_tools": subset})
+        assert allowed is not None and [name for name, _ in allowed.tools] == ["other"] and allowed.parallel
+        assert allowed.text is (mode == "auto") and "get_weather" in s.prompt()
+    later = await ask(messages=history)
+    assert later is not None and later.first_index == 1
+    formed = await ask(response_format={"type": "json_object"})
+    assert formed is not None and formed.answer is not None and len(formed.tools) == 2
+    forced = await ask(response_format={"type": "json_object"}, tool_choice="required")
+    assert forced is not None and forced.answer is None and len(forced.tools) == 2
+    none = await ask(tool_choice="none")
+    assert none is None or not none.tools
 
 
-def test_what_cannot_be_enforced_is_refused() -> None:
-    async def test(s: Served) -> None:
-        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=x)y"}}, "required": ["a"]}
-        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        for form, param in (
-            ({"guided_json": schema}, "guided_json"),
-            ({"guided_regex": "(?<=x)y"}, "guided_regex"),
-            ({"guided_grammar": "start: ???"}, "guided_grammar"),
-            ({"tools": [tool]}, "tools"),
-            ({"tools": [tool], "tool_choice": "required"}, "tools"),
-        ):
-            reply = await s.client.post(CHAT, {"messages": HELLO, **form})
-            assert reply.status == 400 and reply.error["param"].startswith(param), reply.text
-        reply = await s.client.post(CHAT, {"messages": HELLO, "guided_choice": ["a" * 50], "max_tokens": 20})
-        assert reply.status == 400 and reply.error["param"] == "max_tokens" and "at least" in reply.error["message"]
-        assert s.engine.seen == []
-
-    serve(test)
+@served()
+async def test_what_cannot_be_enforced_is_refused(s: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=x)y"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for form, param in (
+        ({"guided_json": schema}, "guided_json"),
+        ({"guided_regex": "(?<=x)y"}, "guided_regex"),
+        ({"guided_grammar": "start: ???"}, "guided_grammar"),
+        ({"tools": [tool]}, "tools"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+    ):
+        reply = await s.client.post(CHAT, {"messages": HELLO, **form})
+        assert reply.status == 400 and reply.error["param"].startswith(param), reply.text
+    reply = await s.client.post(CHAT, {"messages": HELLO, "guided_choice": ["a" * 50], "max_tokens": 20})
+    assert reply.status == 400 and reply.error["param"] == "max_tokens" and "at least" in reply.error["message"]
+    assert s.engine.seen == []
 
 
 @pytest.mark.parametrize(
@@ -126,39 +120,35 @@ def test_what_cannot_be_enforced_is_refused() -> None:
     ],
     ids=str,
 )
-def test_thinking_can_be_bounded(fields: dict[str, Any], budget: Any) -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
-        assert reply.status == 200, reply.text
+@served()
+async def test_thinking_can_be_bounded(s: Served, fields: dict[str, Any], budget: Any) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, **fields})
+    assert reply.status == 200, reply.text
+    constraint = s.engine.constraints[-1]
+    if budget == "off":
+        assert s.prompt().endswith("<think></think>") and constraint is None
+        return
+    assert s.prompt().endswith("<think>")
+    assert (constraint and constraint.thinking_budget) == budget
+
+
+@served(template=ChatTemplate(K2_THINKING), answer="<think>r</think>a")
+async def test_a_model_that_opens_its_own_thought_is_told_so(s: Served) -> None:
+    for more in ({}, {"tools": [WEATHER]}, {"max_thinking_tokens": 3}, {"guided_regex": "a"}):
+        answer = (await s.client.post(CHAT, {"messages": HELLO, **more})).json
+        assert s.prompt().endswith("<|im_middle|>"), "its prompts end where the answer begins"
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("r", "a")
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
         constraint = s.engine.constraints[-1]
-        if budget == "off":
-            assert s.prompt().endswith("<think></think>") and constraint is None
-            return
-        assert s.prompt().endswith("<think>")
-        assert (constraint and constraint.thinking_budget) == budget
-
-    serve(test)
-
-
-def test_a_model_that_opens_its_own_thought_is_told_so() -> None:
-    async def test(s: Served) -> None:
-        for more in ({}, {"tools": [WEATHER]}, {"max_thinking_tokens": 3}, {"guided_regex": "a"}):
-            answer = (await s.client.post(CHAT, {"messages": HELLO, **more})).json
-            assert s.prompt().endswith("<|im_middle|>"), "its prompts end where the answer begins"
-            message = answer["choices"][0]["message"]
-            assert (message["reasoning_content"], message["content"]) == ("r", "a")
-            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
-            constraint = s.engine.constraints[-1]
-            assert (constraint is not None and constraint.thinking) == bool(more)
-        assert constraint is not None
-        least = constraint.least
-        body = {"messages": HELLO, **more}
-        assert (await s.client.post(CHAT, {**body, "max_tokens": least})).error["param"] == "max_tokens"
-        assert (await s.client.post(CHAT, {**body, "max_tokens": least + 1})).status == 200
-        refused = await s.client.post(CHAT, {"messages": HELLO, "reasoning_effort": "none"})
-        assert refused.status == 400 and "always thinks" in refused.error["message"]
-
-    serve(test, template=ChatTemplate(K2_THINKING), answer="<think>r</think>a")
+        assert (constraint is not None and constraint.thinking) == bool(more)
+    assert constraint is not None
+    least = constraint.least
+    body = {"messages": HELLO, **more}
+    assert (await s.client.post(CHAT, {**body, "max_tokens": least})).error["param"] == "max_tokens"
+    assert (await s.client.post(CHAT, {**body, "max_tokens": least + 1})).status == 200
+    refused = await s.client.post(CHAT, {"messages": HELLO, "reasoning_effort": "none"})
+    assert refused.status == 400 and "always thinks" in refused.error["message"]
 
 
 class TestClosedByTheGrammar:

@@ -22,7 +22,7 @@ from perilune.server.keys import Account, Grant, Keyring, digest
 from perilune.server.limits import Bucket, LimitReached
 from perilune.server.reload import Watched
 from perilune.server.responses.store import ResponseStore
-from tests.serving import CHAT, HELLO, TEXT, Reply, Served, serve
+from tests.serving import CHAT, HELLO, TEXT, Reply, Served, serve, served
 
 RESPONSES = "/v1/responses"
 
@@ -379,13 +379,11 @@ def test_usage_is_a_keys_own_and_all_are_the_operators(file: Path) -> None:
     serve(test, answer="ab</think>Hel", api_key_file=write(file, entry("a"), entry("root", operator="true")))
 
 
-def test_usage_of_a_server_without_keys() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(TEXT, {"prompt": "abc"})
-        (shown,) = (await s.client.get("/v1/usage")).json["data"]
-        assert shown["key"] is None and shown["requests"] == 1 and shown["input_tokens"] == 3
-
-    serve(test)
+@served()
+async def test_usage_of_a_server_without_keys(s: Served) -> None:
+    await s.client.post(TEXT, {"prompt": "abc"})
+    (shown,) = (await s.client.get("/v1/usage")).json["data"]
+    assert shown["key"] is None and shown["requests"] == 1 and shown["input_tokens"] == 3
 
 
 def test_a_client_that_leaves_gives_its_room_back(file: Path) -> None:

@@ -18,7 +18,7 @@ from perilune.server.body import Context, parse
 from perilune.server.limits import SMALL_BYTES, BodyBudget, BodyShare
 from perilune.server.openai.protocol import ChatBody, CompletionBody
 from perilune.server.service import Service
-from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve
+from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve, served
 
 CONTEXT = Context(tokens=4096, token_bytes=32)
 MB = 1 << 20
@@ -92,22 +92,20 @@ def test_what_can_fit_is_decoded() -> None:
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
-def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
-    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+@served()
+async def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
+    s: Served, path: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(s: Served) -> None:
-        def encode(*_: Any, **__: Any) -> None:
-            raise AssertionError("tokenized")
+    def encode(*_: Any, **__: Any) -> None:
+        raise AssertionError("tokenized")
 
-        monkeypatch.setattr(type(s.service.text.tokenizer), "encode", encode)
-        text = "a" * (s.service.text.context(s.engine.info).text_bytes + 1)
-        reply = await s.client.post(
-            path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {field: text}
-        )
-        assert reply.status == 400 and reply.error["param"] == field
-        assert reply.error["code"] == "context_length_exceeded" and "512 tokens" in reply.error["message"]
-
-    serve(test)
+    monkeypatch.setattr(type(s.service.text.tokenizer), "encode", encode)
+    text = "a" * (s.service.text.context(s.engine.info).text_bytes + 1)
+    reply = await s.client.post(
+        path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {field: text}
+    )
+    assert reply.status == 400 and reply.error["param"] == field
+    assert reply.error["code"] == "context_length_exceeded" and "512 tokens" in reply.error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -257,37 +255,33 @@ def test_options_are_checked() -> None:
             ServerConfig(**wrong)  # type: ignore[arg-type]  # one of them at a time
 
 
-def test_requests_of_one_address_are_bounded() -> None:
-    async def test(s: Served) -> None:
-        calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO})) for _ in range(2)]
-        await s.hangs(2)
-        refused = await s.client.post(CHAT, {"messages": HELLO})
-        assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
-        assert (await s.client.get("/health")).status == 200
-        s.engine.release.set()
-        assert [r.status for r in await asyncio.gather(*calls)] == [200, 200]
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-
-    serve(test, client_concurrency=2, hold=0)
+@served(client_concurrency=2, hold=0)
+async def test_requests_of_one_address_are_bounded(s: Served) -> None:
+    calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO})) for _ in range(2)]
+    await s.hangs(2)
+    refused = await s.client.post(CHAT, {"messages": HELLO})
+    assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
+    assert (await s.client.get("/health")).status == 200
+    s.engine.release.set()
+    assert [r.status for r in await asyncio.gather(*calls)] == [200, 200]
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
-def test_health_says_whether_requests_are_taken() -> None:
-    async def test(s: Served) -> None:
-        for path in ("/health", "/health/ready", "/health/live"):
-            assert (await s.client.get(path)).status == 200
-        s.engine.alive, s.engine.retry_seconds = False, 7
-        for reply in (await s.client.get("/health/ready"), await s.client.post(CHAT, {"messages": HELLO})):
-            assert reply.error["code"] == "engine_unavailable" and reply.headers["retry-after"] == "7"
-        assert (await s.client.get("/health/live")).status == 200
-        s.engine.alive = True
-        s.service.drain()
-        reply = await s.client.get("/health")
-        assert reply.status == 503 and "shutting down" in reply.error["message"]
-        assert (await s.client.get("/health/live")).status == 200
-        refused = await s.client.post(CHAT, {"messages": HELLO})
-        assert refused.status == 503 and refused.headers["retry-after"] == "1"
-
-    serve(test)
+@served()
+async def test_health_says_whether_requests_are_taken(s: Served) -> None:
+    for path in ("/health", "/health/ready", "/health/live"):
+        assert (await s.client.get(path)).status == 200
+    s.engine.alive, s.engine.retry_seconds = False, 7
+    for reply in (await s.client.get("/health/ready"), await s.client.post(CHAT, {"messages": HELLO})):
+        assert reply.error["code"] == "engine_unavailable" and reply.headers["retry-after"] == "7"
+    assert (await s.client.get("/health/live")).status == 200
+    s.engine.alive = True
+    s.service.drain()
+    reply = await s.client.get("/health")
+    assert reply.status == 503 and "shutting down" in reply.error["message"]
+    assert (await s.client.get("/health/live")).status == 200
+    refused = await s.client.post(CHAT, {"messages": HELLO})
+    assert refused.status == 503 and refused.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])

@@ -21,7 +21,7 @@ from perilune.server import audit, logs
 from perilune.server.audit import AuditLog
 from perilune.server.listener import Listener
 from perilune.server.service import Service
-from tests.serving import BYTES, CHAT, HANG_SECONDS, HELLO, INFO, FakeEngine, Served, serve
+from tests.serving import BYTES, CHAT, HANG_SECONDS, HELLO, INFO, FakeEngine, Served, serve, served
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy" / "grafana" / "perilune.json"
@@ -138,30 +138,26 @@ def test_an_unexpected_failure_has_an_id_and_counts_as_a_kind() -> None:
     serve(test, engine=Broken)
 
 
-def test_an_error_within_a_stream_is_counted() -> None:
-    async def test(s: Served) -> None:
-        reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
-        assert reply.status == 200 and "not finite" in reply.text
-        page = (await s.client.get("/metrics")).text
-        assert 'perilune_request_errors_total{code="generation_failed",kind="server_error"} 1.0' in page
-        assert 'perilune_request_success_total{finished_reason="error"} 1.0' in page
-
-    serve(test, fail_at=2)
+@served(fail_at=2)
+async def test_an_error_within_a_stream_is_counted(s: Served) -> None:
+    reply = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
+    assert reply.status == 200 and "not finite" in reply.text
+    page = (await s.client.get("/metrics")).text
+    assert 'perilune_request_errors_total{code="generation_failed",kind="server_error"} 1.0' in page
+    assert 'perilune_request_success_total{finished_reason="error"} 1.0' in page
 
 
-def test_answers_carry_headers_for_browsers() -> None:
-    async def test(s: Served) -> None:
-        for reply in (await s.client.get("/v1/models"), await s.client.get("/nowhere"), await s.client.get("/")):
-            assert reply.headers["x-content-type-options"] == "nosniff"
-            assert reply.headers["x-frame-options"] == "DENY" and reply.headers["referrer-policy"] == "no-referrer"
-            assert "default-src 'none'" in reply.headers["content-security-policy"]
-            assert "strict-transport-security" not in reply.headers, "only over TLS"
-        assert (await s.client.get("/v1/models")).headers["cache-control"] == "no-store"
-        assert (await s.client.get("/")).headers["cache-control"] == "no-cache", "an answer's own header stays"
-        stream = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
-        assert stream.headers["x-content-type-options"] == "nosniff" and stream.headers["x-request-id"]
-
-    serve(test)
+@served()
+async def test_answers_carry_headers_for_browsers(s: Served) -> None:
+    for reply in (await s.client.get("/v1/models"), await s.client.get("/nowhere"), await s.client.get("/")):
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["x-frame-options"] == "DENY" and reply.headers["referrer-policy"] == "no-referrer"
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert "strict-transport-security" not in reply.headers, "only over TLS"
+    assert (await s.client.get("/v1/models")).headers["cache-control"] == "no-store"
+    assert (await s.client.get("/")).headers["cache-control"] == "no-cache", "an answer's own header stays"
+    stream = await s.client.post(CHAT, {"messages": HELLO, "stream": True})
+    assert stream.headers["x-content-type-options"] == "nosniff" and stream.headers["x-request-id"]
 
 
 # ---- logs

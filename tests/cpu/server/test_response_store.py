@@ -7,57 +7,53 @@ import pytest
 from perilune.core.errors import RequestError
 from perilune.server.responses.store import ResponseStore, decoded
 from tests.cpu.server.test_responses import PATH, TOOL, told
-from tests.serving import CALL, Served, serve
+from tests.serving import CALL, Served, served
 
 
-def test_a_chain_of_responses_is_the_conversation_sent_whole() -> None:
-    async def test(s: Served) -> None:
-        first = (await s.client.post(PATH, {"input": "Weather?", "tools": [TOOL], "instructions": "Brief"})).json
-        (item,) = [i for i in first["output"] if i["type"] == "function_call"]
-        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
-        chained = {"input": [result], "tools": [TOOL], "previous_response_id": first["id"]}
-        second = (await s.client.post(PATH, chained)).json
-        assert second["previous_response_id"] == first["id"]
-        by_chain = s.prompt()
-        assert "Brief" not in by_chain, "instructions belong to one request"
-        user = {"role": "user", "content": "Weather?"}
-        await s.client.post(PATH, {"input": [user, *first["output"], result], "tools": [TOOL]})
-        assert s.prompt() == by_chain and "<think>Hm</think>Wait" in by_chain
-        third = told(
-            await s.client.post(
-                PATH, {"input": "And now?", "tools": [TOOL], "previous_response_id": second["id"], "stream": True}
-            )
-        )[-1]["response"]
-        history = [user, *first["output"], result, *second["output"], {"role": "user", "content": "And now?"}]
-        by_chain = s.prompt()
-        await s.client.post(PATH, {"input": history, "tools": [TOOL]})
-        assert s.prompt() == by_chain
-        calls = [i["call_id"] for r in (first, second, third) for i in r["output"] if i["type"] == "function_call"]
-        assert calls == [f"functions.get_weather:{i}" for i in range(3)]
-
-    serve(test, answer="Hm</think>Wait" + CALL.format(0))
+@served(answer="Hm</think>Wait" + CALL.format(0))
+async def test_a_chain_of_responses_is_the_conversation_sent_whole(s: Served) -> None:
+    first = (await s.client.post(PATH, {"input": "Weather?", "tools": [TOOL], "instructions": "Brief"})).json
+    (item,) = [i for i in first["output"] if i["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+    chained = {"input": [result], "tools": [TOOL], "previous_response_id": first["id"]}
+    second = (await s.client.post(PATH, chained)).json
+    assert second["previous_response_id"] == first["id"]
+    by_chain = s.prompt()
+    assert "Brief" not in by_chain, "instructions belong to one request"
+    user = {"role": "user", "content": "Weather?"}
+    await s.client.post(PATH, {"input": [user, *first["output"], result], "tools": [TOOL]})
+    assert s.prompt() == by_chain and "<think>Hm</think>Wait" in by_chain
+    third = told(
+        await s.client.post(
+            PATH, {"input": "And now?", "tools": [TOOL], "previous_response_id": second["id"], "stream": True}
+        )
+    )[-1]["response"]
+    history = [user, *first["output"], result, *second["output"], {"role": "user", "content": "And now?"}]
+    by_chain = s.prompt()
+    await s.client.post(PATH, {"input": history, "tools": [TOOL]})
+    assert s.prompt() == by_chain
+    calls = [i["call_id"] for r in (first, second, third) for i in r["output"] if i["type"] == "function_call"]
+    assert calls == [f"functions.get_weather:{i}" for i in range(3)]
 
 
-def test_stored_responses_can_be_fetched_and_deleted() -> None:
-    async def test(s: Served) -> None:
-        for stream in (False, True):
-            reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, "metadata": {"a": "b"}})
-            response = told(reply)[-1]["response"] if stream else reply.json
-            assert response["store"] is True and response["metadata"] == {"a": "b"}
-            path = f"{PATH}/{response['id']}"
-            assert (await s.client.get(path)).json == response
-            gone = await s.client.request("DELETE", path, [b""])
-            assert gone.json == {"id": response["id"], "object": "response", "deleted": True}
-            for refused in (await s.client.get(path), await s.client.request("DELETE", path, [b""])):
-                assert refused.status == 404 and refused.error["code"] == "response_not_found"
-            refused = await s.client.post(PATH, {"input": "Hi", "previous_response_id": response["id"]})
-            assert refused.status == 404 and refused.error["param"] == "previous_response_id"
-        kept = (await s.client.post(PATH, {"input": "Hi", "store": False})).json
-        assert kept["store"] is False and (await s.client.get(f"{PATH}/{kept['id']}")).status == 404
-        for unknown in ("resp_no", ""):
-            assert (await s.client.post(PATH, {"input": "Hi", "previous_response_id": unknown})).status == 404
-
-    serve(test, answer="</think>Hello")
+@served(answer="</think>Hello")
+async def test_stored_responses_can_be_fetched_and_deleted(s: Served) -> None:
+    for stream in (False, True):
+        reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, "metadata": {"a": "b"}})
+        response = told(reply)[-1]["response"] if stream else reply.json
+        assert response["store"] is True and response["metadata"] == {"a": "b"}
+        path = f"{PATH}/{response['id']}"
+        assert (await s.client.get(path)).json == response
+        gone = await s.client.request("DELETE", path, [b""])
+        assert gone.json == {"id": response["id"], "object": "response", "deleted": True}
+        for refused in (await s.client.get(path), await s.client.request("DELETE", path, [b""])):
+            assert refused.status == 404 and refused.error["code"] == "response_not_found"
+        refused = await s.client.post(PATH, {"input": "Hi", "previous_response_id": response["id"]})
+        assert refused.status == 404 and refused.error["param"] == "previous_response_id"
+    kept = (await s.client.post(PATH, {"input": "Hi", "store": False})).json
+    assert kept["store"] is False and (await s.client.get(f"{PATH}/{kept['id']}")).status == 404
+    for unknown in ("resp_no", ""):
+        assert (await s.client.post(PATH, {"input": "Hi", "previous_response_id": unknown})).status == 404
 
 
 def filled(store: ResponseStore, *entries: tuple[str, str | None]) -> None:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from perilune.server import sse
 from perilune.server.body import parse
 from perilune.server.responses.protocol import ResponsesBody
-from tests.serving import BYTES, CALL, WEATHER, Reply, Served, serve
+from tests.serving import BYTES, CALL, WEATHER, Reply, Served, serve, served
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", **WEATHER["function"]}
@@ -114,111 +114,100 @@ def test_an_answer_is_told_as_items(answer: str, expected: list[Any], width: int
     serve(test, answer=answer, width=width)
 
 
-def test_the_events_come_in_the_documented_order() -> None:
-    async def test(s: Served) -> None:
-        events = told(await s.client.post(PATH, {"input": "Hi", "tools": [TOOL], "stream": True}))
-        assert [e["type"].removeprefix("response.") for e in events] == [
-            "created", "in_progress",
-            "output_item.added", "content_part.added", "reasoning_text.delta",
-            "reasoning_text.done", "content_part.done", "output_item.done",
-            "output_item.added", "content_part.added", "output_text.delta",
-            "output_text.done", "content_part.done", "output_item.done",
-            "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
-            "completed",
-        ]  # fmt: skip
-
-    serve(test, answer="Hm</think>Yes" + CALL.format(0), width=500)
+@served(answer="Hm</think>Yes" + CALL.format(0), width=500)
+async def test_the_events_come_in_the_documented_order(s: Served) -> None:
+    events = told(await s.client.post(PATH, {"input": "Hi", "tools": [TOOL], "stream": True}))
+    assert [e["type"].removeprefix("response.") for e in events] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
 
 
-def test_the_token_limit_makes_a_response_incomplete() -> None:
-    async def test(s: Served) -> None:
-        body = {"input": "Hi", "max_output_tokens": 8}
-        whole = (await s.client.post(PATH, body)).json
-        assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert outline(whole) == [("reasoning", "Hm"), ("message", "Hello")]
-        assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
-        last = told(await s.client.post(PATH, {**body, "stream": True}))[-1]
-        assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
-        assert whole["usage"]["output_tokens"] == 8 and whole["max_output_tokens"] == 8
-
-    serve(test, answer="Hm</think>Hello there")
+@served(answer="Hm</think>Hello there")
+async def test_the_token_limit_makes_a_response_incomplete(s: Served) -> None:
+    body = {"input": "Hi", "max_output_tokens": 8}
+    whole = (await s.client.post(PATH, body)).json
+    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert outline(whole) == [("reasoning", "Hm"), ("message", "Hello")]
+    assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
+    last = told(await s.client.post(PATH, {**body, "stream": True}))[-1]
+    assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
+    assert whole["usage"]["output_tokens"] == 8 and whole["max_output_tokens"] == 8
 
 
-def test_items_become_the_conversation() -> None:
+@served(answer="Hm</think>Rain.")
+async def test_items_become_the_conversation(s: Served) -> None:
     call = {"type": "function_call", "call_id": "call_x", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Look it up"}]}
-
-    async def test(s: Served) -> None:
-        items = [
-            {"role": "developer", "content": "Be kind", "type": None},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-            thought,
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A moment"}]},
-            call,
-            {"type": "function_call_output", "call_id": "call_x", "output": "rain"},
-        ]
-        reply = await s.client.post(PATH, {"input": items, "instructions": "Be brief", "tools": [TOOL]})
-        assert reply.status == 200, reply.text
-        prompt = s.prompt()
-        assert "namespace functions" in prompt
-        expected = (
-            "<|im_system|>system<|im_middle|>Be brief<|im_end|>"
-            "<|im_system|>system<|im_middle|>Be kind<|im_end|>"
-            "<|im_user|>user<|im_middle|>Weather?<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|><think>Look it up</think>A moment"
-            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-            '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
-            "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:0\nrain<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|><think>"
-        )
-        assert prompt.endswith(expected)
-        summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short"}]}
-        items[2] = summary
-        await s.client.post(PATH, {"input": items, "tools": [TOOL]})
-        assert "<think>In short</think>A moment" in s.prompt()
-
-    serve(test, answer="Hm</think>Rain.")
+    items = [
+        {"role": "developer", "content": "Be kind", "type": None},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        thought,
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A moment"}]},
+        call,
+        {"type": "function_call_output", "call_id": "call_x", "output": "rain"},
+    ]
+    reply = await s.client.post(PATH, {"input": items, "instructions": "Be brief", "tools": [TOOL]})
+    assert reply.status == 200, reply.text
+    prompt = s.prompt()
+    assert "namespace functions" in prompt
+    expected = (
+        "<|im_system|>system<|im_middle|>Be brief<|im_end|>"
+        "<|im_system|>system<|im_middle|>Be kind<|im_end|>"
+        "<|im_user|>user<|im_middle|>Weather?<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>Look it up</think>A moment"
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+        "<|im_system|>tool<|im_middle|>## Return of functions.get_weather:0\nrain<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>"
+    )
+    assert prompt.endswith(expected)
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short"}]}
+    items[2] = summary
+    await s.client.post(PATH, {"input": items, "tools": [TOOL]})
+    assert "<think>In short</think>A moment" in s.prompt()
 
 
-def test_the_settings_reach_the_engine_and_come_back() -> None:
-    async def test(s: Served) -> None:
-        body = {
-            "input": "Hi",
-            "temperature": 0.5,
-            "top_p": 0.7,
-            "max_output_tokens": 20,
-            "tools": [TOOL],
-            "tool_choice": "none",
-            "parallel_tool_calls": True,
-            "user": "u",
-            "include": ["reasoning.encrypted_content"],
-            "reasoning": {"summary": "auto"},
-            "text": {"format": {"type": "text"}},
-            "truncation": "disabled",
-            "service_tier": "auto",
-            "stream_options": {"include_obfuscation": False},
-        }
-        answer = (await s.client.post(PATH, body)).json
-        assert (s.params.temperature, s.params.top_p, s.params.max_tokens) == (0.5, 0.7, 20)
-        assert "namespace functions" not in s.prompt(), "with tool_choice none the model sees no tools"
-        for name in ("temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "user"):
-            assert answer[name] == body[name]
-        defaults = (await s.client.post(PATH, {"input": "Hi"})).json
-        assert (defaults["temperature"], defaults["top_p"]) == (1.0, 0.95), "what was used, not what was sent"
-        assert defaults["tool_choice"] == "auto" and defaults["tools"] == [] and defaults["parallel_tool_calls"] is True
-
-    serve(test, answer="</think>Hello")
+@served(answer="</think>Hello")
+async def test_the_settings_reach_the_engine_and_come_back(s: Served) -> None:
+    body = {
+        "input": "Hi",
+        "temperature": 0.5,
+        "top_p": 0.7,
+        "max_output_tokens": 20,
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "user": "u",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "stream_options": {"include_obfuscation": False},
+    }
+    answer = (await s.client.post(PATH, body)).json
+    assert (s.params.temperature, s.params.top_p, s.params.max_tokens) == (0.5, 0.7, 20)
+    assert "namespace functions" not in s.prompt(), "with tool_choice none the model sees no tools"
+    for name in ("temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "user"):
+        assert answer[name] == body[name]
+    defaults = (await s.client.post(PATH, {"input": "Hi"})).json
+    assert (defaults["temperature"], defaults["top_p"]) == (1.0, 0.95), "what was used, not what was sent"
+    assert defaults["tool_choice"] == "auto" and defaults["tools"] == [] and defaults["parallel_tool_calls"] is True
 
 
-def test_effort_none_turns_thinking_off() -> None:
-    async def test(s: Served) -> None:
-        answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": "none"}})).json
-        assert outline(answer) == [("message", "Hello")] and s.prompt().endswith("<think></think>")
-        for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
-            answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": effort}})).json
-            assert answer["reasoning"]["effort"] == effort and s.prompt().endswith("<think>")
-
-    serve(test, answer="Hello")
+@served(answer="Hello")
+async def test_effort_none_turns_thinking_off(s: Served) -> None:
+    answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": "none"}})).json
+    assert outline(answer) == [("message", "Hello")] and s.prompt().endswith("<think></think>")
+    for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
+        answer = (await s.client.post(PATH, {"input": "Hi", "reasoning": {"effort": effort}})).json
+        assert answer["reasoning"]["effort"] == effort and s.prompt().endswith("<think>")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -264,38 +253,32 @@ THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_t
 
 
 @pytest.mark.parametrize("status", [None, "in_progress", "incomplete"])
-def test_a_last_message_of_the_assistant_is_continued(status: Any) -> None:
+@served(answer="36")
+async def test_a_last_message_of_the_assistant_is_continued(s: Served, status: Any) -> None:
     message = {"type": "message", **BEGUN, "content": [{"type": "output_text", "text": "347 + 589 = 9"}]}
     last = message if status is None else {**message, "id": "msg_1", "status": status}
-
-    async def test(s: Served) -> None:
-        for stream in (False, True):
-            reply = await s.client.post(PATH, {"input": [ASKED, last], "stream": stream})
-            response = told(reply)[-1]["response"] if stream else reply.json
-            assert outline(response) == [("message", "36")]
-            assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
-        await s.client.post(PATH, {"input": "Sure?", "previous_response_id": response["id"]})
-        assert "<think></think>347 + 589 = 936<|im_end|>" in s.prompt(), "what is stored is one message"
-        await s.client.post(PATH, {"input": [ASKED, THOUGHT, last]})
-        assert s.prompt().endswith("<think>R</think>347 + 589 = 9")
-
-    serve(test, answer="36")
+    for stream in (False, True):
+        reply = await s.client.post(PATH, {"input": [ASKED, last], "stream": stream})
+        response = told(reply)[-1]["response"] if stream else reply.json
+        assert outline(response) == [("message", "36")]
+        assert s.prompt().endswith("<|im_assistant|>assistant<|im_middle|><think></think>347 + 589 = 9")
+    await s.client.post(PATH, {"input": "Sure?", "previous_response_id": response["id"]})
+    assert "<think></think>347 + 589 = 936<|im_end|>" in s.prompt(), "what is stored is one message"
+    await s.client.post(PATH, {"input": [ASKED, THOUGHT, last]})
+    assert s.prompt().endswith("<think>R</think>347 + 589 = 9")
 
 
 @pytest.mark.parametrize("status", [None, "incomplete"])
-def test_a_last_thought_is_continued(status: Any) -> None:
+@served(answer="est</think>Wait" + CALL.format(0))
+async def test_a_last_thought_is_continued(s: Served, status: Any) -> None:
     last = THOUGHT if status is None else {**THOUGHT, "status": status}
-
-    async def test(s: Served) -> None:
-        response = (await s.client.post(PATH, {"input": [ASKED, last], "tools": [TOOL]})).json
-        assert outline(response)[:2] == [("reasoning", "est"), ("message", "Wait")]
-        assert s.prompt().endswith("<|im_middle|><think>R")
-        (call,) = [i for i in response["output"] if i["type"] == "function_call"]
-        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
-        await s.client.post(PATH, {"input": [result], "tools": [TOOL], "previous_response_id": response["id"]})
-        assert "<think>Rest</think>Wait<|tool_calls_section_begin|>" in s.prompt()
-
-    serve(test, answer="est</think>Wait" + CALL.format(0))
+    response = (await s.client.post(PATH, {"input": [ASKED, last], "tools": [TOOL]})).json
+    assert outline(response)[:2] == [("reasoning", "est"), ("message", "Wait")]
+    assert s.prompt().endswith("<|im_middle|><think>R")
+    (call,) = [i for i in response["output"] if i["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    await s.client.post(PATH, {"input": [result], "tools": [TOOL], "previous_response_id": response["id"]})
+    assert "<think>Rest</think>Wait<|tool_calls_section_begin|>" in s.prompt()
 
 
 @pytest.mark.parametrize(
@@ -353,63 +336,53 @@ def test_a_last_thought_is_continued(status: Any) -> None:
         ({"input": "a" * 600}, "input", "512"),
     ],
 )
-def test_bad_requests_are_named(change: dict[str, Any], param: str, words: str) -> None:
-    async def test(s: Served) -> None:
-        for stream in (False, True):
-            reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, **change})
-            assert reply.status == 400, reply.text
-            assert reply.error["param"] == param and words in reply.error["message"], reply.error
-        assert not s.engine.seen
-
-    serve(test)
+@served()
+async def test_bad_requests_are_named(s: Served, change: dict[str, Any], param: str, words: str) -> None:
+    for stream in (False, True):
+        reply = await s.client.post(PATH, {"input": "Hi", "stream": stream, **change})
+        assert reply.status == 400, reply.text
+        assert reply.error["param"] == param and words in reply.error["message"], reply.error
+    assert not s.engine.seen
 
 
-def test_unknown_models_and_methods() -> None:
-    async def test(s: Served) -> None:
-        assert (await s.client.post(PATH, {"input": "Hi", "model": "x"})).error["code"] == "model_not_found"
-        assert (await s.client.get(PATH)).status == 405
-        assert (await s.client.get(f"{PATH}/resp_x")).status == 404
-
-    serve(test)
+@served()
+async def test_unknown_models_and_methods(s: Served) -> None:
+    assert (await s.client.post(PATH, {"input": "Hi", "model": "x"})).error["code"] == "model_not_found"
+    assert (await s.client.get(PATH)).status == 405
+    assert (await s.client.get(f"{PATH}/resp_x")).status == 404
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine_at_once(stream: bool) -> None:
-    async def test(s: Served) -> None:
-        leave = asyncio.Event()
-        call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": stream}, leave=leave))
-        await s.hangs()
-        leave.set()
-        await call
-        assert s.engine.cancelled == [0] and s.engine.live == 0
-        assert len(s.client.app.state.responses) == 0
-
-    serve(test, hold=1)
+@served(hold=1)
+async def test_a_client_that_leaves_frees_the_engine_at_once(s: Served, stream: bool) -> None:
+    leave = asyncio.Event()
+    call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": stream}, leave=leave))
+    await s.hangs()
+    leave.set()
+    await call
+    assert s.engine.cancelled == [0] and s.engine.live == 0
+    assert len(s.client.app.state.responses) == 0
 
 
-def test_a_failure_ends_the_stream_with_an_event() -> None:
-    async def test(s: Served) -> None:
-        events = told(await s.client.post(PATH, {"input": "Hi", "stream": True}))
-        assert events[-1]["type"] == "response.failed"
-        failed = events[-1]["response"]
-        assert failed["status"] == "failed" and "logits" in failed["error"]["message"]
-        assert (await s.client.get(f"{PATH}/{failed['id']}")).status == 404
-        whole = await s.client.post(PATH, {"input": "Hi"})
-        assert whole.status == 500 and "logits" in whole.error["message"]
-
-    serve(test, fail_at=3, answer="</think>Hello")
+@served(fail_at=3, answer="</think>Hello")
+async def test_a_failure_ends_the_stream_with_an_event(s: Served) -> None:
+    events = told(await s.client.post(PATH, {"input": "Hi", "stream": True}))
+    assert events[-1]["type"] == "response.failed"
+    failed = events[-1]["response"]
+    assert failed["status"] == "failed" and "logits" in failed["error"]["message"]
+    assert (await s.client.get(f"{PATH}/{failed['id']}")).status == 404
+    whole = await s.client.post(PATH, {"input": "Hi"})
+    assert whole.status == 500 and "logits" in whole.error["message"]
 
 
-def test_stopping_the_server_ends_a_stream_with_the_reason() -> None:
-    async def test(s: Served) -> None:
-        call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": True}))
-        await s.hangs()
-        s.service.stop()
-        events = told(await call)
-        assert events[-1]["type"] == "response.failed"
-        assert "shutting down" in events[-1]["response"]["error"]["message"]
-
-    serve(test, hold=1)
+@served(hold=1)
+async def test_stopping_the_server_ends_a_stream_with_the_reason(s: Served) -> None:
+    call = asyncio.create_task(s.client.post(PATH, {"input": "Hi", "stream": True}))
+    await s.hangs()
+    s.service.stop()
+    events = told(await call)
+    assert events[-1]["type"] == "response.failed"
+    assert "shutting down" in events[-1]["response"]["error"]["message"]
 
 
 def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,10 +407,8 @@ def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> N
     serve(test, hold=2)
 
 
-def test_prompts_are_made_of_text_not_markers() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(PATH, {"input": "<|im_end|>", "instructions": "<think>"})
-        ids = s.engine.seen[-1][0]
-        assert ids.count(BYTES.special("<|im_end|>")) == 2 and ids.count(BYTES.special("<think>")) == 1
-
-    serve(test)
+@served()
+async def test_prompts_are_made_of_text_not_markers(s: Served) -> None:
+    await s.client.post(PATH, {"input": "<|im_end|>", "instructions": "<think>"})
+    ids = s.engine.seen[-1][0]
+    assert ids.count(BYTES.special("<|im_end|>")) == 2 and ids.count(BYTES.special("<think>")) == 1

@@ -13,7 +13,7 @@ import pytest
 from perilune.core.config import ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.server.service import read_generation_config
-from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve
+from tests.serving import BYTES, CHAT, HELLO, TEXT, Served, serve, served
 
 
 def test_pages_of_other_origins_may_call_only_if_allowed() -> None:
@@ -63,116 +63,101 @@ def test_generation_config_is_read_and_checked(tmp_path: Path) -> None:
             read_generation_config(tmp_path)
 
 
-def test_the_page_is_open_and_runs_its_own_script_only() -> None:
-    async def test(s: Served) -> None:
-        assert (await s.client.get("/v1/models")).status == 401
-        reply = await s.client.get("/")
-        assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
-        policy = reply.headers["content-security-policy"].split("; ")
-        assert policy[0] == "default-src 'none'" and "connect-src 'self'" in policy
-        for tag, rule in (("script", policy[1]), ("style", policy[2])):
-            text = reply.text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            assert rule == f"{tag}-src 'sha256-{digest}'"
-        assert "require-trusted-types-for 'script'" in policy and "trusted-types 'none'" in policy
-        assert "innerHTML" not in reply.text and "http" not in reply.text
-
-    serve(test, api_key="k")
+@served(api_key="k")
+async def test_the_page_is_open_and_runs_its_own_script_only(s: Served) -> None:
+    assert (await s.client.get("/v1/models")).status == 401
+    reply = await s.client.get("/")
+    assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
+    policy = reply.headers["content-security-policy"].split("; ")
+    assert policy[0] == "default-src 'none'" and "connect-src 'self'" in policy
+    for tag, rule in (("script", policy[1]), ("style", policy[2])):
+        text = reply.text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rule == f"{tag}-src 'sha256-{digest}'"
+    assert "require-trusted-types-for 'script'" in policy and "trusted-types 'none'" in policy
+    assert "innerHTML" not in reply.text and "http" not in reply.text
 
 
-def test_a_slash_at_the_end_of_a_path_is_no_other_path() -> None:
+@served(api_key="k3y")
+async def test_a_slash_at_the_end_of_a_path_is_no_other_path(s: Served) -> None:
     """A redirect would send the client to the http:// address that its Host header names, with its key and prompt."""
-
-    async def test(s: Served) -> None:
-        assert (await s.client.get("/health/")).status == 200 and (await s.client.get("/v1/models/")).status == 401
-        s.client.headers = {"authorization": "Bearer k3y"}
-        assert (await s.client.post(CHAT + "/", {"messages": HELLO})).status == 200
-        assert (await s.client.get("/v1/models/")).json["object"] == "list"
-        for path in ("//", CHAT + "//", "/nowhere/"):
-            reply = await s.client.post(path, {"messages": HELLO})
-            assert reply.status in (404, 405) and "location" not in reply.headers
-
-    serve(test, api_key="k3y")
+    assert (await s.client.get("/health/")).status == 200 and (await s.client.get("/v1/models/")).status == 401
+    s.client.headers = {"authorization": "Bearer k3y"}
+    assert (await s.client.post(CHAT + "/", {"messages": HELLO})).status == 200
+    assert (await s.client.get("/v1/models/")).json["object"] == "list"
+    for path in ("//", CHAT + "//", "/nowhere/"):
+        reply = await s.client.post(path, {"messages": HELLO})
+        assert reply.status in (404, 405) and "location" not in reply.headers
 
 
-def test_models() -> None:
-    async def test(s: Served) -> None:
-        (listed,) = (await s.client.get("/v1/models")).json["data"]
-        assert listed["id"] == "org/name" and listed["max_model_len"] == 512 and listed["object"] == "model"
-        assert listed["capabilities"] == {
-            "chat": True, "thinking": "optional", "tools": True, "structured_output": True, "input": ["text"],
-        }  # fmt: skip
-        recommended = {"thinking": {"temperature": 1.0, "top_p": 0.95}, "instant": {"temperature": 0.6, "top_p": 0.95}}
-        assert listed["sampling_defaults"] == recommended
-        assert (await s.client.get("/v1/models/org/name")).json == listed
-        assert (await s.client.get("/v1/models/other")).status == 404
-
-    serve(test, served_model_name="org/name")
+@served(served_model_name="org/name")
+async def test_models(s: Served) -> None:
+    (listed,) = (await s.client.get("/v1/models")).json["data"]
+    assert listed["id"] == "org/name" and listed["max_model_len"] == 512 and listed["object"] == "model"
+    assert listed["capabilities"] == {
+        "chat": True, "thinking": "optional", "tools": True, "structured_output": True, "input": ["text"],
+    }  # fmt: skip
+    recommended = {"thinking": {"temperature": 1.0, "top_p": 0.95}, "instant": {"temperature": 0.6, "top_p": 0.95}}
+    assert listed["sampling_defaults"] == recommended
+    assert (await s.client.get("/v1/models/org/name")).json == listed
+    assert (await s.client.get("/v1/models/other")).status == 404
 
 
-def test_tokenize_and_back() -> None:
-    async def test(s: Served) -> None:
-        reply = (await s.client.post("/tokenize", {"prompt": "hé"})).json
-        assert reply == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512}
-        assert (await s.client.post("/detokenize", {"tokens": reply["tokens"]})).json == {"prompt": "hé"}
-        await s.client.post(CHAT, {"messages": HELLO})
-        chat = (await s.client.post("/tokenize", {"messages": HELLO})).json
-        assert chat["tokens"] == s.engine.seen[-1][0]
-        body = {"prompt": "hé", "add_special_tokens": True, "return_token_strs": True}
-        assert (await s.client.post("/tokenize", body)).json["token_strs"] == ["h", "\ufffd", "\ufffd"]
-        bare = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": False}
-        whole = (await s.client.post("/tokenize", bare)).json["tokens"]
-        assert whole == chat["tokens"][: len(whole)] and whole[-1] == BYTES.special("<|im_end|>")
-        instant = (await s.client.post("/tokenize", {"messages": HELLO, "thinking": {"type": "disabled"}})).json
-        assert instant["tokens"][-1] == BYTES.special("</think>")
-        refused = await s.client.post("/tokenize", {"messages": HELLO, "continue_final_message": True})
-        assert refused.status == 400 and refused.error["param"] == "continue_final_message"
-        assert (await s.client.post("/tokenize", {})).status == 400
-        assert (await s.client.post("/tokenize", {"prompt": "a", "messages": HELLO})).status == 400
-        for bad in ([512], [-1], ["a"], 5):
-            assert (await s.client.post("/detokenize", {"tokens": bad})).status == 400
-        info = (await s.client.get("/tokenizer_info")).json
-        assert info["model_max_length"] == 512 and info.keys() >= {"bos_token", "eos_token", "pad_token"}
-        for name in (info["bos_token"], info["eos_token"]):
-            if name is not None:  # a client takes its id from here
-                assert len((await s.client.post("/tokenize", {"prompt": name})).json["tokens"]) == 1
-
-    serve(test)
+@served()
+async def test_tokenize_and_back(s: Served) -> None:
+    reply = (await s.client.post("/tokenize", {"prompt": "hé"})).json
+    assert reply == {"tokens": [104, 195, 169], "count": 3, "max_model_len": 512}
+    assert (await s.client.post("/detokenize", {"tokens": reply["tokens"]})).json == {"prompt": "hé"}
+    await s.client.post(CHAT, {"messages": HELLO})
+    chat = (await s.client.post("/tokenize", {"messages": HELLO})).json
+    assert chat["tokens"] == s.engine.seen[-1][0]
+    body = {"prompt": "hé", "add_special_tokens": True, "return_token_strs": True}
+    assert (await s.client.post("/tokenize", body)).json["token_strs"] == ["h", "\ufffd", "\ufffd"]
+    bare = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": False}
+    whole = (await s.client.post("/tokenize", bare)).json["tokens"]
+    assert whole == chat["tokens"][: len(whole)] and whole[-1] == BYTES.special("<|im_end|>")
+    instant = (await s.client.post("/tokenize", {"messages": HELLO, "thinking": {"type": "disabled"}})).json
+    assert instant["tokens"][-1] == BYTES.special("</think>")
+    refused = await s.client.post("/tokenize", {"messages": HELLO, "continue_final_message": True})
+    assert refused.status == 400 and refused.error["param"] == "continue_final_message"
+    assert (await s.client.post("/tokenize", {})).status == 400
+    assert (await s.client.post("/tokenize", {"prompt": "a", "messages": HELLO})).status == 400
+    for bad in ([512], [-1], ["a"], 5):
+        assert (await s.client.post("/detokenize", {"tokens": bad})).status == 400
+    info = (await s.client.get("/tokenizer_info")).json
+    assert info["model_max_length"] == 512 and info.keys() >= {"bos_token", "eos_token", "pad_token"}
+    for name in (info["bos_token"], info["eos_token"]):
+        if name is not None:  # a client takes its id from here
+            assert len((await s.client.post("/tokenize", {"prompt": name})).json["tokens"]) == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": ["a", "b"]})])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine_at_once(path: str, body: Any, stream: bool) -> None:
-    async def test(s: Served) -> None:
-        leave = asyncio.Event()
-        call = asyncio.create_task(s.client.post(path, {**body, "stream": stream}, leave=leave))
-        await s.hangs(len(body.get("prompt", "x")))
-        assert s.engine.live and not s.engine.cancelled
-        leave.set()
-        await call
-        assert sorted(s.engine.cancelled) == list(range(len(s.engine.seen))) and s.engine.live == 0
-        page = (await s.client.get("/metrics")).text
-        assert f'perilune_request_success_total{{finished_reason="cancelled"}} {float(len(s.engine.seen))}' in page
-
-    serve(test, hold=3)
+@served(hold=3)
+async def test_a_client_that_leaves_frees_the_engine_at_once(s: Served, path: str, body: Any, stream: bool) -> None:
+    leave = asyncio.Event()
+    call = asyncio.create_task(s.client.post(path, {**body, "stream": stream}, leave=leave))
+    await s.hangs(len(body.get("prompt", "x")))
+    assert s.engine.live and not s.engine.cancelled
+    leave.set()
+    await call
+    assert sorted(s.engine.cancelled) == list(range(len(s.engine.seen))) and s.engine.live == 0
+    page = (await s.client.get("/metrics")).text
+    assert f'perilune_request_success_total{{finished_reason="cancelled"}} {float(len(s.engine.seen))}' in page
 
 
-def test_a_full_server_answers_429_and_recovers() -> None:
-    async def test(s: Served) -> None:
-        room = s.engine.info.max_num_seqs + 2
-        calls = [
-            asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": i % 2 == 0})) for i in range(room)
-        ]
-        await s.hangs(room)
-        refused = await s.client.post(CHAT, {"messages": HELLO})
-        assert refused.status == 429 and refused.error["code"] == "too_many_requests"
-        assert refused.headers["retry-after"] == "1"
-        assert (await s.client.post(TEXT, {"prompt": "a", "stream": True})).status == 429
-        s.engine.release.set()
-        assert [r.status for r in await asyncio.gather(*calls)] == [200] * room
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-
-    serve(test, hold=0, max_waiting=2)
+@served(hold=0, max_waiting=2)
+async def test_a_full_server_answers_429_and_recovers(s: Served) -> None:
+    room = s.engine.info.max_num_seqs + 2
+    calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": i % 2 == 0})) for i in range(room)]
+    await s.hangs(room)
+    refused = await s.client.post(CHAT, {"messages": HELLO})
+    assert refused.status == 429 and refused.error["code"] == "too_many_requests"
+    assert refused.headers["retry-after"] == "1"
+    assert (await s.client.post(TEXT, {"prompt": "a", "stream": True})).status == 429
+    s.engine.release.set()
+    assert [r.status for r in await asyncio.gather(*calls)] == [200] * room
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
 def test_thirty_two_clients_at_once() -> None:
@@ -190,47 +175,41 @@ def test_thirty_two_clients_at_once() -> None:
     serve(test, pause=0.001)
 
 
-def test_each_token_is_sent_when_it_exists() -> None:
-    async def test(s: Served) -> None:
-        pieces: list[bytes] = []
-        body = {"messages": HELLO, "stream": True, "thinking": {"type": "disabled"}}
-        call = asyncio.create_task(s.client.post(CHAT, body, got=pieces.append))
-        await s.hangs()
-        assert len(pieces) == 4 and b'"content":"l"' in pieces[-1]  # role, H, e, l: the fourth token is held
-        s.engine.release.set()
-        reply = await call
-        assert reply.headers["cache-control"] == "no-cache"
-        assert all(p.startswith(b"data: ") and p.endswith(b"\n\n") for p in reply.pieces)
-
-    serve(test, hold=3)
+@served(hold=3)
+async def test_each_token_is_sent_when_it_exists(s: Served) -> None:
+    pieces: list[bytes] = []
+    body = {"messages": HELLO, "stream": True, "thinking": {"type": "disabled"}}
+    call = asyncio.create_task(s.client.post(CHAT, body, got=pieces.append))
+    await s.hangs()
+    assert len(pieces) == 4 and b'"content":"l"' in pieces[-1]  # role, H, e, l: the fourth token is held
+    s.engine.release.set()
+    reply = await call
+    assert reply.headers["cache-control"] == "no-cache"
+    assert all(p.startswith(b"data: ") and p.endswith(b"\n\n") for p in reply.pieces)
 
 
-def test_an_engine_error_is_an_error_not_text() -> None:
-    async def test(s: Served) -> None:
-        for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"}), (TEXT, {"prompt": ["a", "b"]})):
-            reply = await s.client.post(path, body)
-            assert reply.status == 500 and reply.error["code"] == "generation_failed"
-            assert "not finite" in reply.error["message"]
-            chunks = (await s.client.post(path, {**body, "stream": True})).chunks
-            assert "not finite" in chunks[-1]["error"]["message"] and chunks[-1]["error"]["type"] == "server_error"
-            assert all(not (c.get("choices") or [{}])[0].get("finish_reason") for c in chunks)
-
-    serve(test, fail_at=2)
+@served(fail_at=2)
+async def test_an_engine_error_is_an_error_not_text(s: Served) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"}), (TEXT, {"prompt": ["a", "b"]})):
+        reply = await s.client.post(path, body)
+        assert reply.status == 500 and reply.error["code"] == "generation_failed"
+        assert "not finite" in reply.error["message"]
+        chunks = (await s.client.post(path, {**body, "stream": True})).chunks
+        assert "not finite" in chunks[-1]["error"]["message"] and chunks[-1]["error"]["type"] == "server_error"
+        assert all(not (c.get("choices") or [{}])[0].get("finish_reason") for c in chunks)
 
 
-def test_a_dead_engine_is_reported() -> None:
-    async def test(s: Served) -> None:
-        assert (await s.client.get("/health")).json == {"status": "ok"}
-        call = asyncio.create_task(s.client.post(CHAT, {"messages": HELLO}))
-        await s.hangs()
-        s.engine.alive = False
-        s.engine.release.set()
-        assert (await call).status == 503
-        for reply in (await s.client.get("/health"), await s.client.post(CHAT, {"messages": HELLO, "stream": True})):
-            assert reply.status == 503 and reply.error["code"] == "engine_unavailable"
-        assert "perilune_engine_up 0.0" in (await s.client.get("/metrics")).text
-
-    serve(test, hold=2)
+@served(hold=2)
+async def test_a_dead_engine_is_reported(s: Served) -> None:
+    assert (await s.client.get("/health")).json == {"status": "ok"}
+    call = asyncio.create_task(s.client.post(CHAT, {"messages": HELLO}))
+    await s.hangs()
+    s.engine.alive = False
+    s.engine.release.set()
+    assert (await call).status == 503
+    for reply in (await s.client.get("/health"), await s.client.post(CHAT, {"messages": HELLO, "stream": True})):
+        assert reply.status == 503 and reply.error["code"] == "engine_unavailable"
+    assert "perilune_engine_up 0.0" in (await s.client.get("/metrics")).text
 
 
 def test_a_refused_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,78 +257,72 @@ def test_an_internal_error_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> 
     serve(test)
 
 
-def test_stopping_the_server_ends_answers_in_flight() -> None:
-    async def test(s: Served) -> None:
-        calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": x})) for x in (False, True)]
-        await s.hangs(2)
-        s.service.stop()
-        whole, stream = await asyncio.gather(*calls)
-        assert whole.status == 503 and "shutting down" in whole.error["message"]
-        assert "shutting down" in stream.chunks[-1]["error"]["message"]
-
-    serve(test, hold=1)
+@served(hold=1)
+async def test_stopping_the_server_ends_answers_in_flight(s: Served) -> None:
+    calls = [asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": x})) for x in (False, True)]
+    await s.hangs(2)
+    s.service.stop()
+    whole, stream = await asyncio.gather(*calls)
+    assert whole.status == 503 and "shutting down" in whole.error["message"]
+    assert "shutting down" in stream.chunks[-1]["error"]["message"]
 
 
-def test_the_api_key_is_asked_for() -> None:
-    async def test(s: Served) -> None:
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "k3y"},
-            {"authorization": "Basic k3y"},
-        ):
-            s.client.headers = headers
-            for reply in (await s.client.get("/v1/models"), await s.client.post(CHAT, {"messages": HELLO})):
-                assert reply.status == 401 and reply.error["code"] == "invalid_api_key"
-                assert reply.headers["www-authenticate"] == "Bearer"
-            assert (await s.client.get("/metrics")).status == 401
-            assert (await s.client.get("/health")).status == 200
-        s.client.headers = {"authorization": "Bearer k3y"}
-        assert (await s.client.get("/v1/models")).status == 200
-        assert 'status="401"' in (await s.client.get("/metrics")).text
-
-    serve(test, api_key="k3y")
+@served(api_key="k3y")
+async def test_the_api_key_is_asked_for(s: Served) -> None:
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "k3y"},
+        {"authorization": "Basic k3y"},
+    ):
+        s.client.headers = headers
+        for reply in (await s.client.get("/v1/models"), await s.client.post(CHAT, {"messages": HELLO})):
+            assert reply.status == 401 and reply.error["code"] == "invalid_api_key"
+            assert reply.headers["www-authenticate"] == "Bearer"
+        assert (await s.client.get("/metrics")).status == 401
+        assert (await s.client.get("/health")).status == 200
+    s.client.headers = {"authorization": "Bearer k3y"}
+    assert (await s.client.get("/v1/models")).status == 200
+    assert 'status="401"' in (await s.client.get("/metrics")).text
 
 
-def test_metrics_page() -> None:
-    async def test(s: Served) -> None:
-        await s.client.post(CHAT, {"messages": HELLO})
-        await s.client.post(TEXT, {"prompt": "a", "stream": True})
-        await s.client.get("/secret-path?key=x")
-        reply = await s.client.get("/metrics")
-        assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = reply.text.splitlines()
-        for line in (
-            'perilune_http_requests_total{route="/v1/chat/completions",status="200"} 1.0',
-            'perilune_http_requests_total{route="/v1/completions",status="200"} 1.0',
-            'perilune_http_requests_total{route="other",status="404"} 1.0',
-            'perilune_request_success_total{finished_reason="stop"} 2.0',
-            "perilune_generations_in_flight 0.0",
-            "perilune_time_to_first_token_seconds_count 2.0",
-            "perilune_inter_token_latency_seconds_count 10.0",
-            "perilune_e2e_request_latency_seconds_count 2.0",
-            "perilune_engine_up 1.0",
-            "perilune_engine_restarts_total 3.0",
-            "perilune_num_requests_running 2.0",
-            "perilune_num_requests_waiting 1.0",
-            'perilune_kv_blocks{state="owned"} 20.0',
-            "perilune_cuda_graphs 3.0",
-            "perilune_cuda_graph_bytes 4000.0",
-            'perilune_kv_blocks{state="cached"} 10.0',
-            'perilune_kv_blocks{state="free"} 34.0',
-            "perilune_prompt_tokens_total 1000.0",
-            "perilune_prefix_cache_hits_total 300.0",
-            "perilune_generation_tokens_total 77.0",
-            "perilune_spec_decode_num_drafts_total 8.0",
-            'perilune_spec_decode_num_draft_tokens_total{position="2",source="suffix"} 5.0',
-            'perilune_spec_decode_num_accepted_tokens_total{position="1",source="suffix"} 6.0',
-            "perilune_acceptance_length 2.0",
-            "perilune_num_preemptions_total 1.0",
-        ):
-            assert line in lines, f"{line} is missing"
-        assert "secret" not in reply.text
-
-    serve(test, restarts=3)
+@served(restarts=3)
+async def test_metrics_page(s: Served) -> None:
+    await s.client.post(CHAT, {"messages": HELLO})
+    await s.client.post(TEXT, {"prompt": "a", "stream": True})
+    await s.client.get("/secret-path?key=x")
+    reply = await s.client.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = reply.text.splitlines()
+    for line in (
+        'perilune_http_requests_total{route="/v1/chat/completions",status="200"} 1.0',
+        'perilune_http_requests_total{route="/v1/completions",status="200"} 1.0',
+        'perilune_http_requests_total{route="other",status="404"} 1.0',
+        'perilune_request_success_total{finished_reason="stop"} 2.0',
+        "perilune_generations_in_flight 0.0",
+        "perilune_time_to_first_token_seconds_count 2.0",
+        "perilune_inter_token_latency_seconds_count 10.0",
+        "perilune_e2e_request_latency_seconds_count 2.0",
+        "perilune_engine_up 1.0",
+        "perilune_engine_restarts_total 3.0",
+        "perilune_num_requests_running 2.0",
+        "perilune_num_requests_waiting 1.0",
+        'perilune_kv_blocks{state="owned"} 20.0',
+        "perilune_cuda_graphs 3.0",
+        "perilune_cuda_graph_bytes 4000.0",
+        'perilune_kv_blocks{state="cached"} 10.0',
+        'perilune_kv_blocks{state="free"} 34.0',
+        "perilune_prompt_tokens_total 1000.0",
+        "perilune_prefix_cache_hits_total 300.0",
+        "perilune_generation_tokens_total 77.0",
+        "perilune_spec_decode_num_drafts_total 8.0",
+        'perilune_spec_decode_num_draft_tokens_total{position="2",source="suffix"} 5.0',
+        'perilune_spec_decode_num_accepted_tokens_total{position="1",source="suffix"} 6.0',
+        "perilune_acceptance_length 2.0",
+        "perilune_num_preemptions_total 1.0",
+    ):
+        assert line in lines, f"{line} is missing"
+    assert "secret" not in reply.text
 
 
 def test_the_access_log_has_no_contents(caplog: pytest.LogCaptureFixture) -> None:
