@@ -305,16 +305,23 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], **setup: Any) -> 
     asyncio.run(main())
 
 
-def served(*args: Any, by: Callable[..., None] = serve, **setup: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a coroutine function a test that `by` runs: its first parameter is the server, the others are pytest's."""
+def served(
+    *args: Any, by: Callable[..., None] = serve, takes: Sequence[str] = (), **setup: Any
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a coroutine function a test: its first parameter is the server, the others are pytest's.
+
+    `by` runs it; `takes` are fixtures that `by` takes behind the test, which may have them too."""
 
     def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Any:
         @functools.wraps(test)
-        def run(**arguments: Any) -> None:
-            by(lambda s: test(s, **arguments), *args, **setup)
+        def run(**given: Any) -> None:
+            own = {name: given[name] for name in others}
+            by(lambda s: test(s, **own), *(given[name] for name in takes), *args, **setup)
 
-        _, *others = inspect.signature(test).parameters.values()
-        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        _, *others = inspect.signature(test).parameters
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in dict.fromkeys([*others, *takes])]
+        )
         return run
 
     return decorate

@@ -1,6 +1,7 @@
 """The engine process ends by itself: what becomes of its requests, and of the next process."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from perilune.core.messages import Delta, Order
 from perilune.core.sampling import SamplingParams
 from perilune.engine import client as client_module
 from perilune.engine.client import EngineClient
+from tests.serving import served
 
 ENGINE = Path(__file__).with_name("failing_engine.py")
 ANSWERED, POISON, HANGS, LATER = (5,), (1,), (2,), (4,)
@@ -51,7 +53,7 @@ class Supervised:
 
 
 def supervise(
-    tmp_path: Path, test: Callable[[Supervised], Coroutine[Any, Any, None]], *options: str, supervised: bool = True
+    test: Callable[[Supervised], Coroutine[Any, Any, None]], tmp_path: Path, *options: str, supervised: bool = True
 ) -> None:
     starts = tmp_path / "starts"
 
@@ -69,6 +71,9 @@ def supervise(
             os.kill(pid, 0)
 
 
+supervised = functools.partial(served, by=supervise, takes=["tmp_path"])
+
+
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 0.2)
@@ -76,96 +81,82 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CRASH_SECONDS", 10.0)
 
 
-def test_answers_in_flight_fail_and_queued_requests_run_again(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        stream, delta = await s.begin(HANGS)
-        assert delta.tokens == (7,)
-        queued = asyncio.create_task(s.ask(LATER))
-        await asyncio.sleep(0.1)
-        s.client._start_seconds = 1000.0  # as of a large model
-        os.kill(s.pids[0], signal.SIGKILL)
-        with pytest.raises(EngineUnavailable, match=r"signal 9.*send the request again") as lost:  # logged once already
-            await anext(stream)
-        assert not s.client.alive and lost.value.retry_seconds == 60
-        between = asyncio.create_task(s.ask(ANSWERED))  # while there is no process
-        assert await queued == [7, 7, 7] and await between == [7, 7, 7]
-        assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2 and s.client.retry_seconds is None
-
-    supervise(tmp_path, test)
+@supervised()
+async def test_answers_in_flight_fail_and_queued_requests_run_again(s: Supervised) -> None:
+    stream, delta = await s.begin(HANGS)
+    assert delta.tokens == (7,)
+    queued = asyncio.create_task(s.ask(LATER))
+    await asyncio.sleep(0.1)
+    s.client._start_seconds = 1000.0  # as of a large model
+    os.kill(s.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match=r"signal 9.*send the request again") as lost:  # logged once already
+        await anext(stream)
+    assert not s.client.alive and lost.value.retry_seconds == 60
+    between = asyncio.create_task(s.ask(ANSWERED))  # while there is no process
+    assert await queued == [7, 7, 7] and await between == [7, 7, 7]
+    assert s.client.alive and s.client.restarts == 1 and len(s.pids) == 2 and s.client.retry_seconds is None
 
 
-def test_kills_in_a_row_end_no_later_request(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        for kill in range(4):
-            assert await s.ask(ANSWERED) == [7, 7, 7]
-            os.kill(s.pids[-1], signal.SIGKILL)
-            await s.ready(kill + 1)
-
-    supervise(tmp_path, test)
-
-
-def test_a_request_that_ends_the_engine_is_run_twice_at_most(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        assert await s.ask(ANSWERED) == [7, 7, 7]
-        with pytest.raises(EngineError, match="exit code 9"):
-            await s.ask(POISON)
-        await s.ready(2)
-        assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 3
-
-    supervise(tmp_path, test)
-
-
-def test_a_restart_is_at_once_after_a_step_and_delayed_without_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def test(s: Supervised) -> None:
+@supervised()
+async def test_kills_in_a_row_end_no_later_request(s: Supervised) -> None:
+    for kill in range(4):
         assert await s.ask(ANSWERED) == [7, 7, 7]
         os.kill(s.pids[-1], signal.SIGKILL)
-        await s.ready(1)
-        assert "the next try is in" not in caplog.text
-        begin = time.monotonic()
-        os.kill(s.pids[-1], signal.SIGKILL)  # has computed nothing
-        await s.ready(2)
-        assert "the next try is in 0.2 s" in caplog.text and time.monotonic() - begin > 0.2
-
-    supervise(tmp_path, test)
+        await s.ready(kill + 1)
 
 
-def test_an_engine_that_cannot_start_again_fails_all_requests_clearly(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        assert await s.ask(ANSWERED) == [7, 7, 7]
-        queued = asyncio.create_task(s.ask(LATER))
-        await asyncio.sleep(0.05)
-        os.kill(s.pids[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match="could not be started again: no more"):
-            await queued
-        assert not s.client.alive
-        with pytest.raises(EngineError, match="no more"):
-            await s.ask(ANSWERED)
-
-    supervise(tmp_path, test, "--never")
+@supervised()
+async def test_a_request_that_ends_the_engine_is_run_twice_at_most(s: Supervised) -> None:
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    with pytest.raises(EngineError, match="exit code 9"):
+        await s.ask(POISON)
+    await s.ready(2)
+    assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 3
 
 
-def test_a_cancelled_request_does_not_run_again(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        assert await s.ask(ANSWERED) == [7, 7, 7]
-        poison = asyncio.create_task(s.ask(POISON))
-        await s.lost()
-        poison.cancel()
-        await s.ready(1)
-        assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 2
+@supervised()
+async def test_a_restart_is_at_once_after_a_step_and_delayed_without_one(
+    s: Supervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    os.kill(s.pids[-1], signal.SIGKILL)
+    await s.ready(1)
+    assert "the next try is in" not in caplog.text
+    begin = time.monotonic()
+    os.kill(s.pids[-1], signal.SIGKILL)  # has computed nothing
+    await s.ready(2)
+    assert "the next try is in 0.2 s" in caplog.text and time.monotonic() - begin > 0.2
 
-    supervise(tmp_path, test)
+
+@supervised("--never")
+async def test_an_engine_that_cannot_start_again_fails_all_requests_clearly(s: Supervised) -> None:
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    queued = asyncio.create_task(s.ask(LATER))
+    await asyncio.sleep(0.05)
+    os.kill(s.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineError, match="could not be started again: no more"):
+        await queued
+    assert not s.client.alive
+    with pytest.raises(EngineError, match="no more"):
+        await s.ask(ANSWERED)
 
 
-def test_closing_while_the_engine_starts_again_leaves_no_process(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        assert await s.ask(ANSWERED) == [7, 7, 7]
-        os.kill(s.pids[0], signal.SIGKILL)
-        await s.lost()
-        await asyncio.sleep(0.05)
+@supervised()
+async def test_a_cancelled_request_does_not_run_again(s: Supervised) -> None:
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    poison = asyncio.create_task(s.ask(POISON))
+    await s.lost()
+    poison.cancel()
+    await s.ready(1)
+    assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 2
 
-    supervise(tmp_path, test)
+
+@supervised()
+async def test_closing_while_the_engine_starts_again_leaves_no_process(s: Supervised) -> None:
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    os.kill(s.pids[0], signal.SIGKILL)
+    await s.lost()
+    await asyncio.sleep(0.05)
 
 
 def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
@@ -204,15 +195,13 @@ def test_what_an_engine_writes_is_logged_where_that_is_asked_for(
     ]  # fmt: skip
 
 
-def test_without_supervision_everything_fails(tmp_path: Path) -> None:
-    async def test(s: Supervised) -> None:
-        with pytest.raises(EngineError, match="ended unexpectedly"):
-            await s.ask(POISON)
-        with pytest.raises(EngineError, match="ended unexpectedly"):
-            await s.ask(ANSWERED)
-        assert len(s.pids) == 1
-
-    supervise(tmp_path, test, supervised=False)
+@supervised(supervised=False)
+async def test_without_supervision_everything_fails(s: Supervised) -> None:
+    with pytest.raises(EngineError, match="ended unexpectedly"):
+        await s.ask(POISON)
+    with pytest.raises(EngineError, match="ended unexpectedly"):
+        await s.ask(ANSWERED)
+    assert len(s.pids) == 1
 
 
 SHRINKING = """

@@ -49,6 +49,9 @@ def run(test: Test, where: Path, **setup: Any) -> None:
     serve(within, **{"files_dir": str(where / "files"), "answer": "</think>Hello", **setup})
 
 
+batched = functools.partial(served, by=run, takes=["tmp_path"])
+
+
 async def begun(client: openai.AsyncOpenAI, lines: list[str], endpoint: Any = CHAT, **more: Any) -> Any:
     file = await client.files.create(file=("asked.jsonl", "\n".join(lines).encode()), purpose="batch")
     assert (file.filename, file.purpose, file.status) == ("asked.jsonl", "batch", "processed")
@@ -71,40 +74,38 @@ async def answers(client: openai.AsyncOpenAI, file: str | None) -> dict[str, Any
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/v1/responses"])
-def test_the_official_sdk_carries_out_a_batch(tmp_path: Path, endpoint: Any) -> None:
-    async def test(s: Served) -> None:
-        client, seen = sdk(s), list[Any]()
-        s.service.observers.append(seen.append)
-        lines = [line(f"q{i}", f"Number {i}", endpoint) for i in range(9)] + [line("bad", endpoint, endpoint, top_p=7)]
-        made = await begun(client, lines, endpoint, metadata={"night": "1"})
-        assert made.status == "validating" and made.metadata == {"night": "1"}
-        check((await s.client.get(f"/v1/batches/{made.id}")).json, operation("GET", "/v1/batches/{id}"))
-        done = await ended(client, made.id)
-        assert done.status == "completed" and done.completed_at and done.errors is None
-        assert done.request_counts.model_dump() == {"total": 10, "completed": 9, "failed": 1}
-        found = await answers(client, done.output_file_id)
-        assert set(found) == {f"q{i}" for i in range(9)}
-        assert all(f["response"]["status_code"] == 200 and f["error"] is None for f in found.values())
-        assert "Hello" in json.dumps(found["q3"]["response"]["body"])
-        (wrong,) = (await answers(client, done.error_file_id)).values()
-        assert wrong["response"]["status_code"] == 400 and "top_p" in wrong["response"]["body"]["error"]["message"]
-        assert {order.priority for order in s.engine.orders} == {100}
-        calls = [call for call in seen if call.route == endpoint]
-        assert len(calls) == 10 and sum(call.total("output_tokens") > 0 for call in calls) == 9
-        assert {f["response"]["request_id"] for f in found.values()} < {call.id for call in calls}
-        prompts = [bytes(t for t in ids if t < 256).decode() for ids, _ in s.engine.seen]
-        assert sorted(f"Number {i}" in p for p in prompts for i in range(9)).count(True) == 9
-        listed = [b.id async for b in client.batches.list(limit=1)]
-        assert listed == [made.id]
-        kinds = {f.id: f.purpose async for f in client.files.list()}
-        assert kinds[done.output_file_id] == "batch_output" and len(kinds) == 3
-        check((await s.client.get("/v1/files")).json, operation("GET", "/v1/files"))
-        check((await s.client.get("/v1/batches")).json, operation("GET", "/v1/batches"))
-        assert (await client.files.delete(done.output_file_id)).deleted
-        with pytest.raises(openai.NotFoundError):
-            await client.files.content(done.output_file_id)
-
-    run(test, tmp_path)
+@batched()
+async def test_the_official_sdk_carries_out_a_batch(s: Served, endpoint: Any) -> None:
+    client, seen = sdk(s), list[Any]()
+    s.service.observers.append(seen.append)
+    lines = [line(f"q{i}", f"Number {i}", endpoint) for i in range(9)] + [line("bad", endpoint, endpoint, top_p=7)]
+    made = await begun(client, lines, endpoint, metadata={"night": "1"})
+    assert made.status == "validating" and made.metadata == {"night": "1"}
+    check((await s.client.get(f"/v1/batches/{made.id}")).json, operation("GET", "/v1/batches/{id}"))
+    done = await ended(client, made.id)
+    assert done.status == "completed" and done.completed_at and done.errors is None
+    assert done.request_counts.model_dump() == {"total": 10, "completed": 9, "failed": 1}
+    found = await answers(client, done.output_file_id)
+    assert set(found) == {f"q{i}" for i in range(9)}
+    assert all(f["response"]["status_code"] == 200 and f["error"] is None for f in found.values())
+    assert "Hello" in json.dumps(found["q3"]["response"]["body"])
+    (wrong,) = (await answers(client, done.error_file_id)).values()
+    assert wrong["response"]["status_code"] == 400 and "top_p" in wrong["response"]["body"]["error"]["message"]
+    assert {order.priority for order in s.engine.orders} == {100}
+    calls = [call for call in seen if call.route == endpoint]
+    assert len(calls) == 10 and sum(call.total("output_tokens") > 0 for call in calls) == 9
+    assert {f["response"]["request_id"] for f in found.values()} < {call.id for call in calls}
+    prompts = [bytes(t for t in ids if t < 256).decode() for ids, _ in s.engine.seen]
+    assert sorted(f"Number {i}" in p for p in prompts for i in range(9)).count(True) == 9
+    listed = [b.id async for b in client.batches.list(limit=1)]
+    assert listed == [made.id]
+    kinds = {f.id: f.purpose async for f in client.files.list()}
+    assert kinds[done.output_file_id] == "batch_output" and len(kinds) == 3
+    check((await s.client.get("/v1/files")).json, operation("GET", "/v1/files"))
+    check((await s.client.get("/v1/batches")).json, operation("GET", "/v1/batches"))
+    assert (await client.files.delete(done.output_file_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(done.output_file_id)
 
 
 def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
@@ -204,60 +205,49 @@ def test_the_end_of_a_batch_survives_the_servers(tmp_path: Path, moment: str, mo
     run(second, tmp_path)
 
 
-def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        made = await begun(client, [line(f"q{i}") for i in range(6)])
-        await s.hangs(2)
-        with pytest.raises(openai.BadRequestError) as used:
-            await client.files.delete(made.input_file_id)
-        assert used.value.code == "file_in_use"
-        done = await client.batches.cancel(made.id)
-        assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at and s.engine.live == 0
-        assert (await client.batches.cancel(made.id)).status == "cancelled"
-        again = await begun(client, [line("a")])
-        s.engine.release.set()
-        assert (await ended(client, again.id)).status == "completed", "the seats of the first are free"
-
-    run(test, tmp_path, hold=0)
+@batched(hold=0)
+async def test_a_batch_can_be_cancelled(s: Served) -> None:
+    client = sdk(s)
+    made = await begun(client, [line(f"q{i}") for i in range(6)])
+    await s.hangs(2)
+    with pytest.raises(openai.BadRequestError) as used:
+        await client.files.delete(made.input_file_id)
+    assert used.value.code == "file_in_use"
+    done = await client.batches.cancel(made.id)
+    assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at and s.engine.live == 0
+    assert (await client.batches.cancel(made.id)).status == "cancelled"
+    again = await begun(client, [line("a")])
+    s.engine.release.set()
+    assert (await ended(client, again.id)).status == "completed", "the seats of the first are free"
 
 
-def test_other_requests_come_first(tmp_path: Path) -> None:
+@batched(hold=0, info=_small(4))
+async def test_other_requests_come_first(s: Served) -> None:
     """At most half of the engine's requests are batches', and none begins while the engine is full."""
-
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        made = await begun(client, [line(f"q{i}") for i in range(20)])
-        await s.hangs(2)
-        await asyncio.sleep(0.12)
-        assert s.engine.live == 2
-        asked = [
-            asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "abc"
-        ]
-        await s.hangs(5)
-        s.engine.release.set()
-        for one in asked:
-            assert (await one).status == 200
-        assert (await ended(client, made.id)).request_counts.completed == 20
-        assert s.engine.orders[2].priority == 0
-
-    run(test, tmp_path, hold=0, info=_small(4))
+    client = sdk(s)
+    made = await begun(client, [line(f"q{i}") for i in range(20)])
+    await s.hangs(2)
+    await asyncio.sleep(0.12)
+    assert s.engine.live == 2
+    asked = [asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "abc"]
+    await s.hangs(5)
+    s.engine.release.set()
+    for one in asked:
+        assert (await one).status == 200
+    assert (await ended(client, made.id)).request_counts.completed == 20
+    assert s.engine.orders[2].priority == 0
 
 
-def test_a_full_engine_makes_a_batch_wait(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
-        asked = [
-            asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "ab"
-        ]
-        await s.hangs(2)
-        made = await begun(sdk(s), [line("a")])
-        await asyncio.sleep(0.15)
-        assert s.engine.live == 2
-        s.engine.release.set()
-        assert (await ended(sdk(s), made.id)).request_counts.completed == 1
-        await asyncio.gather(*asked)
-
-    run(test, tmp_path, hold=0, info=_small(2))
+@batched(hold=0, info=_small(2))
+async def test_a_full_engine_makes_a_batch_wait(s: Served) -> None:
+    asked = [asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})) for _ in "ab"]
+    await s.hangs(2)
+    made = await begun(sdk(s), [line("a")])
+    await asyncio.sleep(0.15)
+    assert s.engine.live == 2
+    s.engine.release.set()
+    assert (await ended(sdk(s), made.id)).request_counts.completed == 1
+    await asyncio.gather(*asked)
 
 
 def test_an_engine_that_is_down_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,21 +266,19 @@ def test_an_engine_that_is_down_is_waited_for(tmp_path: Path, monkeypatch: pytes
     run(test, tmp_path, hold=1)
 
 
-def test_what_is_late_ends_with_the_batch(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        made = await begun(client, [line("a"), line("b")])
-        await s.hangs(2)
-        s.client.app.state.batches.get("", made.id).record["expires_at"] = time.time()
-        s.engine.alive = False
-        s.engine.release.set()
-        done = await ended(client, made.id)
-        assert done.status == "expired" and done.request_counts.failed == 2
-        found = await answers(client, done.error_file_id)
-        assert {f["error"]["code"] for f in found.values()} == {"batch_expired"}
-        s.engine.alive = True
-
-    run(test, tmp_path, hold=1)
+@batched(hold=1)
+async def test_what_is_late_ends_with_the_batch(s: Served) -> None:
+    client = sdk(s)
+    made = await begun(client, [line("a"), line("b")])
+    await s.hangs(2)
+    s.client.app.state.batches.get("", made.id).record["expires_at"] = time.time()
+    s.engine.alive = False
+    s.engine.release.set()
+    done = await ended(client, made.id)
+    assert done.status == "expired" and done.request_counts.failed == 2
+    found = await answers(client, done.error_file_id)
+    assert {f["error"]["code"] for f in found.values()} == {"batch_expired"}
+    s.engine.alive = True
 
 
 @pytest.mark.parametrize(
@@ -307,25 +295,21 @@ def test_what_is_late_ends_with_the_batch(tmp_path: Path) -> None:
         (["\udcff".encode("utf-8", "surrogateescape").decode("latin-1")], "invalid_json_line", 1),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_batch_fails_whole(tmp_path: Path, lines: list[str], code: str, number: int | None) -> None:
-    async def test(s: Served) -> None:
-        done = await ended(sdk(s), (await begun(sdk(s), lines)).id)
-        assert done.status == "failed" and done.output_file_id is None and s.engine.seen == []
-        (error,) = done.errors.data
-        assert (error.code, error.line) == (code, number) and "\n" not in error.message
-
-    run(test, tmp_path)
+@batched()
+async def test_a_file_that_is_no_batch_fails_whole(s: Served, lines: list[str], code: str, number: int | None) -> None:
+    done = await ended(sdk(s), (await begun(sdk(s), lines)).id)
+    assert done.status == "failed" and done.output_file_id is None and s.engine.seen == []
+    (error,) = done.errors.data
+    assert (error.code, error.line) == (code, number) and "\n" not in error.message
 
 
-def test_errors_of_a_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Served) -> None:
-        done = await ended(sdk(s), (await begun(sdk(s), ["x"] * 1000)).id)
-        assert len(done.errors.data) == batch_module.MAX_ERRORS
-        monkeypatch.setattr(batch_module, "MAX_LINES", 3)
-        done = await ended(sdk(s), (await begun(sdk(s), [line(str(i)) for i in range(9)])).id)
-        assert [e.code for e in done.errors.data] == ["too_many_lines"]
-
-    run(test, tmp_path)
+@batched()
+async def test_errors_of_a_file_are_bounded(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = await ended(sdk(s), (await begun(sdk(s), ["x"] * 1000)).id)
+    assert len(done.errors.data) == batch_module.MAX_ERRORS
+    monkeypatch.setattr(batch_module, "MAX_LINES", 3)
+    done = await ended(sdk(s), (await begun(sdk(s), [line(str(i)) for i in range(9)])).id)
+    assert [e.code for e in done.errors.data] == ["too_many_lines"]
 
 
 def test_keys_do_not_see_each_others(tmp_path: Path) -> None:
@@ -387,13 +371,11 @@ async def test_without_a_directory_there_are_none(s: Served) -> None:
 
 
 @pytest.mark.parametrize(("query", "param"), [("?limit=0", "limit"), ("?after=x", "after"), ("?order=up", "order")])
-def test_a_page_that_cannot_be_is_refused(tmp_path: Path, query: str, param: str) -> None:
-    async def test(s: Served) -> None:
-        for path in ("/v1/files", "/v1/batches") if param != "order" else ("/v1/files",):
-            reply = await s.client.get(path + query)
-            assert reply.status == 400 and reply.error["param"] == param
-
-    run(test, tmp_path)
+@batched()
+async def test_a_page_that_cannot_be_is_refused(s: Served, query: str, param: str) -> None:
+    for path in ("/v1/files", "/v1/batches") if param != "order" else ("/v1/files",):
+        reply = await s.client.get(path + query)
+        assert reply.status == 400 and reply.error["param"] == param
 
 
 def test_too_many_batches_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import socket
 import time
@@ -19,7 +20,7 @@ from perilune.server import connection, errors, listener
 from perilune.server.connection import READ_BYTES, Timeouts
 from perilune.server.limits import Proxies
 from perilune.server.listener import Listener
-from tests.serving import HANG_SECONDS
+from tests.serving import HANG_SECONDS, served
 
 QUICK = Timeouts(head_seconds=0.3, body_seconds=0.3, body_bytes_per_second=100_000, idle_seconds=0.6, write_seconds=0.4)
 GET = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -152,45 +153,42 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], timeouts: Timeout
     asyncio.run(main())
 
 
-def test_requests_follow_each_other_on_one_connection_even_ahead_of_answers() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
-            assert (await wire.response())[2] == b"hello"
-            chunks = b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
-            chunked = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
-            wire.send(chunked + GET.replace(b"echo", b"chunks") + GET)
-            assert (await wire.response())[2] == b"abcde"
-            status, headers, body = await wire.response()
-            assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"piece" * 3)
-            assert (await wire.response())[0] == 200
-            wire.send(b"HEAD /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            head = await wire.reader.readuntil(b"\r\n\r\n")
-            assert b"connection: close" in head and b"date: " in head and await wire.ended()
-
-    serve(test)
+connected = functools.partial(served, by=serve)
 
 
-def test_a_body_larger_than_one_read_ends_where_the_next_request_begins() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as first, s.connect() as second:  # both read into the listener's one buffer
-            for i, wire in enumerate((first, second)):
-                body = bytes([65 + i]) * (2 * READ_BYTES + 7)
-                wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + GET)
-            for i, wire in enumerate((first, second)):
-                assert (await wire.response())[2] == bytes([65 + i]) * (2 * READ_BYTES + 7)
-                assert (await wire.response())[0::2] == (200, b"")
+@connected()
+async def test_requests_follow_each_other_on_one_connection_even_ahead_of_answers(s: Served) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+        assert (await wire.response())[2] == b"hello"
+        chunks = b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
+        chunked = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+        wire.send(chunked + GET.replace(b"echo", b"chunks") + GET)
+        assert (await wire.response())[2] == b"abcde"
+        status, headers, body = await wire.response()
+        assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"piece" * 3)
+        assert (await wire.response())[0] == 200
+        wire.send(b"HEAD /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        head = await wire.reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" in head and b"date: " in head and await wire.ended()
 
-    serve(test, timeouts=None)
+
+@connected(timeouts=None)
+async def test_a_body_larger_than_one_read_ends_where_the_next_request_begins(s: Served) -> None:
+    async with s.connect() as first, s.connect() as second:  # both read into the listener's one buffer
+        for i, wire in enumerate((first, second)):
+            body = bytes([65 + i]) * (2 * READ_BYTES + 7)
+            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + GET)
+        for i, wire in enumerate((first, second)):
+            assert (await wire.response())[2] == bytes([65 + i]) * (2 * READ_BYTES + 7)
+            assert (await wire.response())[0::2] == (200, b"")
 
 
-def test_http_1_0_ends_with_the_connection() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"GET /chunks HTTP/1.0\r\n\r\n")
-            assert (await wire.response())[2] == b"piece" * 3
-
-    serve(test)
+@connected()
+async def test_http_1_0_ends_with_the_connection(s: Served) -> None:
+    async with s.connect() as wire:
+        wire.send(b"GET /chunks HTTP/1.0\r\n\r\n")
+        assert (await wire.response())[2] == b"piece" * 3
 
 
 @pytest.mark.parametrize(
@@ -203,95 +201,83 @@ def test_http_1_0_ends_with_the_connection() -> None:
         GET + b"\r\n\r\n",  # idle
     ],
 )
-def test_half_sent_heads_and_idle_connections_end(sent: bytes) -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(sent)
-            if sent.startswith(GET):
-                assert (await wire.response())[0] == 200
-            idle = sent.endswith(b"\r\n\r\n")
-            await s.reached(b"" if idle else sent.removeprefix(GET))
-            s.passes((QUICK.idle_seconds if idle else QUICK.head_seconds) - 0.01)
-            assert not any(c.transport.is_closing() or c._lingering for c in s.listener.connections)
-            s.now += 0.02  # and the listener looks by itself
-            if sent and not idle:
-                status, headers, body = await wire.response()
-                assert status == 408 and headers["connection"] == "close"
-                assert json.loads(body)["error"]["code"] == "request_timeout"
-            assert await wire.ended()
-
-    serve(test)
+@connected()
+async def test_half_sent_heads_and_idle_connections_end(s: Served, sent: bytes) -> None:
+    async with s.connect() as wire:
+        wire.send(sent)
+        if sent.startswith(GET):
+            assert (await wire.response())[0] == 200
+        idle = sent.endswith(b"\r\n\r\n")
+        await s.reached(b"" if idle else sent.removeprefix(GET))
+        s.passes((QUICK.idle_seconds if idle else QUICK.head_seconds) - 0.01)
+        assert not any(c.transport.is_closing() or c._lingering for c in s.listener.connections)
+        s.now += 0.02  # and the listener looks by itself
+        if sent and not idle:
+            status, headers, body = await wire.response()
+            assert status == 408 and headers["connection"] == "close"
+            assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert await wire.ended()
 
 
-def test_a_head_that_drips_ends_all_the_same() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            head = b"GET /echo HTTP/1.1\r\nX: yyyyyy"
-            for end in range(1, 16):
-                wire.send(head[end - 1 : end])
-                await s.reached(head[:end])
-                s.passes(0.02)
+@connected()
+async def test_a_head_that_drips_ends_all_the_same(s: Served) -> None:
+    async with s.connect() as wire:
+        head = b"GET /echo HTTP/1.1\r\nX: yyyyyy"
+        for end in range(1, 16):
+            wire.send(head[end - 1 : end])
+            await s.reached(head[:end])
             s.passes(0.02)
-            assert (await wire.response())[0] == 408
-
-    serve(test)
+        s.passes(0.02)
+        assert (await wire.response())[0] == 408
 
 
 @pytest.mark.parametrize(("size", "why"), [(0, "no byte"), (100, "less than")], ids=["stalled", "slow"])
-def test_a_slow_body_is_answered_408(size: int, why: str) -> None:
-    async def test(s: Served) -> None:
+@connected()
+async def test_a_slow_body_is_answered_408(s: Served, size: int, why: str) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nx")
+        for turn in range(16):
+            await s.received(1 + turn * size)
+            s.passes(0.02)
+            wire.send(b"x" * size)
+        status, headers, body = await wire.response()
+        assert status == 408 and headers["connection"] == "close"
+        assert b"body" in body and why in body.decode() and await wire.ended()
+
+
+@connected()
+async def test_a_fast_body_may_take_longer_than_the_bound(s: Served) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
+        for turn in range(20):
+            await s.received(turn * 10_000)
+            s.passes(0.03)
+            wire.send(b"x" * 10_000)
+        assert (await wire.response())[0] == 200
+
+
+@connected()
+async def test_a_client_that_does_not_read_is_cut(s: Served) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", s.port, limit=1024)
+    writer.write(GET.replace(b"echo", b"large"))
+    await s.until(lambda: s.paths)
+    while s.listener.connections or s.listener.busy:
+        s.passes(0.1)
+        await asyncio.sleep(0.001)
+    writer.close()
+
+
+@connected()
+async def test_a_client_that_leaves_is_noticed(s: Served) -> None:
+    for sent in (
+        b"GET /hang HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /hang HTTP/1.1\r\nContent-Length: 9\r\nHost: x\r\n\r\n1",
+    ):
         async with s.connect() as wire:
-            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nx")
-            for turn in range(16):
-                await s.received(1 + turn * size)
-                s.passes(0.02)
-                wire.send(b"x" * size)
-            status, headers, body = await wire.response()
-            assert status == 408 and headers["connection"] == "close"
-            assert b"body" in body and why in body.decode() and await wire.ended()
-
-    serve(test)
-
-
-def test_a_fast_body_may_take_longer_than_the_bound() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
-            for turn in range(20):
-                await s.received(turn * 10_000)
-                s.passes(0.03)
-                wire.send(b"x" * 10_000)
-            assert (await wire.response())[0] == 200
-
-    serve(test)
-
-
-def test_a_client_that_does_not_read_is_cut() -> None:
-    async def test(s: Served) -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", s.port, limit=1024)
-        writer.write(GET.replace(b"echo", b"large"))
-        await s.until(lambda: s.paths)
-        while s.listener.connections or s.listener.busy:
-            s.passes(0.1)
-            await asyncio.sleep(0.001)
-        writer.close()
-
-    serve(test)
-
-
-def test_a_client_that_leaves_is_noticed() -> None:
-    async def test(s: Served) -> None:
-        for sent in (
-            b"GET /hang HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"POST /hang HTTP/1.1\r\nContent-Length: 9\r\nHost: x\r\n\r\n1",
-        ):
-            async with s.connect() as wire:
-                wire.send(sent)
-                await s.until(lambda: len(s.paths) > len(s.left))
-            await s.until(lambda: len(s.paths) == len(s.left))
-        assert s.left == ["/hang", "/hang"]
-
-    serve(test)
+            wire.send(sent)
+            await s.until(lambda: len(s.paths) > len(s.left))
+        await s.until(lambda: len(s.paths) == len(s.left))
+    assert s.left == ["/hang", "/hang"]
 
 
 AMBIGUOUS = {
@@ -316,16 +302,14 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS)
-def test_what_can_be_read_in_two_ways_is_refused_and_ends_the_connection(rest: bytes) -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\n" + rest + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
-            status, headers, body = await wire.response()
-            assert status in (400, 501) and headers["connection"] == "close"
-            error = json.loads(body)["error"]
-            assert error["code"] == "invalid_http" and "bytearray" not in error["message"] and await wire.ended()
-
-    serve(test)
+@connected()
+async def test_what_can_be_read_in_two_ways_is_refused_and_ends_the_connection(s: Served, rest: bytes) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\n" + rest + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers, body = await wire.response()
+        assert status in (400, 501) and headers["connection"] == "close"
+        error = json.loads(body)["error"]
+        assert error["code"] == "invalid_http" and "bytearray" not in error["message"] and await wire.ended()
 
 
 @pytest.mark.parametrize(
@@ -340,33 +324,29 @@ def test_what_can_be_read_in_two_ways_is_refused_and_ends_the_connection(rest: b
     ],
 )
 @pytest.mark.parametrize("piece", [1, 1000])
-def test_what_is_no_http_1_1_is_refused_at_once(sent: bytes, status: int, words: str, piece: int) -> None:
+@connected(Timeouts())
+async def test_what_is_no_http_1_1_is_refused_at_once(
+    s: Served, sent: bytes, status: int, words: str, piece: int
+) -> None:
     """No time passes: the end that its head lacks will not come."""
-
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            for at in range(0, len(sent), piece):
-                wire.send(sent[at : at + piece])
-                await asyncio.sleep(0)
-            found, _, body = await wire.response()
-            assert found == status and words in json.loads(body)["error"]["message"] and await wire.ended()
-
-    serve(test, Timeouts())
+    async with s.connect() as wire:
+        for at in range(0, len(sent), piece):
+            wire.send(sent[at : at + piece])
+            await asyncio.sleep(0)
+        found, _, body = await wire.response()
+        assert found == status and words in json.loads(body)["error"]["message"] and await wire.ended()
 
 
 @pytest.mark.parametrize(
     ("target", "path"), [("http://x/client", "/client"), ("HTTPS://a:8/echo?b", "/echo"), ("http://x", "/")]
 )
-def test_a_target_may_name_its_origin(target: str, path: str) -> None:
+@connected()
+async def test_a_target_may_name_its_origin(s: Served, target: str, path: str) -> None:
     """As clients write it to proxies, and a server has to take it (RFC 9112, 3.2.2)."""
-
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            assert (await wire.response())[0] == 200
-            assert s.paths == [path]
-
-    serve(test)
+    async with s.connect() as wire:
+        wire.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert (await wire.response())[0] == 200
+        assert s.paths == [path]
 
 
 @pytest.mark.parametrize(
@@ -382,56 +362,48 @@ def test_a_target_may_name_its_origin(target: str, path: str) -> None:
     ],
     ids=lambda chunks: repr(chunks[:30]),
 )
-def test_malformed_chunks_are_refused_and_end_the_connection(chunks: bytes) -> None:
-    async def test(s: Served) -> None:
+@connected()
+async def test_malformed_chunks_are_refused_and_end_the_connection(s: Served, chunks: bytes) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        status, headers, _ = await wire.response()
+        assert status == 400 and headers["connection"] == "close" and await wire.ended()
+
+
+@connected()
+async def test_heads_are_bounded(s: Served) -> None:
+    for head in (b"X: " + b"y" * 70_000 + b"\r\n\r\n", b"X: y\r\n" * 200 + b"\r\n", b"X: " + b"y" * 300_000):
         async with s.connect() as wire:
-            wire.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
-            status, headers, _ = await wire.response()
-            assert status == 400 and headers["connection"] == "close" and await wire.ended()
-
-    serve(test)
+            wire.send(b"GET /echo HTTP/1.1\r\nHost: x\r\n" + head)
+            assert (await wire.response())[0] == 431 and await wire.ended()
 
 
-def test_heads_are_bounded() -> None:
-    async def test(s: Served) -> None:
-        for head in (b"X: " + b"y" * 70_000 + b"\r\n\r\n", b"X: y\r\n" * 200 + b"\r\n", b"X: " + b"y" * 300_000):
-            async with s.connect() as wire:
-                wire.send(b"GET /echo HTTP/1.1\r\nHost: x\r\n" + head)
-                assert (await wire.response())[0] == 431 and await wire.ended()
-
-    serve(test)
-
-
-def test_a_client_that_asks_first_is_answered_before_it_sends() -> None:
-    async def test(s: Served) -> None:
-        ask = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
-        async with s.connect() as wire:
-            wire.send(ask % b"/echo")
-            assert (await wire.response())[0] == 100
-            wire.send(b"hello")
-            assert (await wire.response())[2] == b"hello"
-        async with s.connect() as wire:  # the answer does not need the body: it is not asked for
-            wire.send(ask % b"/ignore")
-            status, headers, body = await wire.response()
-            assert (status, headers["connection"], body) == (200, "close", b"ignored") and await wire.ended()
-        async with s.connect() as wire:  # it did not wait
-            wire.send(ask % b"/echo" + b"hello")
-            status, _, body = await wire.response()
-            assert (status, body) in ((100, b""), (200, b"hello"))
-
-    serve(test)
+@connected()
+async def test_a_client_that_asks_first_is_answered_before_it_sends(s: Served) -> None:
+    ask = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+    async with s.connect() as wire:
+        wire.send(ask % b"/echo")
+        assert (await wire.response())[0] == 100
+        wire.send(b"hello")
+        assert (await wire.response())[2] == b"hello"
+    async with s.connect() as wire:  # the answer does not need the body: it is not asked for
+        wire.send(ask % b"/ignore")
+        status, headers, body = await wire.response()
+        assert (status, headers["connection"], body) == (200, "close", b"ignored") and await wire.ended()
+    async with s.connect() as wire:  # it did not wait
+        wire.send(ask % b"/echo" + b"hello")
+        status, _, body = await wire.response()
+        assert (status, body) in ((100, b""), (200, b"hello"))
 
 
-def test_a_refused_body_is_thrown_away_so_that_the_answer_arrives() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n")
-            for _ in range(200):
-                wire.send(b"x" * 100_000)
-                await wire.writer.drain()
-            assert (await wire.response())[2] == b"ignored"
-
-    serve(test, None)
+@connected(None)
+async def test_a_refused_body_is_thrown_away_so_that_the_answer_arrives(s: Served) -> None:
+    async with s.connect() as wire:
+        wire.send(b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n")
+        for _ in range(200):
+            wire.send(b"x" * 100_000)
+            await wire.writer.drain()
+        assert (await wire.response())[2] == b"ignored"
 
 
 @pytest.mark.parametrize("sent", [b"GET\n\n", b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"])
@@ -465,46 +437,40 @@ def test_a_handler_that_fails_early_ends_the_connection(caplog: pytest.LogCaptur
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_more_connections_than_allowed_are_refused() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as one, s.connect() as two:
-            for wire in (one, two):
-                wire.send(GET)
-                await wire.response()
-            async with s.connect() as three:
-                status, headers, _ = await three.response()
-                assert status == 503 and headers["retry-after"] == "1" and await three.ended()
-        await s.until(lambda: not s.listener.connections)
-        async with s.connect() as wire:
+@connected(max_connections=2)
+async def test_more_connections_than_allowed_are_refused(s: Served) -> None:
+    async with s.connect() as one, s.connect() as two:
+        for wire in (one, two):
             wire.send(GET)
-            assert (await wire.response())[0] == 200
-
-    serve(test, max_connections=2)
-
-
-def test_draining_ends_idle_connections_and_lets_answers_end() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as idle, s.connect() as busy:
-            idle.send(GET)
-            await idle.response()
-            busy.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe")
-            await s.until(lambda: any(c.exchange and c.exchange._received == 2 for c in s.listener.connections))
-            s.listener.drain()
-            assert await idle.ended()
-            busy.send(b"llo")
-            status, headers, body = await busy.response()
-            assert (status, headers["connection"], body) == (200, "close", b"hello") and await busy.ended()
-
-    serve(test)
+            await wire.response()
+        async with s.connect() as three:
+            status, headers, _ = await three.response()
+            assert status == 503 and headers["retry-after"] == "1" and await three.ended()
+    await s.until(lambda: not s.listener.connections)
+    async with s.connect() as wire:
+        wire.send(GET)
+        assert (await wire.response())[0] == 200
 
 
-def test_a_trusted_proxy_names_the_client() -> None:
-    async def test(s: Served) -> None:
-        async with s.connect() as wire:
-            wire.send(b"GET /client HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 198.51.100.7, 203.0.113.9\r\n\r\n")
-            assert (await wire.response())[2] == b"203.0.113.9"
+@connected()
+async def test_draining_ends_idle_connections_and_lets_answers_end(s: Served) -> None:
+    async with s.connect() as idle, s.connect() as busy:
+        idle.send(GET)
+        await idle.response()
+        busy.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe")
+        await s.until(lambda: any(c.exchange and c.exchange._received == 2 for c in s.listener.connections))
+        s.listener.drain()
+        assert await idle.ended()
+        busy.send(b"llo")
+        status, headers, body = await busy.response()
+        assert (status, headers["connection"], body) == (200, "close", b"hello") and await busy.ended()
 
-    serve(test, proxies=Proxies(["127.0.0.0/8"]))
+
+@connected(proxies=Proxies(["127.0.0.0/8"]))
+async def test_a_trusted_proxy_names_the_client(s: Served) -> None:
+    async with s.connect() as wire:
+        wire.send(b"GET /client HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 198.51.100.7, 203.0.113.9\r\n\r\n")
+        assert (await wire.response())[2] == b"203.0.113.9"
 
 
 def test_a_unix_socket_serves(tmp_path: Path) -> None:

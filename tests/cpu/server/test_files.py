@@ -12,27 +12,25 @@ from perilune.core.errors import ConfigError, RequestError
 from perilune.server.batches import multipart
 from perilune.server.batches.files import FileStore
 from tests.cpu.server.test_background import sdk
-from tests.cpu.server.test_batches import answers, begun, ended, line, run
+from tests.cpu.server.test_batches import answers, batched, begun, ended, line
 from tests.serving import Served
 
 
-def test_the_store_is_bounded(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        store: FileStore = s.client.app.state.batches.store
-        file = await client.files.create(file=("a", b"x" * 6000), purpose="batch")
-        with pytest.raises(openai.APIStatusError) as full:
-            await client.files.create(file=("b", b"x" * 6000), purpose="batch")
-        assert (full.value.status_code, full.value.code) == (413, "store_full") and store.size_bytes == 6000
-        await client.files.delete(file.id)
-        assert store.size_bytes == 0 and not [*(tmp_path / "files" / "key-").glob("file*")]
-        made = await begun(client, [line(f"q{i}") for i in range(30)])
-        done = await ended(client, made.id)
-        assert done.status == "failed" and done.errors.data[0].code == "store_full" and done.output_file_id
-        assert 0 < done.request_counts.completed < 30 and store.size_bytes <= 10_000
-        assert len(await answers(client, done.output_file_id)) == done.request_counts.completed
-
-    run(test, tmp_path, files_gb=1e-5)
+@batched(files_gb=1e-5)
+async def test_the_store_is_bounded(s: Served, tmp_path: Path) -> None:
+    client = sdk(s)
+    store: FileStore = s.client.app.state.batches.store
+    file = await client.files.create(file=("a", b"x" * 6000), purpose="batch")
+    with pytest.raises(openai.APIStatusError) as full:
+        await client.files.create(file=("b", b"x" * 6000), purpose="batch")
+    assert (full.value.status_code, full.value.code) == (413, "store_full") and store.size_bytes == 6000
+    await client.files.delete(file.id)
+    assert store.size_bytes == 0 and not [*(tmp_path / "files" / "key-").glob("file*")]
+    made = await begun(client, [line(f"q{i}") for i in range(30)])
+    done = await ended(client, made.id)
+    assert done.status == "failed" and done.errors.data[0].code == "store_full" and done.output_file_id
+    assert 0 < done.request_counts.completed < 30 and store.size_bytes <= 10_000
+    assert len(await answers(client, done.output_file_id)) == done.request_counts.completed
 
 
 def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
@@ -46,23 +44,21 @@ def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
     store.close()
 
 
-def test_files_expire(tmp_path: Path) -> None:
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        expiry: Any = {"anchor": "created_at", "seconds": 3600}
-        file = await client.files.create(file=("a", b"x"), purpose="batch", expires_after=expiry)
-        assert file.expires_at == file.created_at + 3600
-        s.client.app.state.batches.store.get("", file.id)["expires_at"] = time.time()
-        with pytest.raises(openai.NotFoundError):
-            await client.files.retrieve(file.id)
-        with pytest.raises(openai.BadRequestError):
-            await client.files.create(file=("a", b"x"), purpose="batch", expires_after={**expiry, "seconds": 5})
-        made = await begun(client, [line("a")], output_expires_after={**expiry, "seconds": 7200})
-        done = await ended(client, made.id)
-        output = await client.files.retrieve(done.output_file_id)
-        assert output.expires_at == output.created_at + 7200
-
-    run(test, tmp_path)
+@batched()
+async def test_files_expire(s: Served) -> None:
+    client = sdk(s)
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    file = await client.files.create(file=("a", b"x"), purpose="batch", expires_after=expiry)
+    assert file.expires_at == file.created_at + 3600
+    s.client.app.state.batches.store.get("", file.id)["expires_at"] = time.time()
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(file.id)
+    with pytest.raises(openai.BadRequestError):
+        await client.files.create(file=("a", b"x"), purpose="batch", expires_after={**expiry, "seconds": 5})
+    made = await begun(client, [line("a")], output_expires_after={**expiry, "seconds": 7200})
+    done = await ended(client, made.id)
+    output = await client.files.retrieve(done.output_file_id)
+    assert output.expires_at == output.created_at + 7200
 
 
 def test_one_server_uses_a_directory(tmp_path: Path) -> None:
@@ -133,15 +129,13 @@ def test_an_upload_is_taken_apart() -> None:
         ({"purpose": "batch", "file": ("a", b"x"), "expires_after[anchor]": "last_active_at"}, "expires_after"),
     ],
 )
-def test_an_upload_that_cannot_be_is_refused(tmp_path: Path, given: dict[str, Any], param: str) -> None:
-    async def test(s: Served) -> None:
-        body = b""
-        for name, value in given.items():
-            more, data = (f'; filename="{value[0]}"', value[1]) if isinstance(value, tuple) else ("", value.encode())
-            body += f'--B\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + data + b"\r\n"
-        s.client.headers["content-type"] = "multipart/form-data; boundary=B"
-        reply = await s.client.post("/v1/files", body + b"--B--\r\n")
-        assert reply.status == 400 and reply.error["param"] == param
-        assert s.client.app.state.batches.store.size_bytes == 0
-
-    run(test, tmp_path)
+@batched()
+async def test_an_upload_that_cannot_be_is_refused(s: Served, given: dict[str, Any], param: str) -> None:
+    body = b""
+    for name, value in given.items():
+        more, data = (f'; filename="{value[0]}"', value[1]) if isinstance(value, tuple) else ("", value.encode())
+        body += f'--B\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + data + b"\r\n"
+    s.client.headers["content-type"] = "multipart/form-data; boundary=B"
+    reply = await s.client.post("/v1/files", body + b"--B--\r\n")
+    assert reply.status == 400 and reply.error["param"] == param
+    assert s.client.app.state.batches.store.size_bytes == 0
