@@ -12,6 +12,7 @@ from perilune.server.description.operation import EVENTS, JSON, OPERATIONS, Oper
 BASE = "http://127.0.0.1:8000"
 REFUSED, IGNORED = "refused: ", "accepted, without effect: "
 TITLES = {IGNORED: "Fields accepted without effect", REFUSED: "Fields refused by name"}
+MAX_UNFOLDED = 5  # fields that a page shows without a click
 Lists = dict[str, dict[str, dict[str, str]]]  # kind, "" with an effect -> endpoint -> field -> row or reason
 
 
@@ -130,7 +131,8 @@ def _description(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = None) -> Iterator[str]:
-    """A table of the fields with an effect; if an endpoint before has most of them, these by name."""
+    """A table of the fields with an effect, a line if none has a meaning; most of them by name if an endpoint before
+    has these."""
     required, rows = schema.get("required", ()), {}
     for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         said = field.get("description", "")
@@ -144,7 +146,7 @@ def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = No
     named = same[near] if near and len(rows) > 4 and 3 * len(same[near]) >= 2 * len(rows) else []
     if table := [row for name, row in rows.items() if name not in named]:
         if all(row.endswith("|  |") for row in table):
-            yield from ("| field | type |", "|---|---|", *(row.removesuffix("  |") for row in table))
+            yield "; ".join(row.removeprefix("| ").removesuffix(" |  |").replace("` | ", "`: ") for row in table)
         else:
             yield from ("| field | type | |", "|---|---|---|", *table)
         yield from ([""] if named else [])
@@ -173,8 +175,11 @@ def _without_effect(title: str, schema: Mapping[str, Any], lists: Lists) -> Iter
             by.setdefault(why if kind == REFUSED else "", []).append(f"`{name}`")
         groups += [", ".join(names) + (f" ({why})" if why else "") for why, names in by.items()]
         lists[kind][title] = own
-        yield from ("", f"<details><summary>{heading}: {len(own)}</summary>", "")
-        yield from (f"{'; '.join(groups)}.", "", "</details>")
+        text = f"{'; '.join(groups)}."
+        if len(own) <= MAX_UNFOLDED:
+            yield from ("", f"{heading}: {text}")
+        else:
+            yield from ("", f"<details><summary>{heading}: {len(own)}</summary>", "", text, "", "</details>")
 
 
 def _type(schema: Mapping[str, Any]) -> str:
