@@ -52,91 +52,101 @@ TRAILING = Costs(  # of one H200 and the bundled model, in milliseconds
 )
 
 
-class TestClock:
-    def test_the_seconds_of_a_short_answer(self) -> None:
-        trace = [Recorded("one", (1, 2, 3), (4, 5, 6, 7, 8), 5, tuple(((5 + i, 0.9), (6 + i, 0.9)) for i in range(5)))]
-        clock = Clock(FLAT, wait=0.2, follow=0.01)
-        plain = play(trace, 1, clock, None)
-        assert (plain.tokens, plain.steps, plain.drafted) == (5, 5, 0) and plain.seconds == pytest.approx(5.0)
-        drafted = play(trace, 1, clock, modelled(FLAT, fixed=2))
-        # The prompt's step, then 2 right of 2, then the last token, behind which no draft fits.
-        assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
-        step3 = FLAT.base(3)
-        assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)
-        assert clock.step([1], [3], LEFT_OUT, StepKind.OVERLAPPED) == 1.0
-
-    def test_chains_end_where_no_request_has_hope(self) -> None:
-        clock = Clock(FLAT, floor=0.4)
-        low, high = ((1, 0.9), (2, 0.3), (3, 0.9)), ((1, 0.9), (2, 0.9), (3, 0.4), (4, 0.9))
-        assert clock.drafted([low]) == 2 and clock.drafted([low, high]) == 3 and clock.drafted([]) == 0
-        assert Clock(FLAT).drafted([low]) == 3
+# ---- clock
 
 
-class TestPlay:
-    @pytest.mark.parametrize("users", [1, 3, 8])
-    def test_every_token_is_told_once_whatever_is_drafted(self, users: int) -> None:
-        trace = made(10, 40, 0.8)
-        for speculator in (None, modelled(FLAT, 1), modelled(FLAT, 8), modelled(FLAT)):
-            assert play(trace, users, Clock(FLAT), speculator).tokens == 400
+def test_the_seconds_of_a_short_answer() -> None:
+    trace = [Recorded("one", (1, 2, 3), (4, 5, 6, 7, 8), 5, tuple(((5 + i, 0.9), (6 + i, 0.9)) for i in range(5)))]
+    clock = Clock(FLAT, wait=0.2, follow=0.01)
+    plain = play(trace, 1, clock, None)
+    assert (plain.tokens, plain.steps, plain.drafted) == (5, 5, 0) and plain.seconds == pytest.approx(5.0)
+    drafted = play(trace, 1, clock, modelled(FLAT, fixed=2))
+    # The prompt's step, then 2 right of 2, then the last token, behind which no draft fits.
+    assert (drafted.tokens, drafted.steps, drafted.drafted, drafted.accepted) == (5, 3, 2, 2)
+    step3 = FLAT.base(3)
+    assert drafted.seconds == pytest.approx(1.0 + step3 + 1.0 + 3 * (0.01 + 2 * 0.05) + 2 * 0.2)
+    assert clock.step([1], [3], LEFT_OUT, StepKind.OVERLAPPED) == 1.0
 
-    def test_hindsight_is_never_beaten(self) -> None:
-        for sure in (0.3, 0.8, 0.97):
-            trace, clock = made(12, 60, sure), Clock(FLAT, wait=0.05)
-            best = oracle(trace, clock)
-            for fixed in (None, 1, 2, 4, 8):
-                assert best < play(trace, 1, clock, modelled(FLAT, fixed)).seconds
-            assert best < play(trace, 1, clock, None).seconds
 
-    @pytest.mark.parametrize("users", [1, 4])
-    def test_the_policy_is_as_good_as_the_best_fixed_length(self, users: int) -> None:
-        for sure in (0.5, 0.8, 0.95):
-            trace, clock = made(40, 60, sure), Clock(FLAT, wait=0.05)
-            fixed = [play(trace, users, clock, modelled(FLAT, n)).seconds for n in (1, 2, 3, 4, 6, 8)]
-            assert play(trace, users, clock, modelled(FLAT)).seconds < 1.03 * min(fixed)
+def test_chains_end_where_no_request_has_hope() -> None:
+    clock = Clock(FLAT, floor=0.4)
+    low, high = ((1, 0.9), (2, 0.3), (3, 0.9)), ((1, 0.9), (2, 0.9), (3, 0.4), (4, 0.9))
+    assert clock.drafted([low]) == 2 and clock.drafted([low, high]) == 3 and clock.drafted([]) == 0
+    assert Clock(FLAT).drafted([low]) == 3
 
-    @pytest.mark.parametrize("users", [1, 4])
-    @pytest.mark.parametrize("matches", [False, True])
-    def test_where_nothing_waits_it_is_as_good_and_never_beats_hindsight(self, users: int, matches: bool) -> None:
-        for sure in (0.5, 0.8, 0.95):
-            trace, clock = made(40, 60, sure), Clock(TRAILING)
-            landed = Costs(TRAILING.base, TRAILING.attention, TRAILING.draft_token, TRAILING.overlapped)
 
-            def policy(costs: Costs, fixed: int | None = None, matches: bool = matches) -> Speculator:
-                return Speculator(suffix=matches, longest=8, fixed=fixed, costs=None if fixed else costs, shared=False)
+# ---- play
 
-            fixed = [play(trace, users, clock, policy(TRAILING, n, False)) for n in (1, 2, 3, 5, 8)]
-            assert all(f.tokens == 40 * 60 and f.accepted for f in fixed)
-            found = play(trace, users, clock, policy(TRAILING))
-            assert found.seconds < 1.08 * min(f.seconds for f in fixed) and found.tokens == 40 * 60
-            assert found.seconds < play(trace, users, Clock(landed), policy(landed)).seconds
-            assert users > 1 or oracle(trace, clock) < min(found.seconds, *(f.seconds for f in fixed))
 
-    @pytest.mark.parametrize("users", [1, 4, 16])
-    def test_where_nothing_waits_it_does_not_lose_for_long_either(self, users: int) -> None:
-        trace, clock = made(60 * users, 100, 0.05), Clock(TRAILING)
-        speculator = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
-        plain = play(trace, users, clock, None).seconds
-        play(trace[: 20 * users], users, clock, speculator)
-        for rid in list(speculator._requests.states):
-            speculator.drop(rid)
-        assert play(trace, users, clock, speculator).seconds < 1.02 * plain
+@pytest.mark.parametrize("users", [1, 3, 8])
+def test_every_token_is_told_once_whatever_is_drafted(users: int) -> None:
+    trace = made(10, 40, 0.8)
+    for speculator in (None, modelled(FLAT, 1), modelled(FLAT, 8), modelled(FLAT)):
+        assert play(trace, users, Clock(FLAT), speculator).tokens == 400
 
-    @pytest.mark.parametrize("users", [1, 4, 16])
-    @pytest.mark.parametrize("what", ["a text nobody foretells", "dear", "a table that is wrong", "waiting"])
-    def test_it_does_not_lose_for_long(self, what: str, users: int) -> None:
-        """Over a long time within 2 % of no speculation: with hopeless drafts, with steps that pay for every token and
-        a table that knows, with steps that do and a table that does not, and where waiting is as dear as a step."""
-        count = min(60 * users, 480)
-        trace = made(count, 100, 0.1 if what == "a text nobody foretells" else 0.6)
-        true = FLAT if what in ("a text nobody foretells", "waiting") else DEAR
-        wait = FLAT.base(users) if what == "waiting" else 0.02 * true.base(users)
-        clock = Clock(true, wait=wait, follow=0.08 * true.base(users))
-        speculator = modelled(DEAR if what == "dear" else FLAT)
-        plain = play(trace, users, clock, None).seconds
-        play(trace[: count // 3], users, clock, speculator)  # it learns
-        for rid in list(speculator._requests.states):
-            speculator.drop(rid)
-        assert play(trace, users, clock, speculator).seconds < 1.02 * plain
+
+def test_hindsight_is_never_beaten() -> None:
+    for sure in (0.3, 0.8, 0.97):
+        trace, clock = made(12, 60, sure), Clock(FLAT, wait=0.05)
+        best = oracle(trace, clock)
+        for fixed in (None, 1, 2, 4, 8):
+            assert best < play(trace, 1, clock, modelled(FLAT, fixed)).seconds
+        assert best < play(trace, 1, clock, None).seconds
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_the_policy_is_as_good_as_the_best_fixed_length(users: int) -> None:
+    for sure in (0.5, 0.8, 0.95):
+        trace, clock = made(40, 60, sure), Clock(FLAT, wait=0.05)
+        fixed = [play(trace, users, clock, modelled(FLAT, n)).seconds for n in (1, 2, 3, 4, 6, 8)]
+        assert play(trace, users, clock, modelled(FLAT)).seconds < 1.03 * min(fixed)
+
+
+@pytest.mark.parametrize("users", [1, 4])
+@pytest.mark.parametrize("matches", [False, True])
+def test_where_nothing_waits_it_is_as_good_and_never_beats_hindsight(users: int, matches: bool) -> None:
+    for sure in (0.5, 0.8, 0.95):
+        trace, clock = made(40, 60, sure), Clock(TRAILING)
+        landed = Costs(TRAILING.base, TRAILING.attention, TRAILING.draft_token, TRAILING.overlapped)
+
+        def policy(costs: Costs, fixed: int | None = None, matches: bool = matches) -> Speculator:
+            return Speculator(suffix=matches, longest=8, fixed=fixed, costs=None if fixed else costs, shared=False)
+
+        fixed = [play(trace, users, clock, policy(TRAILING, n, False)) for n in (1, 2, 3, 5, 8)]
+        assert all(f.tokens == 40 * 60 and f.accepted for f in fixed)
+        found = play(trace, users, clock, policy(TRAILING))
+        assert found.seconds < 1.08 * min(f.seconds for f in fixed) and found.tokens == 40 * 60
+        assert found.seconds < play(trace, users, Clock(landed), policy(landed)).seconds
+        assert users > 1 or oracle(trace, clock) < min(found.seconds, *(f.seconds for f in fixed))
+
+
+@pytest.mark.parametrize("users", [1, 4, 16])
+def test_where_nothing_waits_it_does_not_lose_for_long_either(users: int) -> None:
+    trace, clock = made(60 * users, 100, 0.05), Clock(TRAILING)
+    speculator = Speculator(suffix=False, longest=8, costs=TRAILING, shared=False)
+    plain = play(trace, users, clock, None).seconds
+    play(trace[: 20 * users], users, clock, speculator)
+    for rid in list(speculator._requests.states):
+        speculator.drop(rid)
+    assert play(trace, users, clock, speculator).seconds < 1.02 * plain
+
+
+@pytest.mark.parametrize("users", [1, 4, 16])
+@pytest.mark.parametrize("what", ["a text nobody foretells", "dear", "a table that is wrong", "waiting"])
+def test_it_does_not_lose_for_long(what: str, users: int) -> None:
+    """Over a long time within 2 % of no speculation: with hopeless drafts, with steps that pay for every token and
+    a table that knows, with steps that do and a table that does not, and where waiting is as dear as a step."""
+    count = min(60 * users, 480)
+    trace = made(count, 100, 0.1 if what == "a text nobody foretells" else 0.6)
+    true = FLAT if what in ("a text nobody foretells", "waiting") else DEAR
+    wait = FLAT.base(users) if what == "waiting" else 0.02 * true.base(users)
+    clock = Clock(true, wait=wait, follow=0.08 * true.base(users))
+    speculator = modelled(DEAR if what == "dear" else FLAT)
+    plain = play(trace, users, clock, None).seconds
+    play(trace[: count // 3], users, clock, speculator)  # it learns
+    for rid in list(speculator._requests.states):
+        speculator.drop(rid)
+    assert play(trace, users, clock, speculator).seconds < 1.02 * plain
 
 
 def test_settings_by_name() -> None:

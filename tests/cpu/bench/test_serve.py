@@ -86,99 +86,109 @@ class Sink(asyncio.Transport):
         pass
 
 
-class TestClient:
-    def test_times_of_a_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By a clock of the test's own: on a busy machine pieces come late and together."""
-        now = 10.0
-        monkeypatch.setattr(load.time, "perf_counter", lambda: now)
-        stream = load.Stream()
-        stream.connection_made(Sink())
-        stream.send(b"")
-        texts = [b"data: %s\n\n" % json.dumps(chunk(content=f"t{i}")).encode() for i in range(5)]
-        for seconds, piece in (
-            (0.5, b"HTTP/1.1 200 OK\r\n\r\n"),
-            (0.25, b"data: %s\n\n" % json.dumps(chunk(role="assistant", content="")).encode()),
-            (0.25, texts[0]),
-            (0.125, texts[1] + texts[2]),
-            (0.5, texts[3]),
-            (0.25, texts[4][:9]),  # a piece may end anywhere
-            (0.25, texts[4][9:]),
-            (0.125, b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(usage(5, 6)).encode()),
-        ):
-            now += seconds
-            stream.data_received(piece)
-        t = stream.timing
-        assert stream.ended.is_set() and not t.error and t.tokens == 6
-        assert (t.first_byte, t.first_text, t.last) == (0.5, 1.0, 2.25)
-        assert list(t.gaps) == [0.125, 0.5, 0.25, 0.125] and t.per_token == 0.25
-
-    def test_a_stream_is_read_over_http(self) -> None:
-        with serving() as fake:
-            fake.answer = lambda body: slow(6, 0.01)
-            t = ask(fake)
-        assert not t.error and t.tokens == 6 and 0 < t.first_byte <= t.first_text <= t.last
-        assert t.first_text >= 0.01 and t.last >= 0.06 and sum(t.gaps) == pytest.approx(t.last - t.first_text)
-
-    @pytest.mark.parametrize(
-        ("found", "error"),
-        [
-            (refusal(429, "too many"), "429: too many"),
-            ([(0.0, chunk(content="a"))], "closed before the answer was complete"),
-            ([(0.0, "[DONE]")], "without any text"),
-            ([(0.0, chunk(content="a")), (100.0, "[DONE]")], "silent for 0.2 s"),
-        ],
-    )
-    def test_what_went_wrong_is_said(self, found: Any, error: str) -> None:
-        with serving() as fake:
-            fake.answer = lambda body: found
-            assert error in ask(fake, timeout=0.2 if "silent" in error else 100.0).error
-
-    def test_a_server_that_is_not_there(self) -> None:
-        client = Client("http://127.0.0.1:9/v1", api_key=None, timeout=1)
-        with pytest.raises(EndpointError, match=r"cannot connect to 127\.0\.0\.1:9"):
-            asyncio.run(client.ask(b""))
+# ---- client
 
 
-class TestSweep:
-    def test_rows(self) -> None:
-        with serving() as fake:
-            streams = Together(1 + 2, 4, slow(6, 0.01))  # after the first request, and two of one user
-            fake.answer = answer(streams)
-            rows = run(fake, [4, 1], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
-            assert streams.met == 2, "four at once, twice"
-            assert fake.bodies[-1]["ignore_eos"] is True and fake.bodies[-1]["max_tokens"] == 6
-            prompts = [b["messages"][0]["content"] for b in fake.bodies if b.get("stream")]
-            assert len(set(prompts)) == len(prompts) == 1 + 10
-        assert [r["streams"] for r in rows] == [1, 4] and [r["requests"] for r in rows] == [2, 8]
-        assert all(r.keys() > ROW_KEYS and r["tokens"] == 6 * r["requests"] and r["failed"] == 0 for r in rows)
-        assert all(r["good_share"] == 1.0 and r["server_us_per_token"] > 0 for r in rows)
-        assert all(r["tokens_per_s"] > 0 for r in rows)
+def test_times_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own: on a busy machine pieces come late and together."""
+    now = 10.0
+    monkeypatch.setattr(load.time, "perf_counter", lambda: now)
+    stream = load.Stream()
+    stream.connection_made(Sink())
+    stream.send(b"")
+    texts = [b"data: %s\n\n" % json.dumps(chunk(content=f"t{i}")).encode() for i in range(5)]
+    for seconds, piece in (
+        (0.5, b"HTTP/1.1 200 OK\r\n\r\n"),
+        (0.25, b"data: %s\n\n" % json.dumps(chunk(role="assistant", content="")).encode()),
+        (0.25, texts[0]),
+        (0.125, texts[1] + texts[2]),
+        (0.5, texts[3]),
+        (0.25, texts[4][:9]),  # a piece may end anywhere
+        (0.25, texts[4][9:]),
+        (0.125, b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(usage(5, 6)).encode()),
+    ):
+        now += seconds
+        stream.data_received(piece)
+    t = stream.timing
+    assert stream.ended.is_set() and not t.error and t.tokens == 6
+    assert (t.first_byte, t.first_text, t.last) == (0.5, 1.0, 2.25)
+    assert list(t.gaps) == [0.125, 0.5, 0.25, 0.125] and t.per_token == 0.25
 
-    def test_goodput_counts_requests_within_both_limits(self) -> None:
-        with serving() as fake:
-            fake.answer = answer(slow(4, 0.02))
-            (row,) = run(fake, [1], ttft_seconds=0.005, gap_seconds=1e3)
-        assert row["goodput_requests_per_s"] == 0 and row["good_share"] == 0 and row["failed"] == 0
-        first, slow_gaps = Timing(0.1, 0.25, 1.25, tokens=5), Timing(0.1, 0.25, 2.25, tokens=5)
-        found = load.Level(2, [first, slow_gaps, Timing(error="x")], seconds=4.0, cpu_seconds=0.1)
-        for limits, kept in (((1.0, 0.3), 1), ((1.0, 1.0), 2), ((0.2, 1.0), 0)):
-            row = serve.summary(found, serve.Load(32, 6, 1, *limits), None)
-            assert (row["goodput_requests_per_s"], row["good_share"]) == (kept / 4, round(kept / 3, 4))
-            assert row["tokens_per_s"] == 2.5, "of all users together"
 
-    def test_failures_are_counted_and_never_good(self) -> None:
-        with serving() as fake:
-            streams = iter([slow(3, 0.0)] * 2 + [refusal(503, "busy")] * 3)
-            fake.answer = lambda body: answer(next(streams) if body.get("stream") else None)(body)
-            (row,) = run(fake, [2], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
-            assert (row["requests"], row["failed"], row["good_share"]) == (4, 3, 0.25)
-            assert row["errors"] == ["503: busy"]
+def test_a_stream_is_read_over_http() -> None:
+    with serving() as fake:
+        fake.answer = lambda body: slow(6, 0.01)
+        t = ask(fake)
+    assert not t.error and t.tokens == 6 and 0 < t.first_byte <= t.first_text <= t.last
+    assert t.first_text >= 0.01 and t.last >= 0.06 and sum(t.gaps) == pytest.approx(t.last - t.first_text)
 
-    def test_a_server_that_fails_every_request_is_one_error(self) -> None:
-        with serving() as fake:
-            fake.answer = answer(refusal(500, "broken"))
-            with pytest.raises(EndpointError, match="failed a first request: 500: broken"):
-                run(fake, [2])
+
+@pytest.mark.parametrize(
+    ("found", "error"),
+    [
+        (refusal(429, "too many"), "429: too many"),
+        ([(0.0, chunk(content="a"))], "closed before the answer was complete"),
+        ([(0.0, "[DONE]")], "without any text"),
+        ([(0.0, chunk(content="a")), (100.0, "[DONE]")], "silent for 0.2 s"),
+    ],
+)
+def test_what_went_wrong_is_said(found: Any, error: str) -> None:
+    with serving() as fake:
+        fake.answer = lambda body: found
+        assert error in ask(fake, timeout=0.2 if "silent" in error else 100.0).error
+
+
+def test_a_server_that_is_not_there() -> None:
+    client = Client("http://127.0.0.1:9/v1", api_key=None, timeout=1)
+    with pytest.raises(EndpointError, match=r"cannot connect to 127\.0\.0\.1:9"):
+        asyncio.run(client.ask(b""))
+
+
+# ---- sweep
+
+
+def test_rows() -> None:
+    with serving() as fake:
+        streams = Together(1 + 2, 4, slow(6, 0.01))  # after the first request, and two of one user
+        fake.answer = answer(streams)
+        rows = run(fake, [4, 1], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
+        assert streams.met == 2, "four at once, twice"
+        assert fake.bodies[-1]["ignore_eos"] is True and fake.bodies[-1]["max_tokens"] == 6
+        prompts = [b["messages"][0]["content"] for b in fake.bodies if b.get("stream")]
+        assert len(set(prompts)) == len(prompts) == 1 + 10
+    assert [r["streams"] for r in rows] == [1, 4] and [r["requests"] for r in rows] == [2, 8]
+    assert all(r.keys() > ROW_KEYS and r["tokens"] == 6 * r["requests"] and r["failed"] == 0 for r in rows)
+    assert all(r["good_share"] == 1.0 and r["server_us_per_token"] > 0 for r in rows)
+    assert all(r["tokens_per_s"] > 0 for r in rows)
+
+
+def test_goodput_counts_requests_within_both_limits() -> None:
+    with serving() as fake:
+        fake.answer = answer(slow(4, 0.02))
+        (row,) = run(fake, [1], ttft_seconds=0.005, gap_seconds=1e3)
+    assert row["goodput_requests_per_s"] == 0 and row["good_share"] == 0 and row["failed"] == 0
+    first, slow_gaps = Timing(0.1, 0.25, 1.25, tokens=5), Timing(0.1, 0.25, 2.25, tokens=5)
+    found = load.Level(2, [first, slow_gaps, Timing(error="x")], seconds=4.0, cpu_seconds=0.1)
+    for limits, kept in (((1.0, 0.3), 1), ((1.0, 1.0), 2), ((0.2, 1.0), 0)):
+        row = serve.summary(found, serve.Load(32, 6, 1, *limits), None)
+        assert (row["goodput_requests_per_s"], row["good_share"]) == (kept / 4, round(kept / 3, 4))
+        assert row["tokens_per_s"] == 2.5, "of all users together"
+
+
+def test_failures_are_counted_and_never_good() -> None:
+    with serving() as fake:
+        streams = iter([slow(3, 0.0)] * 2 + [refusal(503, "busy")] * 3)
+        fake.answer = lambda body: answer(next(streams) if body.get("stream") else None)(body)
+        (row,) = run(fake, [2], rounds=2, ttft_seconds=1e3, gap_seconds=1e3)
+        assert (row["requests"], row["failed"], row["good_share"]) == (4, 3, 0.25)
+        assert row["errors"] == ["503: busy"]
+
+
+def test_a_server_that_fails_every_request_is_one_error() -> None:
+    with serving() as fake:
+        fake.answer = answer(refusal(500, "broken"))
+        with pytest.raises(EndpointError, match="failed a first request: 500: broken"):
+            run(fake, [2])
 
 
 def test_the_command_writes_rows_and_a_picture(tmp_path: Path) -> None:

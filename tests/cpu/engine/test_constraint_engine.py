@@ -197,229 +197,236 @@ def test_log_probabilities_are_those_of_the_unmasked_distribution(path: Path, na
         assert min(scores) < -3  # nobody would have said that freely
 
 
-class TestFailures:
-    def test_room_is_checked_before_anything_runs(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        constraint = person(nano)
-        prompt = ask(path, nano, "Hello")
-        with pytest.raises(RequestError, match=f"at least {constraint.least}"):
-            engine.submit(Submit(0, prompt, hot(nano, 0, constraint.least - 1), constraint))
-        assert not engine.busy
-        (end,) = run(engine, [Submit(0, prompt, hot(nano, 0, constraint.least), constraint)]).values()
-        check_person(nano, end[0])
+# ---- failures
 
-    def test_a_request_with_nothing_left_to_choose_fails_alone(
-        self, path: Path, nano: Tokenizer, engine: Engine
-    ) -> None:
-        constraint = constrain(nano, answer=AnswerFormat("choice", ["yes"]))
-        prompt = ask(path, nano, "Hello")
-        requests = [Submit(0, prompt, hot(nano, 0, 20, min_tokens=15), constraint), *batch(path, nano, None, 2)[1:]]
-        ends = run(engine, requests)
-        assert ends[0][1] == "error" and "min_tokens" in (ends[0][2] or "")
-        assert nano.decode(ends[0][0]) == "yes" and ends[1] == run(engine, requests[1:])[1]
 
-    def test_a_grammar_that_gives_up_fails_its_request_only(
-        self, path: Path, nano: Tokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fill = Enforcer.fill
-        seen: list[Enforcer] = []
+def test_room_is_checked_before_anything_runs(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    constraint = person(nano)
+    prompt = ask(path, nano, "Hello")
+    with pytest.raises(RequestError, match=f"at least {constraint.least}"):
+        engine.submit(Submit(0, prompt, hot(nano, 0, constraint.least - 1), constraint))
+    assert not engine.busy
+    (end,) = run(engine, [Submit(0, prompt, hot(nano, 0, constraint.least), constraint)]).values()
+    check_person(nano, end[0])
 
-        def fails(self: Enforcer, mask: Any, left: int) -> None:
-            seen.append(self)
-            if seen.count(self) > 4 and self is seen[0]:
-                raise GrammarError("too complex")
-            fill(self, mask, left)
 
-        monkeypatch.setattr(engine, "speculator", None)  # drafts are walked on copies
-        requests = batch(path, nano, person(nano), 2)
-        expected = run(engine, requests)
-        monkeypatch.setattr(Enforcer, "fill", fails)
-        ends = run(engine, requests)
-        assert "too complex" in (ends[0][2] or "") and len(ends[0][0]) == 4
-        assert ends[0][0] == expected[0][0][:4] and ends[1] == expected[1]
+def test_a_request_with_nothing_left_to_choose_fails_alone(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    constraint = constrain(nano, answer=AnswerFormat("choice", ["yes"]))
+    prompt = ask(path, nano, "Hello")
+    requests = [Submit(0, prompt, hot(nano, 0, 20, min_tokens=15), constraint), *batch(path, nano, None, 2)[1:]]
+    ends = run(engine, requests)
+    assert ends[0][1] == "error" and "min_tokens" in (ends[0][2] or "")
+    assert nano.decode(ends[0][0]) == "yes" and ends[1] == run(engine, requests[1:])[1]
 
-    def test_a_constraint_that_does_not_compile_gets_a_delta(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        (end,) = run(engine, [Submit(0, (1, 2), hot(nano, 0, 9), Constraint(text=False, answer="start: x"))]).values()
-        assert end[1] == "error" and "cannot be enforced" in (end[2] or "")
 
-    def test_cancelling_while_the_grammar_compiles(
-        self, path: Path, nano: Tokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        request = batch(path, nano, person(nano), 1)[0]
-        never: Future[Any] = Future()
-        with monkeypatch.context() as m:
-            m.setattr(engine._grammars._compiler, "submit", lambda *_: never)
-            engine.submit(request)
-            assert engine.busy and engine.step() == []
-            engine.cancel(request.rid)
-        assert not engine.busy
+def test_a_grammar_that_gives_up_fails_its_request_only(
+    path: Path, nano: Tokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = Enforcer.fill
+    seen: list[Enforcer] = []
 
-    def test_cancelling_on_the_way_frees_the_session(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        request = batch(path, nano, person(nano), 1)[0]
+    def fails(self: Enforcer, mask: Any, left: int) -> None:
+        seen.append(self)
+        if seen.count(self) > 4 and self is seen[0]:
+            raise GrammarError("too complex")
+        fill(self, mask, left)
+
+    monkeypatch.setattr(engine, "speculator", None)  # drafts are walked on copies
+    requests = batch(path, nano, person(nano), 2)
+    expected = run(engine, requests)
+    monkeypatch.setattr(Enforcer, "fill", fails)
+    ends = run(engine, requests)
+    assert "too complex" in (ends[0][2] or "") and len(ends[0][0]) == 4
+    assert ends[0][0] == expected[0][0][:4] and ends[1] == expected[1]
+
+
+def test_a_constraint_that_does_not_compile_gets_a_delta(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    (end,) = run(engine, [Submit(0, (1, 2), hot(nano, 0, 9), Constraint(text=False, answer="start: x"))]).values()
+    assert end[1] == "error" and "cannot be enforced" in (end[2] or "")
+
+
+def test_cancelling_while_the_grammar_compiles(
+    path: Path, nano: Tokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = batch(path, nano, person(nano), 1)[0]
+    never: Future[Any] = Future()
+    with monkeypatch.context() as m:
+        m.setattr(engine._grammars._compiler, "submit", lambda *_: never)
         engine.submit(request)
-        while not engine.step():
-            pass
-        assert engine._grammars._sessions
+        assert engine.busy and engine.step() == []
         engine.cancel(request.rid)
-        while engine.busy:
-            assert engine.step() == []
-        assert not engine._grammars._sessions
+    assert not engine.busy
 
 
-class TestChat:
-    def test_an_answer_goes_on_from_its_beginning(self, path: Path) -> None:
-        question = {"role": "user", "content": "What is 347 + 589?"}
-
-        def begun(content: str, **more: Any) -> list[dict[str, Any]]:
-            return [question, {"role": "assistant", "content": content, **more}]
-
-        greedy = SamplingParams(temperature=0, max_tokens=80)
-        with LLM(path, **CONFIG) as llm:
-            for thinking in (None, True, False):
-                made = llm.chat(begun("347 + 589 = 9", partial=True), greedy, thinking=thinking)
-                assert (made.reasoning, made.content, made.finish_reason) == ("", "36", "stop")
-            thought = llm.chat(begun("", reasoning_content="347+589\nc3b4a7\nc5b8a9\na7+9"), greedy)
-            assert thought.reasoning.startswith("+0=16\n") and "936" in thought.content
-            budgeted = llm.chat(begun("", reasoning_content="347+589\n"), greedy, thinking_budget=3)
-            assert 0 < len(budgeted.reasoning) <= 12 and budgeted.content
-            assert llm.tokenizer is not None
-            opener = llm.tokenizer.special("<think>")
-            assert opener not in budgeted.token_ids, "the engine knows that the thought is open"
-            hot = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
-            schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
-            beginning = '{\n  "sum": 9'
-            made = llm.chat(begun(beginning), hot, answer=AnswerFormat("json_schema", schema))
-            assert made.reasoning == "" and str(json.loads(beginning + made.content)["sum"]).startswith("9")
-            called = llm.chat(begun("Let me see."), hot, tools=[function(SCHEMAS[3])], tool_choice=Named("call"))
-            assert called.content == "" and len(called.tool_calls) == 1
-            with pytest.raises(RequestError, match="'Sum' does not fit"):
-                llm.chat(begun("Sum"), hot, answer=AnswerFormat("json_schema", schema))
-
-    def test_tools_and_forms(self, path: Path, nano: Tokenizer) -> None:
-        messages = [{"role": "user", "content": "Weather in Paris?"}]
-        params = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
-        with LLM(path, **CONFIG) as llm:
-            forced = llm.chat(
-                messages, params, tools=[function(SCHEMAS[3])], tool_choice=Named("call"), thinking_budget=6
-            )
-            assert forced.finish_reason == "tool_calls" and len(forced.tool_calls) == 1
-            jsonschema.validate(json.loads(forced.tool_calls[0].arguments), SCHEMAS[3])
-            chosen = llm.chat(messages, params, answer=AnswerFormat("choice", ["yes", "no"]), thinking=False)
-            assert chosen.content in ("yes", "no")
-            with pytest.raises(RequestError, match="uniqueItems"):
-                llm.chat(messages, params, answer=AnswerFormat("json_schema", {"uniqueItems": True}))
-            with pytest.raises(EngineError, match="min_tokens"):
-                llm.chat(
-                    messages,
-                    SamplingParams(min_tokens=30, max_tokens=40),
-                    answer=AnswerFormat("choice", ["yes", "no"]),
-                    thinking=False,
-                )
+def test_cancelling_on_the_way_frees_the_session(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    request = batch(path, nano, person(nano), 1)[0]
+    engine.submit(request)
+    while not engine.step():
+        pass
+    assert engine._grammars._sessions
+    engine.cancel(request.rid)
+    while engine.busy:
+        assert engine.step() == []
+    assert not engine._grammars._sessions
 
 
-class TestClosed:
-    """An answer that its grammar ended because the tokens ran out says so."""
+# ---- chat
 
-    def ends(self, engine: Engine, requests: list[Submit]) -> dict[int, tuple[list[int], str, bool]]:
-        """(tokens, finish reason, closed by the grammar) by rid."""
-        tokens: dict[int, list[int]] = {r.rid: [] for r in requests}
-        found = {}
-        for request in requests:
-            engine.submit(request)
-        while engine.busy:
-            for delta in engine.step():
-                tokens[delta.rid] += delta.tokens
-                assert delta.error is None
-                if delta.finish_reason is not None:
-                    found[delta.rid] = (tokens[delta.rid], delta.finish_reason, delta.closed_by_grammar)
-        return found
 
-    def test_an_answer_that_runs_out_of_tokens(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        free = batch(path, nano, person(nano), 12)
-        requests = [Submit(r.rid, r.prompt, replace(r.params, max_tokens=17), r.constraint) for r in free]
-        hurried = self.ends(engine, requests)
-        for ids, reason, closed in hurried.values():
-            check_person(nano, tuple(ids))
-            assert (reason, closed) in (("length", True), ("stop", False))
-        assert 2 < sum(closed for _, _, closed in hurried.values()) < 12
-        roomy = [Submit(r.rid, r.prompt, replace(r.params, max_tokens=200), r.constraint) for r in requests]
-        calm = self.ends(engine, roomy)
-        assert all((reason, closed) == ("stop", False) for _, reason, closed in calm.values())
-        for rid, (ids, _, closed) in hurried.items():  # one that came to its end by itself is the same with more room
-            assert closed == (ids != calm[rid][0])
+def test_an_answer_goes_on_from_its_beginning(path: Path) -> None:
+    question = {"role": "user", "content": "What is 347 + 589?"}
 
-    def test_a_text_that_leaves_no_choice_is_not_closed_early(
-        self, path: Path, nano: Tokenizer, engine: Engine
-    ) -> None:
-        constraint = constrain(nano, answer=AnswerFormat("json_schema", {"const": {"a": 1}}))
-        assert constraint is not None
-        prompt = ask(path, nano, "Hello")
-        for temperature in (0.0, 0.3):
-            params = SamplingParams(temperature=temperature, seed=1, max_tokens=64).ending_with(nano.stop_ids)
-            ((ids, reason, _),) = self.ends(engine, [Submit(0, prompt, params, constraint)]).values()
-            assert reason == "stop"
-            exact = replace(params, max_tokens=len(ids))
-            if len(ids) >= constraint.least:
-                assert self.ends(engine, [Submit(0, prompt, exact, constraint)]) == {0: (ids, "stop", False)}
+    def begun(content: str, **more: Any) -> list[dict[str, Any]]:
+        return [question, {"role": "assistant", "content": content, **more}]
 
-    @pytest.mark.parametrize("word", ["red", "no"])
-    def test_the_last_token_of_a_text_is_the_models_choice(
-        self, path: Path, nano: Tokenizer, engine: Engine, word: str
-    ) -> None:
-        constraint = constrain(nano, answer=AnswerFormat("choice", ["red", "no"]))
-        assert constraint is not None and constraint.least == 2
-        bias = {nano.encode(word)[0]: 100.0}
-        params = SamplingParams(temperature=0.0, max_tokens=2, logit_bias=bias).ending_with(nano.stop_ids)
-        ((ids, *how),) = self.ends(engine, [Submit(0, ask(path, nano, "Well?"), params, constraint)]).values()
-        assert nano.decode(ids[:-1]) == word and how == ["stop", False]
+    greedy = SamplingParams(temperature=0, max_tokens=80)
+    with LLM(path, **CONFIG) as llm:
+        for thinking in (None, True, False):
+            made = llm.chat(begun("347 + 589 = 9", partial=True), greedy, thinking=thinking)
+            assert (made.reasoning, made.content, made.finish_reason) == ("", "36", "stop")
+        thought = llm.chat(begun("", reasoning_content="347+589\nc3b4a7\nc5b8a9\na7+9"), greedy)
+        assert thought.reasoning.startswith("+0=16\n") and "936" in thought.content
+        budgeted = llm.chat(begun("", reasoning_content="347+589\n"), greedy, thinking_budget=3)
+        assert 0 < len(budgeted.reasoning) <= 12 and budgeted.content
+        assert llm.tokenizer is not None
+        opener = llm.tokenizer.special("<think>")
+        assert opener not in budgeted.token_ids, "the engine knows that the thought is open"
+        hot = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
+        schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+        beginning = '{\n  "sum": 9'
+        made = llm.chat(begun(beginning), hot, answer=AnswerFormat("json_schema", schema))
+        assert made.reasoning == "" and str(json.loads(beginning + made.content)["sum"]).startswith("9")
+        called = llm.chat(begun("Let me see."), hot, tools=[function(SCHEMAS[3])], tool_choice=Named("call"))
+        assert called.content == "" and len(called.tool_calls) == 1
+        with pytest.raises(RequestError, match="'Sum' does not fit"):
+            llm.chat(begun("Sum"), hot, answer=AnswerFormat("json_schema", schema))
 
-    def test_a_call_cut_short_and_a_call_not_made(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-        tools = [function({**schema, "additionalProperties": False})]
-        constraint = constrain(nano, tools=parse_tools(tools), choice="required")
-        assert constraint is not None
-        prompt = ask(path, nano, "Please call your tool now.", tools)[-200:]
-        long = {nano.encode("a")[0]: 30.0}  # a text that would not end
-        requests = [
-            Submit(i, prompt, hot(nano, i, constraint.least + 4, logit_bias=long), constraint) for i in range(6)
-        ]
-        ends = self.ends(engine, requests)
-        assert all(ids[-1] == nano.special("<|im_end|>") for ids, *_ in ends.values())
-        assert ["length", True] in [how for _, *how in ends.values()]
-        # A second call is wanted and does not fit: bias lets the first one end at once.
-        ends = {nano.special("<|tool_call_begin|>"): 100.0, nano.special("<|tool_call_end|>"): 100.0}
-        eager = replace(hot(nano, 1, constraint.least + 6, logit_bias=ends), temperature=0.0)
-        ((ids, *how),) = self.ends(engine, [Submit(0, prompt, eager, constraint)]).values()
-        assert ids.count(nano.special("<|tool_call_end|>")) == 1 and how == ["length", True]
-        single = constrain(nano, tools=parse_tools(tools), choice="required", parallel=False)
-        ((ids, *_),) = self.ends(engine, [Submit(0, prompt, eager, single)]).values()
-        assert ids[-1] == nano.special("<|im_end|>")
 
-    def test_a_thought_in_the_way_of_the_answer(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        constraint = constrain(nano, answer=AnswerFormat("choice", ["yes", "no"]), thinking=True)
-        assert constraint is not None
-        prompt = ask(path, nano, "Well?", thinking=True)
-        params = hot(nano, 2, 12, logit_bias={nano.special("</think>"): -100.0})
-        ((ids, *how),) = self.ends(engine, [Submit(0, prompt, params, constraint)]).values()
-        assert nano.special("</think>") in ids and how == ["length", True]
-
-    def test_a_free_text_that_is_cut_has_no_such_mark(self, path: Path, nano: Tokenizer, engine: Engine) -> None:
-        for constraint in (None, Constraint()):
-            request = Submit(0, ask(path, nano, "Tell me a story."), hot(nano, 3, 9), constraint)
-            ((_, *how),) = self.ends(engine, [request]).values()
-            assert how == ["length", False]
-
-    def test_the_python_api_says_so(self, path: Path, nano: Tokenizer) -> None:
-        with LLM(path, **CONFIG) as llm:
-            prompt = list(ask(path, nano, "Tell me about somebody."))
-            params = SamplingParams(temperature=1.5, seed=0, max_tokens=14)
-            (got,) = llm.generate(prompt, params, constraint=person(nano))
-            assert got.closed_by_grammar and got.finish_reason == "length"
-            schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-            called = llm.chat(
-                [{"role": "user", "content": "Call."}],
-                replace(params, max_tokens=17),
-                tools=[function(schema)],
-                tool_choice="required",
+def test_tools_and_forms(path: Path, nano: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Weather in Paris?"}]
+    params = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
+    with LLM(path, **CONFIG) as llm:
+        forced = llm.chat(messages, params, tools=[function(SCHEMAS[3])], tool_choice=Named("call"), thinking_budget=6)
+        assert forced.finish_reason == "tool_calls" and len(forced.tool_calls) == 1
+        jsonschema.validate(json.loads(forced.tool_calls[0].arguments), SCHEMAS[3])
+        chosen = llm.chat(messages, params, answer=AnswerFormat("choice", ["yes", "no"]), thinking=False)
+        assert chosen.content in ("yes", "no")
+        with pytest.raises(RequestError, match="uniqueItems"):
+            llm.chat(messages, params, answer=AnswerFormat("json_schema", {"uniqueItems": True}))
+        with pytest.raises(EngineError, match="min_tokens"):
+            llm.chat(
+                messages,
+                SamplingParams(min_tokens=30, max_tokens=40),
+                answer=AnswerFormat("choice", ["yes", "no"]),
                 thinking=False,
             )
-            assert called.tool_calls and called.completion.closed_by_grammar and called.finish_reason == "length"
+
+
+# ---- closed: an answer that its grammar ended because the tokens ran out says so.
+
+
+def answers(engine: Engine, requests: list[Submit]) -> dict[int, tuple[list[int], str, bool]]:
+    """(tokens, finish reason, closed by the grammar) by rid."""
+    tokens: dict[int, list[int]] = {r.rid: [] for r in requests}
+    found = {}
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        for delta in engine.step():
+            tokens[delta.rid] += delta.tokens
+            assert delta.error is None
+            if delta.finish_reason is not None:
+                found[delta.rid] = (tokens[delta.rid], delta.finish_reason, delta.closed_by_grammar)
+    return found
+
+
+def test_an_answer_that_runs_out_of_tokens(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    free = batch(path, nano, person(nano), 12)
+    requests = [Submit(r.rid, r.prompt, replace(r.params, max_tokens=17), r.constraint) for r in free]
+    hurried = answers(engine, requests)
+    for ids, reason, closed in hurried.values():
+        check_person(nano, tuple(ids))
+        assert (reason, closed) in (("length", True), ("stop", False))
+    assert 2 < sum(closed for _, _, closed in hurried.values()) < 12
+    roomy = [Submit(r.rid, r.prompt, replace(r.params, max_tokens=200), r.constraint) for r in requests]
+    calm = answers(engine, roomy)
+    assert all((reason, closed) == ("stop", False) for _, reason, closed in calm.values())
+    for rid, (ids, _, closed) in hurried.items():  # one that came to its end by itself is the same with more room
+        assert closed == (ids != calm[rid][0])
+
+
+def test_a_text_that_leaves_no_choice_is_not_closed_early(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", {"const": {"a": 1}}))
+    assert constraint is not None
+    prompt = ask(path, nano, "Hello")
+    for temperature in (0.0, 0.3):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=64).ending_with(nano.stop_ids)
+        ((ids, reason, _),) = answers(engine, [Submit(0, prompt, params, constraint)]).values()
+        assert reason == "stop"
+        exact = replace(params, max_tokens=len(ids))
+        if len(ids) >= constraint.least:
+            assert answers(engine, [Submit(0, prompt, exact, constraint)]) == {0: (ids, "stop", False)}
+
+
+@pytest.mark.parametrize("word", ["red", "no"])
+def test_the_last_token_of_a_text_is_the_models_choice(path: Path, nano: Tokenizer, engine: Engine, word: str) -> None:
+    constraint = constrain(nano, answer=AnswerFormat("choice", ["red", "no"]))
+    assert constraint is not None and constraint.least == 2
+    bias = {nano.encode(word)[0]: 100.0}
+    params = SamplingParams(temperature=0.0, max_tokens=2, logit_bias=bias).ending_with(nano.stop_ids)
+    ((ids, *how),) = answers(engine, [Submit(0, ask(path, nano, "Well?"), params, constraint)]).values()
+    assert nano.decode(ids[:-1]) == word and how == ["stop", False]
+
+
+def test_a_call_cut_short_and_a_call_not_made(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tools = [function({**schema, "additionalProperties": False})]
+    constraint = constrain(nano, tools=parse_tools(tools), choice="required")
+    assert constraint is not None
+    prompt = ask(path, nano, "Please call your tool now.", tools)[-200:]
+    long = {nano.encode("a")[0]: 30.0}  # a text that would not end
+    requests = [Submit(i, prompt, hot(nano, i, constraint.least + 4, logit_bias=long), constraint) for i in range(6)]
+    ends = answers(engine, requests)
+    assert all(ids[-1] == nano.special("<|im_end|>") for ids, *_ in ends.values())
+    assert ["length", True] in [how for _, *how in ends.values()]
+    # A second call is wanted and does not fit: bias lets the first one end at once.
+    ends = {nano.special("<|tool_call_begin|>"): 100.0, nano.special("<|tool_call_end|>"): 100.0}
+    eager = replace(hot(nano, 1, constraint.least + 6, logit_bias=ends), temperature=0.0)
+    ((ids, *how),) = answers(engine, [Submit(0, prompt, eager, constraint)]).values()
+    assert ids.count(nano.special("<|tool_call_end|>")) == 1 and how == ["length", True]
+    single = constrain(nano, tools=parse_tools(tools), choice="required", parallel=False)
+    ((ids, *_),) = answers(engine, [Submit(0, prompt, eager, single)]).values()
+    assert ids[-1] == nano.special("<|im_end|>")
+
+
+def test_a_thought_in_the_way_of_the_answer(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    constraint = constrain(nano, answer=AnswerFormat("choice", ["yes", "no"]), thinking=True)
+    assert constraint is not None
+    prompt = ask(path, nano, "Well?", thinking=True)
+    params = hot(nano, 2, 12, logit_bias={nano.special("</think>"): -100.0})
+    ((ids, *how),) = answers(engine, [Submit(0, prompt, params, constraint)]).values()
+    assert nano.special("</think>") in ids and how == ["length", True]
+
+
+def test_a_free_text_that_is_cut_has_no_such_mark(path: Path, nano: Tokenizer, engine: Engine) -> None:
+    for constraint in (None, Constraint()):
+        request = Submit(0, ask(path, nano, "Tell me a story."), hot(nano, 3, 9), constraint)
+        ((_, *how),) = answers(engine, [request]).values()
+        assert how == ["length", False]
+
+
+def test_the_python_api_says_so(path: Path, nano: Tokenizer) -> None:
+    with LLM(path, **CONFIG) as llm:
+        prompt = list(ask(path, nano, "Tell me about somebody."))
+        params = SamplingParams(temperature=1.5, seed=0, max_tokens=14)
+        (got,) = llm.generate(prompt, params, constraint=person(nano))
+        assert got.closed_by_grammar and got.finish_reason == "length"
+        schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+        called = llm.chat(
+            [{"role": "user", "content": "Call."}],
+            replace(params, max_tokens=17),
+            tools=[function(schema)],
+            tool_choice="required",
+            thinking=False,
+        )
+        assert called.tool_calls and called.completion.closed_by_grammar and called.finish_reason == "length"

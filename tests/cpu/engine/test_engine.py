@@ -53,137 +53,151 @@ def llm(tiny: Path) -> Any:
 PROMPTS = [[t for t in p if t != POISON] for p in oracle.random_prompts(5, [9, 30, 17, 3])]
 
 
-class TestLLM:
-    def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(self, llm: LLM) -> None:
-        params = [SamplingParams(temperature=1.0, top_p=0.9, seed=s, max_tokens=10) for s in range(4)]
-        together = [c.token_ids for c in llm.generate(PROMPTS, params)]
-        alone = [llm.generate(p, q)[0].token_ids for p, q in zip(PROMPTS, params)]
-        assert together == alone
-        other = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, top_p=0.9, seed=99, max_tokens=10))
-        assert other[0].token_ids != alone[0]
+# ---- LLM
 
-    def test_a_prompt_in_parts_beside_others_gives_the_same_tokens(
-        self, tiny: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of any size, or none for a step: what a pacer grants where steps take long."""
-        sizes, granted = itertools.cycle((0, 1, 7, 2, 64)), set[int]()
 
-        class Script(Pacer):
-            def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
-                granted.add(size := next(sizes) if decoding else 5)
-                return size
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=s, max_tokens=10) for s in range(4)]
+    together = [c.token_ids for c in llm.generate(PROMPTS, params)]
+    alone = [llm.generate(p, q)[0].token_ids for p, q in zip(PROMPTS, params)]
+    assert together == alone
+    other = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, top_p=0.9, seed=99, max_tokens=10))
+    assert other[0].token_ids != alone[0]
 
-        monkeypatch.setattr(build, "Pacer", Script)
-        params = [SamplingParams(temperature=1.0, seed=s, max_tokens=10, ignore_eos=True) for s in range(8)]
-        expected = [c.token_ids for c in llm.generate(PROMPTS * 2, params)]
-        with LLM(tiny, **CONFIG, draft="suffix", draft_tokens=2, kv_blocks=33, block_size=8) as cut:
-            assert [c.token_ids for c in cut.generate(PROMPTS * 2, params)] == expected
-        assert granted == {0, 1, 2, 5, 7, 64}
 
-    def test_requests_without_a_seed_differ(self, llm: LLM) -> None:
-        params = SamplingParams(max_tokens=10)
-        assert len({c.token_ids for c in llm.generate([PROMPTS[0]] * 4, params)}) == 4
+def test_a_prompt_in_parts_beside_others_gives_the_same_tokens(
+    tiny: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any size, or none for a step: what a pacer grants where steps take long."""
+    sizes, granted = itertools.cycle((0, 1, 7, 2, 64)), set[int]()
 
-    def test_logprobs_agree_with_score(self, llm: LLM) -> None:
-        (got,) = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=6, logprobs=3))
-        scores = llm.score([*PROMPTS[1], *got.token_ids])[-6:]
-        assert [r.logprob for r in got.logprobs] == pytest.approx(scores, abs=1e-5)
-        for record in got.logprobs:
-            assert len(record.top) == 3
-            assert record.top[0] == (record.token, pytest.approx(record.logprob))
+    class Script(Pacer):
+        def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
+            granted.add(size := next(sizes) if decoding else 5)
+            return size
 
-    def test_cached_tokens_are_shared_by_calls_of_equal_keys(self, llm: LLM) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        prompt = [int(t) for t in oracle.random_prompts(77, [50])[0] if t != POISON][:40]
-        calls = [(), ("salt:a",), (), ("salt:a",), ("salt:b",), ("salt:b", "image:1"), ["salt:b"]]
-        found = [llm.generate(prompt, params, cache_keys=keys)[0] for keys in calls]
-        assert [c.cached_tokens for c in found] == [0, 0, 32, 32, 0, 0, 32]
-        assert len({c.token_ids for c in found}) == 1
+    monkeypatch.setattr(build, "Pacer", Script)
+    params = [SamplingParams(temperature=1.0, seed=s, max_tokens=10, ignore_eos=True) for s in range(8)]
+    expected = [c.token_ids for c in llm.generate(PROMPTS * 2, params)]
+    with LLM(tiny, **CONFIG, draft="suffix", draft_tokens=2, kv_blocks=33, block_size=8) as cut:
+        assert [c.token_ids for c in cut.generate(PROMPTS * 2, params)] == expected
+    assert granted == {0, 1, 2, 5, 7, 64}
 
-    def test_stop_token_ends_a_request_and_is_reported(self, llm: LLM) -> None:
-        (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
-        third = free.token_ids[2]
-        (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(third,)))
-        end = free.token_ids.index(third) + 1
-        assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
-        assert free.finish_reason == "length" and free.text is None
 
-    def test_the_context_is_the_limit_when_no_other_is_given(self, llm: LLM) -> None:
-        (got,) = llm.generate([1] * 250, SamplingParams(temperature=0))
-        assert len(got.token_ids) == 6 and got.finish_reason == "length"
+def test_requests_without_a_seed_differ(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10)
+    assert len({c.token_ids for c in llm.generate([PROMPTS[0]] * 4, params)}) == 4
 
-    @pytest.mark.parametrize(
-        "prompt, says", [([], "empty"), ([1] * 256, "256 tokens"), ([512], "between 0 and 511"), ("text", "tiktoken")]
-    )
-    def test_a_bad_prompt_is_refused_before_anything_runs(self, llm: LLM, prompt: Any, says: str) -> None:
-        with pytest.raises(RequestError, match=says):
-            llm.generate([PROMPTS[0], prompt])
-        assert len(llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].token_ids) == 2
 
-    def test_nan_fails_its_own_request_only_and_is_not_cached(self, poisoned: Path) -> None:
-        greedy = SamplingParams(temperature=0, max_tokens=5)
-        bad = [*range(100, 140), POISON, *range(140, 180)]
-        with LLM(poisoned, **CONFIG) as llm:
-            expected = [c.token_ids for c in llm.generate(PROMPTS, greedy)]
-            with pytest.raises(EngineError, match="NaN"):
-                llm.generate([*PROMPTS, bad], greedy)
-            with pytest.raises(EngineError, match="NaN"):
-                llm.score(bad)
-            assert [c.token_ids for c in llm.generate(PROMPTS, greedy)] == expected
-            # The same prefix up to the poison is computed anew: nothing of the failed request was kept.
-            (again,) = llm.generate(bad[:40], greedy)
-            assert again.cached_tokens == 0
+def test_logprobs_agree_with_score(llm: LLM) -> None:
+    (got,) = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=6, logprobs=3))
+    scores = llm.score([*PROMPTS[1], *got.token_ids])[-6:]
+    assert [r.logprob for r in got.logprobs] == pytest.approx(scores, abs=1e-5)
+    for record in got.logprobs:
+        assert len(record.top) == 3
+        assert record.top[0] == (record.token, pytest.approx(record.logprob))
 
-    def test_two_models_and_closing(self, tiny: Path) -> None:
-        first, second = LLM(tiny, **CONFIG), LLM(tiny, **CONFIG, ops={"mla_absorbed": "reference"})
-        greedy = SamplingParams(temperature=0, max_tokens=4)
-        assert first.generate(PROMPTS, greedy) == second.generate(PROMPTS, greedy)
-        first.close()
-        first.close()
-        with pytest.raises(ConfigError, match="closed"):
-            first.generate(PROMPTS, greedy)
-        assert second.generate(PROMPTS[0], greedy)
-        second.close()
 
-    def test_closing_frees_weights_and_cache_at_once(self, tiny: Path) -> None:
-        """Not when the garbage collector next runs: on a GPU the memory is wanted for the next model."""
-        llm = LLM(tiny, **CONFIG)
-        runner = llm._engine.runner
-        held = [weakref.ref(t) for t in (runner.pages.data, runner.model.weights.lm_head.weight, runner.model.cos)]
-        del runner
-        llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
-        gc.disable()
-        try:
-            llm.close()
-            assert [ref() for ref in held] == [None, None, None]
-        finally:
-            gc.enable()
+def test_cached_tokens_are_shared_by_calls_of_equal_keys(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    prompt = [int(t) for t in oracle.random_prompts(77, [50])[0] if t != POISON][:40]
+    calls = [(), ("salt:a",), (), ("salt:a",), ("salt:b",), ("salt:b", "image:1"), ["salt:b"]]
+    found = [llm.generate(prompt, params, cache_keys=keys)[0] for keys in calls]
+    assert [c.cached_tokens for c in found] == [0, 0, 32, 32, 0, 0, 32]
+    assert len({c.token_ids for c in found}) == 1
 
-    @pytest.mark.parametrize(
-        "config, says",
-        [
-            (dict(max_sequences=3), "unknown config key 'max_sequences'"),
-            (dict(ops={"mla": "fast"}), "mla"),
-            (dict(ops={"linear": "fast"}), "fast"),
-            (dict(dtype="float16"), "dtype"),
-            (dict(device="tpu"), "device"),
-            (dict(max_model_len=10**6), "max_model_len"),
-            (dict(kv_blocks=10**12), "kv_blocks"),
-            (dict(tp=3), "3 ranks"),
-            (dict(draft="eagle3"), "draft"),
-        ],
-    )
-    def test_a_bad_configuration_is_one_clear_error(self, tiny: Path, config: dict[str, Any], says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
-            LLM(tiny, **config)
 
-    def test_bfloat16_runs_and_agrees_roughly(self, tiny: Path, llm: LLM) -> None:
-        with LLM(tiny, **(CONFIG | dict(dtype="bfloat16"))) as low:
-            got, expected = torch.tensor(low.score(PROMPTS[1])), torch.tensor(llm.score(PROMPTS[1]))
-        # bf16 keeps 8 bits: with logits of about 1 log-probabilities agree to a few hundredths, but for tokens at which
-        # the router's choice is close and falls on another expert.
-        difference = (got - expected).abs()
-        assert 0 < difference.mean() < 0.03 and difference.max() < 0.5
+def test_stop_token_ends_a_request_and_is_reported(llm: LLM) -> None:
+    (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8))
+    third = free.token_ids[2]
+    (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(third,)))
+    end = free.token_ids.index(third) + 1
+    assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
+    assert free.finish_reason == "length" and free.text is None
+
+
+def test_the_context_is_the_limit_when_no_other_is_given(llm: LLM) -> None:
+    (got,) = llm.generate([1] * 250, SamplingParams(temperature=0))
+    assert len(got.token_ids) == 6 and got.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "prompt, says", [([], "empty"), ([1] * 256, "256 tokens"), ([512], "between 0 and 511"), ("text", "tiktoken")]
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompt: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate([PROMPTS[0], prompt])
+    assert len(llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_nan_fails_its_own_request_only_and_is_not_cached(poisoned: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    bad = [*range(100, 140), POISON, *range(140, 180)]
+    with LLM(poisoned, **CONFIG) as llm:
+        expected = [c.token_ids for c in llm.generate(PROMPTS, greedy)]
+        with pytest.raises(EngineError, match="NaN"):
+            llm.generate([*PROMPTS, bad], greedy)
+        with pytest.raises(EngineError, match="NaN"):
+            llm.score(bad)
+        assert [c.token_ids for c in llm.generate(PROMPTS, greedy)] == expected
+        # The same prefix up to the poison is computed anew: nothing of the failed request was kept.
+        (again,) = llm.generate(bad[:40], greedy)
+        assert again.cached_tokens == 0
+
+
+def test_two_models_and_closing(tiny: Path) -> None:
+    first, second = LLM(tiny, **CONFIG), LLM(tiny, **CONFIG, ops={"mla_absorbed": "reference"})
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    assert first.generate(PROMPTS, greedy) == second.generate(PROMPTS, greedy)
+    first.close()
+    first.close()
+    with pytest.raises(ConfigError, match="closed"):
+        first.generate(PROMPTS, greedy)
+    assert second.generate(PROMPTS[0], greedy)
+    second.close()
+
+
+def test_closing_frees_weights_and_cache_at_once(tiny: Path) -> None:
+    """Not when the garbage collector next runs: on a GPU the memory is wanted for the next model."""
+    llm = LLM(tiny, **CONFIG)
+    runner = llm._engine.runner
+    held = [weakref.ref(t) for t in (runner.pages.data, runner.model.weights.lm_head.weight, runner.model.cos)]
+    del runner
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+    gc.disable()
+    try:
+        llm.close()
+        assert [ref() for ref in held] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (dict(max_sequences=3), "unknown config key 'max_sequences'"),
+        (dict(ops={"mla": "fast"}), "mla"),
+        (dict(ops={"linear": "fast"}), "fast"),
+        (dict(dtype="float16"), "dtype"),
+        (dict(device="tpu"), "device"),
+        (dict(max_model_len=10**6), "max_model_len"),
+        (dict(kv_blocks=10**12), "kv_blocks"),
+        (dict(tp=3), "3 ranks"),
+        (dict(draft="eagle3"), "draft"),
+    ],
+)
+def test_a_bad_configuration_is_one_clear_error(tiny: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM(tiny, **config)
+
+
+def test_bfloat16_runs_and_agrees_roughly(tiny: Path, llm: LLM) -> None:
+    with LLM(tiny, **(CONFIG | dict(dtype="bfloat16"))) as low:
+        got, expected = torch.tensor(low.score(PROMPTS[1])), torch.tensor(llm.score(PROMPTS[1]))
+    # bf16 keeps 8 bits: with logits of about 1 log-probabilities agree to a few hundredths, but for tokens at which
+    # the router's choice is close and falls on another expert.
+    difference = (got - expected).abs()
+    assert 0 < difference.mean() < 0.03 and difference.max() < 0.5
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -225,94 +239,103 @@ async def collect(client: EngineClient, prompt: list[int], params: SamplingParam
     return [t async for d in client.generate(prompt, params) for t in d.tokens]
 
 
-class TestClient:
-    def test_a_day_in_the_life(self, tiny: Path, llm: LLM) -> None:
-        """Concurrent requests, an abandoned one, a refused one, statistics, shutdown."""
-
-        async def work() -> None:
-            client = await start_waiting(tiny)
-            assert client.alive and client.info.max_model_len == 256
-            while not client.stats.blocks_total:  # /metrics has all figures before the first request
-                await asyncio.sleep(0.01)
-            params = SamplingParams(temperature=0, max_tokens=12)
-            expected = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
-            assert await asyncio.gather(*(collect(client, p, params) for p in PROMPTS)) == expected
-
-            hits = []
-            for keys in (("salt:a",), ("salt:a",), ("salt:b",)):
-                stream = client.generate(PROMPTS[1], params, cache_keys=keys)
-                hits.append(sum([d.cached_tokens async for d in stream]))
-            assert hits == [0, 16, 0]
-
-            before = client.stats.generated_tokens
-            abandoned = client.generate(PROMPTS[0], SamplingParams(max_tokens=240, ignore_eos=True))
-            assert (await anext(abandoned)).tokens
-            await abandoned.aclose()
-            with pytest.raises(RequestError, match="empty"):
-                await collect(client, [], params)
-
-            while client.stats.running or client.stats.generated_tokens == before:
-                await asyncio.sleep(0.05)
-            assert client.stats.blocks_owned == 0
-            assert client.stats.generated_tokens < before + 20, "the abandoned request did not run to its end"
-            await client.close()
-            assert not client.alive
-            with pytest.raises(EngineError, match="shut down"):
-                await collect(client, PROMPTS[0], params)
-
-        run(work())
-
-    def test_a_killed_engine_fails_what_is_in_flight(self, tiny: Path) -> None:
-        async def work() -> None:
-            client = await start_waiting(tiny)
-            stream = client.generate(PROMPTS[0], SamplingParams(ignore_eos=True))
-            await anext(stream)
-            client._process.process.kill()
-            with pytest.raises(EngineError, match="ended unexpectedly"):
-                async for _ in stream:
-                    pass
-            assert not client.alive
-            await client.close()
-
-        run(work())
-
-    def test_an_engine_that_cannot_start_says_why(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(EngineError, match=r"config\.json"):
-            run(EngineClient.start(tmp_path, EngineConfig(**CONFIG)))
-
-    def test_a_bad_checkpoint_is_a_checkpoint_error_in_process(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(CheckpointError, match=r"config\.json"):
-            LLM(tmp_path)
+# ---- client
 
 
-class TestWire:
-    def test_every_message_survives(self) -> None:
-        params = SamplingParams(temperature=0.5, stop=("a", "b"), seed=3, logprobs=2, stop_token_ids=(4,))
-        record = TokenLogprob(3, -0.5, ((3, -0.5), (9, -1.5)))
-        batch = [
-            Submit(1, (1, 2, 3), params),
-            Submit(2, (1, 2, 3), params, cache_keys=("salt:a", "image:ä")),
-            Cancel(2),
-            Shutdown(),
-            Delta(1, (3,), (record,), (record,), "error", "why", 16),
-            EngineInfo("m", 10, 20, (1,), 5, 16, 8, (("a", "b", "c"),)),
-            EngineStats(running=3, step_seconds=0.5),
-            Failed("x"),
-        ]
-        frame = wire.encode(batch)
-        assert wire.body_length(frame[: wire.HEADER.size]) == len(frame) - wire.HEADER.size
-        assert wire.decode(frame[wire.HEADER.size :]) == batch
+def test_a_day_in_the_life(tiny: Path, llm: LLM) -> None:
+    """Concurrent requests, an abandoned one, a refused one, statistics, shutdown."""
 
-    @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91\x92\xa3abc\x80", b"\x91\x92\xa6Submit\x80"])
-    def test_garbage_is_an_error(self, body: bytes) -> None:
-        with pytest.raises(EngineError, match="malformed"):
-            wire.decode(body)
+    async def work() -> None:
+        client = await start_waiting(tiny)
+        assert client.alive and client.info.max_model_len == 256
+        while not client.stats.blocks_total:  # /metrics has all figures before the first request
+            await asyncio.sleep(0.01)
+        params = SamplingParams(temperature=0, max_tokens=12)
+        expected = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
+        assert await asyncio.gather(*(collect(client, p, params) for p in PROMPTS)) == expected
 
-    def test_a_frame_has_a_bound(self) -> None:
-        with pytest.raises(EngineError, match="exceeds"):
-            wire.body_length(b"\xff\xff\xff\xff")
+        hits = []
+        for keys in (("salt:a",), ("salt:a",), ("salt:b",)):
+            stream = client.generate(PROMPTS[1], params, cache_keys=keys)
+            hits.append(sum([d.cached_tokens async for d in stream]))
+        assert hits == [0, 16, 0]
+
+        before = client.stats.generated_tokens
+        abandoned = client.generate(PROMPTS[0], SamplingParams(max_tokens=240, ignore_eos=True))
+        assert (await anext(abandoned)).tokens
+        await abandoned.aclose()
+        with pytest.raises(RequestError, match="empty"):
+            await collect(client, [], params)
+
+        while client.stats.running or client.stats.generated_tokens == before:
+            await asyncio.sleep(0.05)
+        assert client.stats.blocks_owned == 0
+        assert client.stats.generated_tokens < before + 20, "the abandoned request did not run to its end"
+        await client.close()
+        assert not client.alive
+        with pytest.raises(EngineError, match="shut down"):
+            await collect(client, PROMPTS[0], params)
+
+    run(work())
+
+
+def test_a_killed_engine_fails_what_is_in_flight(tiny: Path) -> None:
+    async def work() -> None:
+        client = await start_waiting(tiny)
+        stream = client.generate(PROMPTS[0], SamplingParams(ignore_eos=True))
+        await anext(stream)
+        client._process.process.kill()
+        with pytest.raises(EngineError, match="ended unexpectedly"):
+            async for _ in stream:
+                pass
+        assert not client.alive
+        await client.close()
+
+    run(work())
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"config\.json"):
+        run(EngineClient.start(tmp_path, EngineConfig(**CONFIG)))
+
+
+def test_a_bad_checkpoint_is_a_checkpoint_error_in_process(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(tmp_path)
+
+
+# ---- wire
+
+
+def test_every_message_survives() -> None:
+    params = SamplingParams(temperature=0.5, stop=("a", "b"), seed=3, logprobs=2, stop_token_ids=(4,))
+    record = TokenLogprob(3, -0.5, ((3, -0.5), (9, -1.5)))
+    batch = [
+        Submit(1, (1, 2, 3), params),
+        Submit(2, (1, 2, 3), params, cache_keys=("salt:a", "image:ä")),
+        Cancel(2),
+        Shutdown(),
+        Delta(1, (3,), (record,), (record,), "error", "why", 16),
+        EngineInfo("m", 10, 20, (1,), 5, 16, 8, (("a", "b", "c"),)),
+        EngineStats(running=3, step_seconds=0.5),
+        Failed("x"),
+    ]
+    frame = wire.encode(batch)
+    assert wire.body_length(frame[: wire.HEADER.size]) == len(frame) - wire.HEADER.size
+    assert wire.decode(frame[wire.HEADER.size :]) == batch
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91\x92\xa3abc\x80", b"\x91\x92\xa6Submit\x80"])
+def test_garbage_is_an_error(body: bytes) -> None:
+    with pytest.raises(EngineError, match="malformed"):
+        wire.decode(body)
+
+
+def test_a_frame_has_a_bound() -> None:
+    with pytest.raises(EngineError, match="exceeds"):
+        wire.body_length(b"\xff\xff\xff\xff")
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:

@@ -30,8 +30,17 @@ from perilune.speculation.acceptance import accept
 from perilune.text.tokenizer import Tokenizer
 from tests.cpu.engine.test_constraint_engine import run
 from tests.cpu.engine.test_engine import POISON, poison
-from tests.cpu.speculation.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Recorder, Scripted, alike, drafter  # noqa: F401
-from tests.cpu.speculation.test_speculation import TestConstraints as Constraints
+from tests.cpu.speculation.test_speculation import (  # noqa: F401
+    CONFIG,
+    PARAMS,
+    PROMPTS,
+    TIGHT,
+    Recorder,
+    Scripted,
+    alike,
+    constrained,
+    drafter,
+)
 
 
 class Running(GraphRecorder):
@@ -132,7 +141,7 @@ def test_constrained_answers_through_graphs(seed: int | None) -> None:
     path = resolve_model("kimi-nano")
     tokenizer = Tokenizer.from_directory(path)
     engine = Engine(path, build(EngineConfig, CONFIG | {"max_model_len": 512, "max_num_seqs": 16, "draft": "off"}))
-    requests = Constraints().requests(path, tokenizer)
+    requests = constrained(path, tokenizer)
     expected = run(engine, requests)
     ungraphed(engine)
     scripted = Scripted((), None if seed is None else random.Random(seed), tokenizer.vocab_size)

@@ -401,23 +401,27 @@ def test_a_bad_size_is_one_clear_error(tiny: Path, config: dict[str, Any], says:
     assert "\n" not in str(e.value)
 
 
-class TestAvailable:
-    def meminfo(self, tmp_path: Path, gigabytes: int) -> Path:
-        (tmp_path / "meminfo").write_text(f"MemTotal: 999999999 kB\nMemAvailable: {gigabytes * 1_000_000} kB\n")
-        return tmp_path / "meminfo"
+# ---- available memory
 
-    def test_a_control_groups_limit_counts_less_what_it_can_give_back(self, tmp_path: Path) -> None:
-        (tmp_path / "memory.max").write_text("8000000000\n")
-        (tmp_path / "memory.current").write_text("5000000000\n")
-        (tmp_path / "memory.stat").write_text("anon 4000000000\ninactive_file 900000000\n")
-        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 3_900_000_000
-        assert available_bytes(tmp_path, self.meminfo(tmp_path, 2)) == 2_000_000 * 1024
-        (tmp_path / "memory.max").write_text("max\n")
-        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 64_000_000 * 1024
 
-    def test_groups_of_the_first_version(self, tmp_path: Path) -> None:
-        (tmp_path / "memory").mkdir()
-        (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
-        (tmp_path / "memory" / "memory.usage_in_bytes").write_text("600000\n")
-        (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 100\n")
-        assert available_bytes(tmp_path, self.meminfo(tmp_path, 64)) == 400_100
+def meminfo(tmp_path: Path, gigabytes: int) -> Path:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 999999999 kB\nMemAvailable: {gigabytes * 1_000_000} kB\n")
+    return tmp_path / "meminfo"
+
+
+def test_a_control_groups_limit_counts_less_what_it_can_give_back(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("8000000000\n")
+    (tmp_path / "memory.current").write_text("5000000000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000000000\ninactive_file 900000000\n")
+    assert available_bytes(tmp_path, meminfo(tmp_path, 64)) == 3_900_000_000
+    assert available_bytes(tmp_path, meminfo(tmp_path, 2)) == 2_000_000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path, meminfo(tmp_path, 64)) == 64_000_000 * 1024
+
+
+def test_groups_of_the_first_version(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("600000\n")
+    (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 100\n")
+    assert available_bytes(tmp_path, meminfo(tmp_path, 64)) == 400_100

@@ -70,49 +70,50 @@ def encoder(llm: LLM) -> Encoder:
     return llm._engine.scheduler.encoder
 
 
-class TestAgainstTransformers:
-    @pytest.mark.parametrize("how", [{}, {"max_step_tokens": 7}], ids=["whole prompts", "chunks of 7"])
-    def test_tokens_and_probabilities(self, checkpoint: Seeing, how: dict[str, Any]) -> None:
-        cases = [
-            (prompt(TEXTS[:2], PICTURES[:1]), PICTURES[:1]),
-            (prompt(TEXTS, PICTURES), PICTURES),
-            (TEXTS[1], []),
-            (prompt([[], TEXTS[0]], PICTURES[1:2]), PICTURES[1:2]),
-            (prompt([TEXTS[0], []], PICTURES[3:]), PICTURES[3:]),
-        ]
-        scored = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
-        with LLM(checkpoint.path, **CONFIG, **how) as llm:
-            found = llm.generate([p for p, _ in cases], scored, pictures=[shown for _, shown in cases])
-        for (ids, shown), got in zip(cases, found, strict=True):
-            assert list(got.token_ids) == checkpoint.greedy(ids, shown, 6)
-            logits = checkpoint.logits([*ids, *got.token_ids], shown)[len(ids) - 1 : -1]
-            want = logits.log_softmax(-1)[torch.arange(6), torch.tensor(got.token_ids)]
-            assert [r.logprob for r in got.logprobs] == pytest.approx(want.tolist(), abs=1e-5)
+# ---- against transformers
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_slices_of_any_size_make_the_same_rows(
-        self, checkpoint: Seeing, seed: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Several pictures in turns, one cell or many at a time, in groups that do not divide them."""
-        rng = random.Random(seed)
-        monkeypatch.setattr(Cells, "GROUP_PATCHES", rng.choice((5, 12, 30)))
-        with torch.inference_mode():
-            tower = open_tower(checkpoint.path, torch.float32, torch.device("cpu"), ALONE)
-            at = {p.digest: 0 for p in PICTURES}
-            left = list(PICTURES)
-            while left:
-                p = rng.choice(left)
-                total, start = Cells(sizes_of(tower.model), len(p.patches)).total, at[p.digest]
-                at[p.digest] = stop = min(start + rng.randint(1, 20), total)
-                patches = memoryview(p.patches).cast("B") if start == 0 else None
-                tower.run([Slice(0, p.digest, p.grid, start, stop, patches)], [])
-                if stop == total:
-                    left = [other for other in left if other is not p]
-            for p in PICTURES:
-                work = Work(0, 0, 0, (PAD,) * p.tokens, (), False, 0, GREEDY, 0, media=((p.digest, 0, 0, p.tokens),))
-                replaced = tower.replaced([work], [0])
-                assert replaced is not None and replaced[0].tolist() == list(range(p.tokens))
-                torch.testing.assert_close(replaced[1], checkpoint.rows(p), rtol=0, atol=1e-5)
+
+@pytest.mark.parametrize("how", [{}, {"max_step_tokens": 7}], ids=["whole prompts", "chunks of 7"])
+def test_tokens_and_probabilities(checkpoint: Seeing, how: dict[str, Any]) -> None:
+    cases = [
+        (prompt(TEXTS[:2], PICTURES[:1]), PICTURES[:1]),
+        (prompt(TEXTS, PICTURES), PICTURES),
+        (TEXTS[1], []),
+        (prompt([[], TEXTS[0]], PICTURES[1:2]), PICTURES[1:2]),
+        (prompt([TEXTS[0], []], PICTURES[3:]), PICTURES[3:]),
+    ]
+    scored = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+    with LLM(checkpoint.path, **CONFIG, **how) as llm:
+        found = llm.generate([p for p, _ in cases], scored, pictures=[shown for _, shown in cases])
+    for (ids, shown), got in zip(cases, found, strict=True):
+        assert list(got.token_ids) == checkpoint.greedy(ids, shown, 6)
+        logits = checkpoint.logits([*ids, *got.token_ids], shown)[len(ids) - 1 : -1]
+        want = logits.log_softmax(-1)[torch.arange(6), torch.tensor(got.token_ids)]
+        assert [r.logprob for r in got.logprobs] == pytest.approx(want.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_of_any_size_make_the_same_rows(checkpoint: Seeing, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pictures in turns, one cell or many at a time, in groups that do not divide them."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(Cells, "GROUP_PATCHES", rng.choice((5, 12, 30)))
+    with torch.inference_mode():
+        tower = open_tower(checkpoint.path, torch.float32, torch.device("cpu"), ALONE)
+        at = {p.digest: 0 for p in PICTURES}
+        left = list(PICTURES)
+        while left:
+            p = rng.choice(left)
+            total, start = Cells(sizes_of(tower.model), len(p.patches)).total, at[p.digest]
+            at[p.digest] = stop = min(start + rng.randint(1, 20), total)
+            patches = memoryview(p.patches).cast("B") if start == 0 else None
+            tower.run([Slice(0, p.digest, p.grid, start, stop, patches)], [])
+            if stop == total:
+                left = [other for other in left if other is not p]
+        for p in PICTURES:
+            work = Work(0, 0, 0, (PAD,) * p.tokens, (), False, 0, GREEDY, 0, media=((p.digest, 0, 0, p.tokens),))
+            replaced = tower.replaced([work], [0])
+            assert replaced is not None and replaced[0].tolist() == list(range(p.tokens))
+            torch.testing.assert_close(replaced[1], checkpoint.rows(p), rtol=0, atol=1e-5)
 
 
 def test_cached_blocks_are_those_of_the_same_pictures(checkpoint: Seeing, llm: LLM) -> None:
@@ -219,98 +220,102 @@ def alone(llm: LLM) -> tuple[list[list[int]], list[list[Picture]], list[tuple[in
     return ids, shown, [llm.generate(i, GREEDY, pictures=s)[0].token_ids for i, s in zip(ids, shown)]
 
 
-class TestAnyOrder:
-    """Whatever happens to requests on the way, each gets the tokens that it gets alone."""
-
-    @pytest.mark.parametrize(
-        "how",
-        [
-            dict(kv_blocks=18, block_size=16, max_step_tokens=64, max_num_seqs=6),
-            dict(vision_cache_gb=1.1e-5, max_step_tokens=16, prefix_cache=False),
-            dict(draft="suffix", draft_tokens=3),
-            dict(kv_host_gb=0.01, kv_blocks=40, block_size=8),
-        ],
-        ids=["few blocks", "few rows", "drafts", "tiers"],
-    )
-    def test_tokens_are_the_same(self, checkpoint: Seeing, alone: Any, how: dict[str, Any]) -> None:
-        ids, shown, expected = alone
-        with LLM(checkpoint.path, **CONFIG | how) as llm:
-            for _ in range(2):
-                found = llm.generate(ids, GREEDY, pictures=shown)
-                assert [c.token_ids for c in found] == expected
-            assert llm._engine is not None
-            llm._engine.scheduler.check_integrity()
-            stats = llm._engine.stats()
-            if "kv_host_gb" in how:
-                assert sum(count for _, count, _, _ in stats.tiers)
-            if "vision_cache_gb" in how:
-                assert encoder(llm).encoded > len(PICTURES), "rows were dropped and made again"
-
-    def test_cancelled_while_it_is_encoded(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(encoder_module, "IDLE_SECONDS", 0.0)  # a cell at a time
-        engine, p = llm._engine, picture(16, 16, 31)
-        assert engine is not None
-        engine.submit(Submit(10**6, tuple(prompt(TEXTS[:2], [p])), GREEDY, pictures=(Media.of(p),)))
-        engine.step()
-        engine.step()
-        (want,) = engine.wants()
-        engine.provide(Pixels(want.rid, want.item, memoryview(p.patches).cast("B")))
-        for _ in range(3):
-            assert engine.step() == []
-        assert encoder(llm)._jobs
-        engine.cancel(10**6)
-        assert not engine.scheduler.has_work
-        llm.generate(TEXTS[0], GREEDY)
-        assert not encoder(llm)._jobs
-        encoder(llm).check()
+# ---- any order: whatever happens to requests on the way, each gets the tokens that it gets alone.
 
 
-class TestProcess:
-    def test_pixels_cross_when_they_are_wanted_and_again_after_a_crash(self, checkpoint: Seeing) -> None:
-        p = picture(12, 10, 41)
-        ids = prompt(TEXTS[:2], [p])
-        expected = checkpoint.greedy(ids, [p], 6)
-        sent: list[Any] = []
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(kv_blocks=18, block_size=16, max_step_tokens=64, max_num_seqs=6),
+        dict(vision_cache_gb=1.1e-5, max_step_tokens=16, prefix_cache=False),
+        dict(draft="suffix", draft_tokens=3),
+        dict(kv_host_gb=0.01, kv_blocks=40, block_size=8),
+    ],
+    ids=["few blocks", "few rows", "drafts", "tiers"],
+)
+def test_tokens_are_the_same(checkpoint: Seeing, alone: Any, how: dict[str, Any]) -> None:
+    ids, shown, expected = alone
+    with LLM(checkpoint.path, **CONFIG | how) as llm:
+        for _ in range(2):
+            found = llm.generate(ids, GREEDY, pictures=shown)
+            assert [c.token_ids for c in found] == expected
+        assert llm._engine is not None
+        llm._engine.scheduler.check_integrity()
+        stats = llm._engine.stats()
+        if "kv_host_gb" in how:
+            assert sum(count for _, count, _, _ in stats.tiers)
+        if "vision_cache_gb" in how:
+            assert encoder(llm).encoded > len(PICTURES), "rows were dropped and made again"
 
-        async def main() -> None:
-            client = await EngineClient.start(checkpoint.path, EngineConfig(**CONFIG), supervised=True)
-            try:
-                assert client.info.media and client.info.media_pad == PAD
-                send = client._process.send
-                client._process.send = lambda m: (sent.append(m), send(m))[1]  # type: ignore[method-assign]
 
-                async def ask(pictures: list[Picture]) -> list[int]:
-                    return [t async for d in client.generate(ids, GREEDY, pictures=pictures) for t in d.tokens]
+def test_cancelled_while_it_is_encoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "IDLE_SECONDS", 0.0)  # a cell at a time
+    engine, p = llm._engine, picture(16, 16, 31)
+    assert engine is not None
+    engine.submit(Submit(10**6, tuple(prompt(TEXTS[:2], [p])), GREEDY, pictures=(Media.of(p),)))
+    engine.step()
+    engine.step()
+    (want,) = engine.wants()
+    engine.provide(Pixels(want.rid, want.item, memoryview(p.patches).cast("B")))
+    for _ in range(3):
+        assert engine.step() == []
+    assert encoder(llm)._jobs
+    engine.cancel(10**6)
+    assert not engine.scheduler.has_work
+    llm.generate(TEXTS[0], GREEDY)
+    assert not encoder(llm)._jobs
+    encoder(llm).check()
 
-                assert await ask([p]) == await ask([p]) == expected
-                assert [type(m).__name__ for m in sent] == ["Submit", "Pixels", "Submit"]
-                with pytest.raises(RequestError, match="which has 4 tokens"):
-                    await ask([picture(4, 4, 1)])
-                os.kill(client._process.process.pid, signal.SIGSTOP)
-                asked = asyncio.create_task(ask([p]))
-                await asyncio.sleep(0.05)
-                os.kill(client._process.process.pid, signal.SIGKILL)
-                assert await asked == expected and client.restarts == 1
-            finally:
-                await client.close()
 
-        asyncio.run(asyncio.wait_for(main(), 200))
+# ---- another process
 
-    def test_a_frame_that_comes_slowly_delays_nothing(self) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            channel = Channel(theirs)
-            first, large = wire.encode([Cancel(1)]), wire.encode([Pixels(1, 0, memoryview(bytes(300_000)))])
-            ours.sendall(first + large[:50_000])
-            assert channel.receive(0.0) == [Cancel(1)]
-            assert channel.receive(0.0) == []
-            ours.sendall(large[50_000:150_000])
-            assert channel.receive(0.01) == []
-            threading.Timer(0.05, ours.sendall, [large[150_000:] + first]).start()
-            found: list[Any] = []
-            while len(found) < 2:
-                found += channel.receive(None)
-            assert [type(m).__name__ for m in found] == ["Pixels", "Cancel"] and found[0].patches.nbytes == 300_000
-            ours.close()
-            with pytest.raises(EOFError):
-                channel.receive(None)
+
+def test_pixels_cross_when_they_are_wanted_and_again_after_a_crash(checkpoint: Seeing) -> None:
+    p = picture(12, 10, 41)
+    ids = prompt(TEXTS[:2], [p])
+    expected = checkpoint.greedy(ids, [p], 6)
+    sent: list[Any] = []
+
+    async def main() -> None:
+        client = await EngineClient.start(checkpoint.path, EngineConfig(**CONFIG), supervised=True)
+        try:
+            assert client.info.media and client.info.media_pad == PAD
+            send = client._process.send
+            client._process.send = lambda m: (sent.append(m), send(m))[1]  # type: ignore[method-assign]
+
+            async def ask(pictures: list[Picture]) -> list[int]:
+                return [t async for d in client.generate(ids, GREEDY, pictures=pictures) for t in d.tokens]
+
+            assert await ask([p]) == await ask([p]) == expected
+            assert [type(m).__name__ for m in sent] == ["Submit", "Pixels", "Submit"]
+            with pytest.raises(RequestError, match="which has 4 tokens"):
+                await ask([picture(4, 4, 1)])
+            os.kill(client._process.process.pid, signal.SIGSTOP)
+            asked = asyncio.create_task(ask([p]))
+            await asyncio.sleep(0.05)
+            os.kill(client._process.process.pid, signal.SIGKILL)
+            assert await asked == expected and client.restarts == 1
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+
+
+def test_a_frame_that_comes_slowly_delays_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(theirs)
+        first, large = wire.encode([Cancel(1)]), wire.encode([Pixels(1, 0, memoryview(bytes(300_000)))])
+        ours.sendall(first + large[:50_000])
+        assert channel.receive(0.0) == [Cancel(1)]
+        assert channel.receive(0.0) == []
+        ours.sendall(large[50_000:150_000])
+        assert channel.receive(0.01) == []
+        threading.Timer(0.05, ours.sendall, [large[150_000:] + first]).start()
+        found: list[Any] = []
+        while len(found) < 2:
+            found += channel.receive(None)
+        assert [type(m).__name__ for m in found] == ["Pixels", "Cancel"] and found[0].patches.nbytes == 300_000
+        ours.close()
+        with pytest.raises(EOFError):
+            channel.receive(None)

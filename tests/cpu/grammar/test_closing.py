@@ -231,41 +231,42 @@ def test_a_header_is_cut_in_any_way_that_fits(tokenizer: Tokenizer) -> None:
             assert read(tokenizer, ids, declared)[2] == [["functions.tool_0:0", "tool_0", "{}"]]
 
 
-class TestLimits:
-    """A grammar whose states multiply: llguidance stops computing masks for it after some 100 characters."""
+# ---- limits: a grammar whose states multiply: llguidance stops computing masks for it after some 100 characters.
 
-    def test_an_answer_beyond_them_is_completed(self, nano: Tokenizer) -> None:
-        constraint = asked(nano, MULTIPLYING)
-        known = vocabulary(nano)
-        enforcer = Enforcer(known, constraint, opened=False)
-        mask = np.zeros(known.words, np.uint32)
-        ids: list[int] = []
-        wanted = nano.encode('{"a":"') + known.singles(b"a" * 2_000)
-        for left in range(4_000, 0, -1):
-            enforcer.fill(mask, left)
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            token = wanted[len(ids)] if len(allowed) > 1 and wanted[len(ids)] in allowed else int(allowed[0])
-            enforcer.advance(token)
-            ids.append(token)
-            if enforcer.phase is Phase.DONE:
-                break
-        assert 50 < len(ids) < 2_000 and ids[-1] == nano.special("<|im_end|>")
-        jsonschema.validate(json.loads(nano.decode(ids[:-1])), MULTIPLYING)
 
-    def test_the_next_answer_begins_anew(self, nano: Tokenizer) -> None:
-        known, grammar = vocabulary(nano), grammar_of(nano, MULTIPLYING)
-        mask = np.zeros(known.words, np.uint32)
-        for _ in range(2):
-            matcher = known.compile(grammar)
-            for token in nano.encode('{"a":"aaa'):
+def test_an_answer_beyond_them_is_completed(nano: Tokenizer) -> None:
+    constraint = asked(nano, MULTIPLYING)
+    known = vocabulary(nano)
+    enforcer = Enforcer(known, constraint, opened=False)
+    mask = np.zeros(known.words, np.uint32)
+    ids: list[int] = []
+    wanted = nano.encode('{"a":"') + known.singles(b"a" * 2_000)
+    for left in range(4_000, 0, -1):
+        enforcer.fill(mask, left)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = wanted[len(ids)] if len(allowed) > 1 and wanted[len(ids)] in allowed else int(allowed[0])
+        enforcer.advance(token)
+        ids.append(token)
+        if enforcer.phase is Phase.DONE:
+            break
+    assert 50 < len(ids) < 2_000 and ids[-1] == nano.special("<|im_end|>")
+    jsonschema.validate(json.loads(nano.decode(ids[:-1])), MULTIPLYING)
+
+
+def test_the_next_answer_begins_anew(nano: Tokenizer) -> None:
+    known, grammar = vocabulary(nano), grammar_of(nano, MULTIPLYING)
+    mask = np.zeros(known.words, np.uint32)
+    for _ in range(2):
+        matcher = known.compile(grammar)
+        for token in nano.encode('{"a":"aaa'):
+            matcher.fill(mask)
+            assert matcher.advance(token)
+        with pytest.raises(GrammarError, match="lexer error") as caught:
+            for _ in range(2_000):
                 matcher.fill(mask)
-                assert matcher.advance(token)
-            with pytest.raises(GrammarError, match="lexer error") as caught:
-                for _ in range(2_000):
-                    matcher.fill(mask)
-                    assert matcher.advance(known.singles(b"a")[0])
-            assert "\n" not in str(caught.value) and "aaa" not in str(caught.value)
-            assert not known._fresh.get(("", grammar)) and not known._grown.get(("", grammar))
+                assert matcher.advance(known.singles(b"a")[0])
+        assert "\n" not in str(caught.value) and "aaa" not in str(caught.value)
+        assert not known._fresh.get(("", grammar)) and not known._grown.get(("", grammar))
 
 
 def test_a_text_of_which_no_end_is_found_may_go_on(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

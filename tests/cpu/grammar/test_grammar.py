@@ -176,63 +176,69 @@ def test_one_call_at_most_unless_parallel(nano: Tokenizer) -> None:
     assert max(counts[0]) > 1 and counts[1] == {1}
 
 
-class TestFailureModes:
-    """What these models do wrong when nobody holds them; numbered as in the format notes."""
+# ---- failure modes: what these models do wrong when nobody holds them; numbered as in the format notes.
 
-    @pytest.fixture
-    def begun(self, nano: Tokenizer) -> tuple[Monkey, Enforcer, Tokenizer]:
-        constraint = constrain(nano, tools=tools(SCHEMAS[3]), thinking=True)
-        assert constraint is not None
-        monkey = Monkey(nano, 0)
-        return monkey, Enforcer(monkey.known, constraint, opened=True), nano
 
-    def test_1_2_9_a_thought_ends_with_its_marker_before_anything_else_begins(self, begun: Any) -> None:
-        monkey, enforcer, nano = begun
-        controls = [t for t in monkey.allowed(enforcer, 100) if nano.is_special(t)]
-        assert controls == [nano.special("</think>")]
-        with pytest.raises(GrammarError, match="may not come here"):
-            enforcer.advance(nano.special("<|tool_calls_section_begin|>"))
+@pytest.fixture
+def begun(nano: Tokenizer) -> tuple[Monkey, Enforcer, Tokenizer]:
+    constraint = constrain(nano, tools=tools(SCHEMAS[3]), thinking=True)
+    assert constraint is not None
+    monkey = Monkey(nano, 0)
+    return monkey, Enforcer(monkey.known, constraint, opened=True), nano
 
-    def test_2_a_call_needs_its_section(self, begun: Any) -> None:
-        monkey, enforcer, nano = begun
-        enforcer.advance(nano.special("</think>"))
-        controls = {t for t in monkey.allowed(enforcer, 100) if nano.is_special(t)}
-        assert controls == {nano.special("<|tool_calls_section_begin|>"), nano.special("<|im_end|>")}
+
+def test_1_2_9_a_thought_ends_with_its_marker_before_anything_else_begins(begun: Any) -> None:
+    monkey, enforcer, nano = begun
+    controls = [t for t in monkey.allowed(enforcer, 100) if nano.is_special(t)]
+    assert controls == [nano.special("</think>")]
+    with pytest.raises(GrammarError, match="may not come here"):
         enforcer.advance(nano.special("<|tool_calls_section_begin|>"))
-        assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_begin|>")]
 
-    def test_3_4_a_header_is_a_declared_name_with_the_next_counter(self, begun: Any) -> None:
-        monkey, enforcer, nano = begun
-        for name in ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"):
-            enforcer.advance(nano.special(name))
-        assert all("functions.tool_0:0".startswith(nano.token_text(t)) for t in monkey.allowed(enforcer, 100))
-        for token in nano.encode("functions.tool_0:0"):
-            enforcer.advance(token)
-        assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_argument_begin|>")]
 
-    def test_7_arguments_end_only_when_they_are_complete(self, begun: Any) -> None:
-        monkey, enforcer, nano = begun
-        for name in ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"):
-            enforcer.advance(nano.special(name))
-        for token in [*nano.encode("functions.tool_0:0"), nano.special("<|tool_call_argument_begin|>")]:
-            enforcer.advance(token)
-        for token in nano.encode('{"city": "x"'):
-            assert not any(nano.is_special(t) for t in monkey.allowed(enforcer, 100))
-            enforcer.advance(token)
-        enforcer.advance(nano.encode("}")[0])
-        assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_end|>")]
+def test_2_a_call_needs_its_section(begun: Any) -> None:
+    monkey, enforcer, nano = begun
+    enforcer.advance(nano.special("</think>"))
+    controls = {t for t in monkey.allowed(enforcer, 100) if nano.is_special(t)}
+    assert controls == {nano.special("<|tool_calls_section_begin|>"), nano.special("<|im_end|>")}
+    enforcer.advance(nano.special("<|tool_calls_section_begin|>"))
+    assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_begin|>")]
 
-    def test_8_9_a_model_that_opens_its_thought_itself_must(self, nano: Tokenizer) -> None:
-        constraint = constrain(nano, tools=tools(SCHEMAS[3]), thinking=True)
-        assert constraint is not None
-        enforcer = Enforcer(vocabulary(nano), constraint, opened=False)
-        assert Monkey(nano, 0).allowed(enforcer, 50) == [nano.special("<think>")]
 
-    def test_a_choice_of_none_masks_every_marker(self, nano: Tokenizer) -> None:
-        constraint = constrain(nano, tools=tools(SCHEMAS[3]), choice="none")
-        assert constraint == Constraint()
-        allowed = Monkey(nano, 0).allowed(Enforcer(vocabulary(nano), constraint, opened=False), 50)
-        assert [t for t in allowed if nano.is_special(t)] == [nano.special("<|im_end|>")]
+def test_3_4_a_header_is_a_declared_name_with_the_next_counter(begun: Any) -> None:
+    monkey, enforcer, nano = begun
+    for name in ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"):
+        enforcer.advance(nano.special(name))
+    assert all("functions.tool_0:0".startswith(nano.token_text(t)) for t in monkey.allowed(enforcer, 100))
+    for token in nano.encode("functions.tool_0:0"):
+        enforcer.advance(token)
+    assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_argument_begin|>")]
+
+
+def test_7_arguments_end_only_when_they_are_complete(begun: Any) -> None:
+    monkey, enforcer, nano = begun
+    for name in ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"):
+        enforcer.advance(nano.special(name))
+    for token in [*nano.encode("functions.tool_0:0"), nano.special("<|tool_call_argument_begin|>")]:
+        enforcer.advance(token)
+    for token in nano.encode('{"city": "x"'):
+        assert not any(nano.is_special(t) for t in monkey.allowed(enforcer, 100))
+        enforcer.advance(token)
+    enforcer.advance(nano.encode("}")[0])
+    assert monkey.allowed(enforcer, 100) == [nano.special("<|tool_call_end|>")]
+
+
+def test_8_9_a_model_that_opens_its_thought_itself_must(nano: Tokenizer) -> None:
+    constraint = constrain(nano, tools=tools(SCHEMAS[3]), thinking=True)
+    assert constraint is not None
+    enforcer = Enforcer(vocabulary(nano), constraint, opened=False)
+    assert Monkey(nano, 0).allowed(enforcer, 50) == [nano.special("<think>")]
+
+
+def test_a_choice_of_none_masks_every_marker(nano: Tokenizer) -> None:
+    constraint = constrain(nano, tools=tools(SCHEMAS[3]), choice="none")
+    assert constraint == Constraint()
+    allowed = Monkey(nano, 0).allowed(Enforcer(vocabulary(nano), constraint, opened=False), 50)
+    assert [t for t in allowed if nano.is_special(t)] == [nano.special("<|im_end|>")]
 
 
 def test_a_thought_stops_at_its_budget_and_the_answer_follows(nano: Tokenizer) -> None:
@@ -352,39 +358,44 @@ def test_a_constraint_travels(nano: Tokenizer) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(constraint), type=Constraint) == constraint
 
 
-class TestCompletions:
-    @pytest.mark.parametrize(
-        "schema, text",
-        [
-            ({"type": "object"}, "{}"),
-            (SCHEMAS[16], '{"zreq":true}'),
-            ({"type": "string", "pattern": "^(ab)*c$"}, '"c"'),
-            ({"type": "integer", "multipleOf": 7, "minimum": 100}, "105"),
-            ({"type": "string", "pattern": "[0-9]{3}-[a-z]+@"}, '"000-a@"'),
-        ],
-    )
-    def test_are_short(self, nano: Tokenizer, schema: Any, text: str) -> None:
-        found = vocabulary(nano).compile(json_grammar(schema)).completion()
-        assert found is not None and nano.decode(found).replace('": ', '":') == text  # one token, and '":' as well
+# ---- completions
 
-    def test_start_in_the_middle_of_a_character(self, nano: Tokenizer) -> None:
-        matcher = vocabulary(nano).compile(json_grammar({"type": "string"}))
-        for byte in b'"\xf0\x9f':
-            assert matcher.advance(vocabulary(nano).singles(bytes([byte]))[0])
-        found = matcher.completion()
-        assert found is not None and matcher.takes(found)
 
-    def test_leave_the_matcher_where_it_was(self, nano: Tokenizer) -> None:
-        matcher = vocabulary(nano).compile(regex_grammar("ab+c"))
-        assert matcher.completion() == matcher.completion() and not matcher.complete
-        assert not matcher.advance(nano.encode("x")[0]) and matcher.takes(nano.encode("abbbc"))
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        ({"type": "object"}, "{}"),
+        (SCHEMAS[16], '{"zreq":true}'),
+        ({"type": "string", "pattern": "^(ab)*c$"}, '"c"'),
+        ({"type": "integer", "multipleOf": 7, "minimum": 100}, "105"),
+        ({"type": "string", "pattern": "[0-9]{3}-[a-z]+@"}, '"000-a@"'),
+    ],
+)
+def test_are_short(nano: Tokenizer, schema: Any, text: str) -> None:
+    found = vocabulary(nano).compile(json_grammar(schema)).completion()
+    assert found is not None and nano.decode(found).replace('": ', '":') == text  # one token, and '":' as well
 
-    @pytest.mark.parametrize(
-        "expression, text",
-        [("^a{3}b?$", "aaa"), (r"\d+-[^0-9a]", "0- "), ("(x|yy)z", "xz"), ("(?=a)b", ""), ("(a", ""), ("[b-d].", "ba")],
-    )
-    def test_examples_of_expressions(self, expression: str, text: str) -> None:
-        assert example(expression).decode() == text
+
+def test_start_in_the_middle_of_a_character(nano: Tokenizer) -> None:
+    matcher = vocabulary(nano).compile(json_grammar({"type": "string"}))
+    for byte in b'"\xf0\x9f':
+        assert matcher.advance(vocabulary(nano).singles(bytes([byte]))[0])
+    found = matcher.completion()
+    assert found is not None and matcher.takes(found)
+
+
+def test_leave_the_matcher_where_it_was(nano: Tokenizer) -> None:
+    matcher = vocabulary(nano).compile(regex_grammar("ab+c"))
+    assert matcher.completion() == matcher.completion() and not matcher.complete
+    assert not matcher.advance(nano.encode("x")[0]) and matcher.takes(nano.encode("abbbc"))
+
+
+@pytest.mark.parametrize(
+    "expression, text",
+    [("^a{3}b?$", "aaa"), (r"\d+-[^0-9a]", "0- "), ("(x|yy)z", "xz"), ("(?=a)b", ""), ("(a", ""), ("[b-d].", "ba")],
+)
+def test_examples_of_expressions(expression: str, text: str) -> None:
+    assert example(expression).decode() == text
 
 
 def test_the_caches_are_bounded(nano: Tokenizer) -> None:

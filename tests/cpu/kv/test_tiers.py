@@ -118,233 +118,254 @@ class FirstPromptsUnwritten(Retention):
         return kind > 0
 
 
-class TestTiers:
-    def test_a_block_is_free_only_when_it_is_copied(self) -> None:
-        tiers, mover = tiers_of()
-        mover.pages[5] = name(5).digest
-        assert tiers.evict(name(5), 5) and tiers.leaving == {5}
-        assert tiers.poll() == ([], [])
-        mover.work(1)
-        assert tiers.poll() == ([5], []) and not tiers.leaving
-        assert found(tiers, 5, 6) == [HOST]
+# ---- tiers
 
-    def test_what_host_memory_has_is_not_copied_again(self) -> None:
-        tiers, mover = tiers_of()
-        put(tiers, mover, 1)
-        assert not tiers.evict(name(1), 9) and not mover.queue
 
-    def test_host_memory_drops_what_was_used_longest_ago(self) -> None:
-        tiers, mover = tiers_of(rows=3)
-        put(tiers, mover, 1, 2, 3)
-        tiers.evict(name(1), 1)  # used again
-        put(tiers, mover, 4)
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, False, True, True]
-        assert tiers.dropped == 1
+def test_a_block_is_free_only_when_it_is_copied() -> None:
+    tiers, mover = tiers_of()
+    mover.pages[5] = name(5).digest
+    assert tiers.evict(name(5), 5) and tiers.leaving == {5}
+    assert tiers.poll() == ([], [])
+    mover.work(1)
+    assert tiers.poll() == ([5], []) and not tiers.leaving
+    assert found(tiers, 5, 6) == [HOST]
 
-    def test_a_block_that_the_pages_have_too_is_dropped_before_all_others(self) -> None:
-        """Until it is evicted from the pages again; it is not counted as lost, and is not written to a file."""
-        tiers, mover = tiers_of(rows=3)
-        put(tiers, mover, 1, 2, 3)
-        tiers.restore(0, [(name(3).digest, 33)])
+
+def test_what_host_memory_has_is_not_copied_again() -> None:
+    tiers, mover = tiers_of()
+    put(tiers, mover, 1)
+    assert not tiers.evict(name(1), 9) and not mover.queue
+
+
+def test_host_memory_drops_what_was_used_longest_ago() -> None:
+    tiers, mover = tiers_of(rows=3)
+    put(tiers, mover, 1, 2, 3)
+    tiers.evict(name(1), 1)  # used again
+    put(tiers, mover, 4)
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, False, True, True]
+    assert tiers.dropped == 1
+
+
+def test_a_block_that_the_pages_have_too_is_dropped_before_all_others() -> None:
+    """Until it is evicted from the pages again; it is not counted as lost, and is not written to a file."""
+    tiers, mover = tiers_of(rows=3)
+    put(tiers, mover, 1, 2, 3)
+    tiers.restore(0, [(name(3).digest, 33)])
+    tiers.poll()
+    mover.work(1)
+    assert tiers.poll()[1][0].complete
+    tiers.check()
+    put(tiers, mover, 4)
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, True, False, True] and not tiers.dropped
+    put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True] and tiers.dropped == 1
+
+
+def test_with_a_disk_too_it_goes_before_others_and_gets_no_file() -> None:
+    tiers, mover = tiers_of(rows=4, files=(), file_limit=100)
+    put(tiers, mover, 1)
+    tiers.restore(0, [(name(1).digest, 33)])
+    mover.files.clear()
+    tiers._disk.drop(name(1).digest)  # nor has it one of earlier
+    tiers.poll()
+    mover.work(2)
+    assert tiers.poll()[1][0].complete
+    put(tiers, mover, 2, 3, 4)
+    assert name(1).digest not in mover.files and len(mover.files) == 3
+    put(tiers, mover, 5)
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
+    assert not tiers.dropped
+
+
+def test_it_says_when_a_row_would_be_lost_that_has_its_file_soon() -> None:
+    tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
+    assert not tiers.loses()
+    for number in (1, 2):
+        mover.pages[number] = name(number).digest
+        tiers.evict(name(number), number)
+    assert tiers.loses(), "both rows are being filled"
+    tiers.flush()
+    mover.work(2)
+    tiers.poll()
+    assert tiers.loses(), "a row is being written"
+    mover.work(1)
+    tiers.poll()
+    assert not tiers.loses() and tiers.disk_blocks == 1
+    tiers.touch([name(1).digest])
+    put(tiers, mover, 3, 4)
+    assert not tiers.dropped
+
+
+def test_nothing_is_gained_by_waiting_for_a_disk_that_is_full() -> None:
+    tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
+    mover.faults = 1.0
+    mover._store = lambda name, block, row: (mover.held.__setitem__(row, name.digest),
+                                             mover.done.extend([Copied(block), Stored(row)]))  # fmt: skip
+    put(tiers, mover, 1, 2)
+    assert not tiers.loses() and not tiers.disk_blocks
+
+
+def test_a_restored_block_that_leaves_the_pages_again_is_as_others() -> None:
+    now = [0.0]
+    tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+    put(tiers, mover, 1, 2, 3)
+    now[0] = 100.0
+    tiers.restore(0, [(name(3).digest, 33)])
+    tiers.poll()
+    mover.work(1)
+    tiers.poll()
+    assert not tiers.evict(name(3), 33)  # its row is still there: nothing is copied
+    put(tiers, mover, 4)
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
+
+def test_after_a_failed_restore_a_block_is_not_taken_to_be_in_the_pages() -> None:
+    now = [0.0]
+    tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
+    mover._restore = lambda ticket, _: mover.done.append(Restored(ticket, 0.0, (), "the link failed"))
+    put(tiers, mover, 1, 2)
+    now[0] = 100.0
+    tiers.restore(0, [(name(2).digest, 33)])
+    tiers.poll()
+    mover.work(1)
+    assert not tiers.poll()[1][0].complete
+    tiers.check()
+    put(tiers, mover, 3, 4)
+    assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+
+
+def test_without_a_row_the_block_is_dropped_at_once() -> None:
+    tiers, mover = tiers_of(rows=1)
+    mover.pages[1] = name(1).digest
+    assert tiers.evict(name(1), 1)
+    assert not tiers.evict(name(2), 2)  # its only row is being filled
+    assert tiers.dropped == 1
+
+
+def test_rows_are_written_to_files_before_they_run_out() -> None:
+    tiers, mover = tiers_of(rows=4, files=(), file_limit=100)
+    put(tiers, mover, *range(1, 20))
+    assert found(tiers, 9) == [DISK] and found(tiers, 19) == [HOST]
+    tiers.restore(0, [(name(9).digest, 33)])
+    tiers.poll()
+    mover.work(10)
+    assert tiers.poll() == ([], [Outcome(0, True, 0.001, 0, 1)])
+    assert mover.pages[33] == name(9).digest
+
+
+@pytest.mark.parametrize("rows, at_once", [(11, 4), (32, 16), (300, 32)])
+def test_a_first_pass_goes_to_files_where_the_disk_keeps_up(rows: int, at_once: int) -> None:
+    tiers, mover = tiers_of(rows=rows, files=(), file_limit=5000)
+    for step in range(3 * rows // at_once):
         tiers.poll()
-        mover.work(1)
-        assert tiers.poll()[1][0].complete
-        tiers.check()
-        put(tiers, mover, 4)
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, True, False, True] and not tiers.dropped
-        put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True] and tiers.dropped == 1
-
-    def test_with_a_disk_too_it_goes_before_others_and_gets_no_file(self) -> None:
-        tiers, mover = tiers_of(rows=4, files=(), file_limit=100)
-        put(tiers, mover, 1)
-        tiers.restore(0, [(name(1).digest, 33)])
-        mover.files.clear()
-        tiers._disk.drop(name(1).digest)  # nor has it one of earlier
-        tiers.poll()
-        mover.work(2)
-        assert tiers.poll()[1][0].complete
-        put(tiers, mover, 2, 3, 4)
-        assert name(1).digest not in mover.files and len(mover.files) == 3
-        put(tiers, mover, 5)
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
-        assert not tiers.dropped
-
-    def test_it_says_when_a_row_would_be_lost_that_has_its_file_soon(self) -> None:
-        tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
-        assert not tiers.loses()
-        for number in (1, 2):
-            mover.pages[number] = name(number).digest
-            tiers.evict(name(number), number)
-        assert tiers.loses(), "both rows are being filled"
+        for number in range(step * at_once, (step + 1) * at_once):
+            mover.pages[number % 64] = name(number).digest
+            assert tiers.evict(name(number), number % 64)
         tiers.flush()
-        mover.work(2)
-        tiers.poll()
-        assert tiers.loses(), "a row is being written"
-        mover.work(1)
-        tiers.poll()
-        assert not tiers.loses() and tiers.disk_blocks == 1
-        tiers.touch([name(1).digest])
-        put(tiers, mover, 3, 4)
-        assert not tiers.dropped
+        mover.work(200)  # before the next step
+    assert tiers.dropped == 0 and tiers.disk_blocks >= rows
+    tiers.check()
 
-    def test_nothing_is_gained_by_waiting_for_a_disk_that_is_full(self) -> None:
-        tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
-        mover.faults = 1.0
-        mover._store = lambda name, block, row: (mover.held.__setitem__(row, name.digest),
-                                                 mover.done.extend([Copied(block), Stored(row)]))  # fmt: skip
-        put(tiers, mover, 1, 2)
-        assert not tiers.loses() and not tiers.disk_blocks
 
-    def test_a_restored_block_that_leaves_the_pages_again_is_as_others(self) -> None:
-        now = [0.0]
-        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
-        put(tiers, mover, 1, 2, 3)
-        now[0] = 100.0
-        tiers.restore(0, [(name(3).digest, 33)])
-        tiers.poll()
-        mover.work(1)
-        tiers.poll()
-        assert not tiers.evict(name(3), 33)  # its row is still there: nothing is copied
-        put(tiers, mover, 4)
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
+def test_a_disk_that_does_not_answer_leaves_half_of_the_rows() -> None:
+    tiers, mover = tiers_of(rows=6, files=(), file_limit=100)
+    mover._write = lambda *_: None  # type: ignore[method-assign]
+    put(tiers, mover, *range(1, 20))
+    assert tiers.host_blocks == 6 and found(tiers, 19) == [HOST]
 
-    def test_after_a_failed_restore_a_block_is_not_taken_to_be_in_the_pages(self) -> None:
-        now = [0.0]
-        tiers, mover = tiers_of(rows=3, clock=lambda: now[0])
-        mover._restore = lambda ticket, _: mover.done.append(Restored(ticket, 0.0, (), "the link failed"))
-        put(tiers, mover, 1, 2)
-        now[0] = 100.0
-        tiers.restore(0, [(name(2).digest, 33)])
-        tiers.poll()
-        mover.work(1)
-        assert not tiers.poll()[1][0].complete
-        tiers.check()
-        put(tiers, mover, 3, 4)
-        assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [False, True, True, True]
 
-    def test_without_a_row_the_block_is_dropped_at_once(self) -> None:
-        tiers, mover = tiers_of(rows=1)
-        mover.pages[1] = name(1).digest
-        assert tiers.evict(name(1), 1)
-        assert not tiers.evict(name(2), 2)  # its only row is being filled
-        assert tiers.dropped == 1
+def test_what_is_not_worth_a_file_is_dropped_as_if_it_had_one() -> None:
+    """Else it would outlive all that has its file."""
+    now = [0.0]
+    tiers, mover = tiers_of(rows=4, files=(), file_limit=100, retention=FirstPromptsUnwritten(), clock=lambda: now[0])
+    put(tiers, mover, 1, 2)
+    now[0] = 1.0
+    put(tiers, mover, 3, 4, turn=1)
+    now[0] = 2.0
+    put(tiers, mover, 5, 6)
+    assert set(mover.files) == {name(3).digest, name(4).digest}
+    assert [found(tiers, n) for n in (1, 2, 3, 4)] == [[], [], [HOST], [HOST]]
 
-    def test_rows_are_written_to_files_before_they_run_out(self) -> None:
-        tiers, mover = tiers_of(rows=4, files=(), file_limit=100)
-        put(tiers, mover, *range(1, 20))
-        assert found(tiers, 9) == [DISK] and found(tiers, 19) == [HOST]
-        tiers.restore(0, [(name(9).digest, 33)])
+
+def test_the_disk_keeps_to_its_limit() -> None:
+    tiers, mover = tiers_of(rows=2, files=(), file_limit=3)
+    put(tiers, mover, *range(1, 12))
+    assert len(mover.files) <= 3 and tiers.disk_blocks <= 3
+
+
+def test_files_of_an_earlier_engine_are_found_and_cut_to_the_limit() -> None:
+    files = [(name(n), 100.0 - n) for n in (1, 2, 3)]
+    tiers, mover = tiers_of(files=files, file_limit=2)
+    assert [found(tiers, n) for n in (1, 2, 3)] == [[], [DISK], [DISK]]
+    assert [work[1] for work in mover.queue] == [name(1)]
+
+
+def test_a_damaged_block_fails_the_whole_restore_and_is_forgotten(caplog) -> None:
+    tiers, mover = tiers_of(files=[(name(n), 1.0) for n in (1, 2, 3)], file_limit=9)
+    mover.files = {name(n).digest: name(n).digest for n in (1, 3)}
+    for ticket in (0, 1):
+        tiers.restore(ticket, [(name(n).digest, n) for n in (1, 2, 3) if found(tiers, n)])
         tiers.poll()
         mover.work(10)
-        assert tiers.poll() == ([], [Outcome(0, True, 0.001, 0, 1)])
-        assert mover.pages[33] == name(9).digest
+        ((outcome),) = tiers.poll()[1]
+        assert outcome.complete == (ticket == 1)
+    assert found(tiers, 1, 2, 3) == [DISK] and tiers.damaged == 1
+    assert sum("computed again" in r.message for r in caplog.records) == 1
 
-    @pytest.mark.parametrize("rows, at_once", [(11, 4), (32, 16), (300, 32)])
-    def test_a_first_pass_goes_to_files_where_the_disk_keeps_up(self, rows: int, at_once: int) -> None:
-        tiers, mover = tiers_of(rows=rows, files=(), file_limit=5000)
-        for step in range(3 * rows // at_once):
-            tiers.poll()
-            for number in range(step * at_once, (step + 1) * at_once):
-                mover.pages[number % 64] = name(number).digest
-                assert tiers.evict(name(number), number % 64)
-            tiers.flush()
-            mover.work(200)  # before the next step
-        assert tiers.dropped == 0 and tiers.disk_blocks >= rows
-        tiers.check()
 
-    def test_a_disk_that_does_not_answer_leaves_half_of_the_rows(self) -> None:
-        tiers, mover = tiers_of(rows=6, files=(), file_limit=100)
-        mover._write = lambda *_: None  # type: ignore[method-assign]
-        put(tiers, mover, *range(1, 20))
-        assert tiers.host_blocks == 6 and found(tiers, 19) == [HOST]
+def test_forgetting_reaches_every_tier_and_restores_under_way() -> None:
+    tiers, mover = tiers_of(rows=2, files=[(name(7, 1), 1.0), (name(8, 2), 1.0)], file_limit=9)
+    put(tiers, mover, 1, first=1)
+    mover.files[name(7).digest] = name(7).digest
+    tiers.restore(0, [(name(1).digest, 3), (name(7).digest, 4)])
+    tiers.poll()
+    tiers.forget(name(1).digest)
+    mover.work(10)
+    assert not tiers.poll()[1][0].complete
+    assert [found(tiers, n) for n in (1, 7, 8)] == [[], [], [DISK]]
+    tiers.check()
 
-    def test_what_is_not_worth_a_file_is_dropped_as_if_it_had_one(self) -> None:
-        """Else it would outlive all that has its file."""
-        now = [0.0]
-        tiers, mover = tiers_of(
-            rows=4, files=(), file_limit=100, retention=FirstPromptsUnwritten(), clock=lambda: now[0]
-        )
-        put(tiers, mover, 1, 2)
-        now[0] = 1.0
-        put(tiers, mover, 3, 4, turn=1)
-        now[0] = 2.0
-        put(tiers, mover, 5, 6)
-        assert set(mover.files) == {name(3).digest, name(4).digest}
-        assert [found(tiers, n) for n in (1, 2, 3, 4)] == [[], [], [HOST], [HOST]]
 
-    def test_the_disk_keeps_to_its_limit(self) -> None:
-        tiers, mover = tiers_of(rows=2, files=(), file_limit=3)
-        put(tiers, mover, *range(1, 12))
-        assert len(mover.files) <= 3 and tiers.disk_blocks <= 3
+def test_unused_blocks_expire() -> None:
+    now = [0.0]
+    tiers, mover = tiers_of(files=[(name(9), 30.0)], file_limit=9, ttl_seconds=MINUTE, clock=lambda: now[0])
+    put(tiers, mover, 1)
+    now[0] = 40.0
+    tiers.poll()
+    assert found(tiers, 9) == [] and found(tiers, 1) == [HOST]
+    now[0] = 101.0
+    tiers.poll()
+    assert found(tiers, 1) == []
+    tiers.check()
 
-    def test_files_of_an_earlier_engine_are_found_and_cut_to_the_limit(self) -> None:
-        files = [(name(n), 100.0 - n) for n in (1, 2, 3)]
-        tiers, mover = tiers_of(files=files, file_limit=2)
-        assert [found(tiers, n) for n in (1, 2, 3)] == [[], [DISK], [DISK]]
-        assert [work[1] for work in mover.queue] == [name(1)]
 
-    def test_a_damaged_block_fails_the_whole_restore_and_is_forgotten(self, caplog) -> None:
-        tiers, mover = tiers_of(files=[(name(n), 1.0) for n in (1, 2, 3)], file_limit=9)
-        mover.files = {name(n).digest: name(n).digest for n in (1, 3)}
-        for ticket in (0, 1):
-            tiers.restore(ticket, [(name(n).digest, n) for n in (1, 2, 3) if found(tiers, n)])
-            tiers.poll()
-            mover.work(10)
-            ((outcome),) = tiers.poll()[1]
-            assert outcome.complete == (ticket == 1)
-        assert found(tiers, 1, 2, 3) == [DISK] and tiers.damaged == 1
-        assert sum("computed again" in r.message for r in caplog.records) == 1
+def test_files_that_expired_before_the_start_are_not_read() -> None:
+    tiers, _ = tiers_of(files=[(name(1), 61.0), (name(2), 59.0)], file_limit=9, ttl_seconds=MINUTE)
+    tiers.poll()
+    assert found(tiers, 1) == [] and found(tiers, 2) == [DISK]
+    tiers.check()
 
-    def test_forgetting_reaches_every_tier_and_restores_under_way(self) -> None:
-        tiers, mover = tiers_of(rows=2, files=[(name(7, 1), 1.0), (name(8, 2), 1.0)], file_limit=9)
-        put(tiers, mover, 1, first=1)
-        mover.files[name(7).digest] = name(7).digest
-        tiers.restore(0, [(name(1).digest, 3), (name(7).digest, 4)])
-        tiers.poll()
-        tiers.forget(name(1).digest)
-        mover.work(10)
-        assert not tiers.poll()[1][0].complete
-        assert [found(tiers, n) for n in (1, 7, 8)] == [[], [], [DISK]]
-        tiers.check()
 
-    def test_unused_blocks_expire(self) -> None:
-        now = [0.0]
-        tiers, mover = tiers_of(files=[(name(9), 30.0)], file_limit=9, ttl_seconds=MINUTE, clock=lambda: now[0])
-        put(tiers, mover, 1)
-        now[0] = 40.0
-        tiers.poll()
-        assert found(tiers, 9) == [] and found(tiers, 1) == [HOST]
-        now[0] = 101.0
-        tiers.poll()
-        assert found(tiers, 1) == []
-        tiers.check()
+def test_a_directory_that_is_gone_is_not_asked_again(caplog) -> None:
+    tiers, mover = tiers_of(rows=2, files=[(name(9), 1.0)], file_limit=9)
+    mover.gone = True
+    put(tiers, mover, 1, 2, 3)
+    assert tiers.file_limit == 0 and found(tiers, 9) == []
+    put(tiers, mover, 4, 5, 6)
+    assert sum("not used any more" in r.message for r in caplog.records) == 1
 
-    def test_files_that_expired_before_the_start_are_not_read(self) -> None:
-        tiers, _ = tiers_of(files=[(name(1), 61.0), (name(2), 59.0)], file_limit=9, ttl_seconds=MINUTE)
-        tiers.poll()
-        assert found(tiers, 1) == [] and found(tiers, 2) == [DISK]
-        tiers.check()
 
-    def test_a_directory_that_is_gone_is_not_asked_again(self, caplog) -> None:
-        tiers, mover = tiers_of(rows=2, files=[(name(9), 1.0)], file_limit=9)
-        mover.gone = True
-        put(tiers, mover, 1, 2, 3)
-        assert tiers.file_limit == 0 and found(tiers, 9) == []
-        put(tiers, mover, 4, 5, 6)
-        assert sum("not used any more" in r.message for r in caplog.records) == 1
-
-    def test_after_a_full_disk_writing_pauses(self, caplog) -> None:
-        now = [0.0]
-        tiers, mover = tiers_of(rows=2, files=(), file_limit=9, clock=lambda: now[0])
-        mover.faults = 1.0
-        mover._store = lambda n, b, r: mover.held.__setitem__(r, n.digest) or mover.done.extend((Copied(b), Stored(r)))
-        put(tiers, mover, 1, 2, 3)
-        assert not mover.files and not any(w[0] == "write" for w in mover.queue)
-        mover.faults, now[0] = 0.0, 61.0
-        put(tiers, mover, 4, 5, 6)
-        assert mover.files
-        assert sum("not written" in r.message for r in caplog.records) == 1
+def test_after_a_full_disk_writing_pauses(caplog) -> None:
+    now = [0.0]
+    tiers, mover = tiers_of(rows=2, files=(), file_limit=9, clock=lambda: now[0])
+    mover.faults = 1.0
+    mover._store = lambda n, b, r: mover.held.__setitem__(r, n.digest) or mover.done.extend((Copied(b), Stored(r)))
+    put(tiers, mover, 1, 2, 3)
+    assert not mover.files and not any(w[0] == "write" for w in mover.queue)
+    mover.faults, now[0] = 0.0, 61.0
+    put(tiers, mover, 4, 5, 6)
+    assert mover.files
+    assert sum("not written" in r.message for r in caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -330,71 +330,78 @@ def test_a_writer_killed_in_the_middle_leaves_only_whole_files(tmp_path: Path) -
     assert child.returncode == -signal.SIGKILL, parts
 
 
-class TestDirectory:
-    def test_only_the_owner_can_read_it(self, tmp_path: Path) -> None:
-        os.umask(before := os.umask(0))
-        with rig(tmp_path / "kv") as r:
-            r.store(range(1))
-            r.write(range(1))
-            for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
-                assert not path.stat().st_mode & 0o077, path
-            assert stat.S_IMODE(r.path(0).stat().st_mode) == 0o600
-        os.umask(before)
+# ---- directory
 
-    def test_one_engine_at_a_time(self, tmp_path: Path) -> None:
-        first = Directory(tmp_path / "kv", MODEL, 4096)
-        with pytest.raises(ConfigError, match="in use by another engine"):
-            Directory(tmp_path / "kv", MODEL, 4096)
-        with pytest.raises(ConfigError, match="another engine: stop it first"):
-            clear(tmp_path / "kv")
-        first.close()
-        Directory(tmp_path / "kv", MODEL, 4096).close()
 
-    def test_a_directory_of_other_things_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "thesis.tex").write_text("x")
-        with pytest.raises(ConfigError, match="holds other files"):
-            Directory(tmp_path, MODEL, 4096)
-        with pytest.raises(ConfigError, match="no directory of KV blocks"):
-            clear(tmp_path)
-        file = tmp_path / "thesis.tex"
-        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        for path in (file, file / "kv", tmp_path / "link"):
-            with pytest.raises(ConfigError, match="cannot be used: it is no directory; give an empty or a new one"):
-                Directory(path, MODEL, 4096)
+def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+    os.umask(before := os.umask(0))
+    with rig(tmp_path / "kv") as r:
+        r.store(range(1))
+        r.write(range(1))
+        for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
+            assert not path.stat().st_mode & 0o077, path
+        assert stat.S_IMODE(r.path(0).stat().st_mode) == 0o600
+    os.umask(before)
 
-    def test_the_oldest_come_first_and_a_read_counts_as_use(self, tmp_path: Path) -> None:
-        with rig(tmp_path / "kv") as r:
-            r.store(range(4))
-            r.write(range(4))
-            for n in range(4):
-                os.utime(r.path(n), (1e9 + n, 1e9 + n))
-            r.restore([Piece(name(1), None, 1)])
-            assert r.directory is not None
-            found = r.directory.found()
-            assert [f.name for f in found] == [name(n) for n in (0, 2, 3, 1)] and found[-1].age_seconds < 60
 
-    def test_other_models_blocks_are_cut_to_a_share(self, tmp_path: Path) -> None:
-        with rig(tmp_path / "kv") as r:
-            r.store(range(4))
-            r.write(range(4))
+def test_one_engine_at_a_time(tmp_path: Path) -> None:
+    first = Directory(tmp_path / "kv", MODEL, 4096)
+    with pytest.raises(ConfigError, match="in use by another engine"):
+        Directory(tmp_path / "kv", MODEL, 4096)
+    with pytest.raises(ConfigError, match="another engine: stop it first"):
+        clear(tmp_path / "kv")
+    first.close()
+    Directory(tmp_path / "kv", MODEL, 4096).close()
+
+
+def test_a_directory_of_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files"):
+        Directory(tmp_path, MODEL, 4096)
+    with pytest.raises(ConfigError, match="no directory of KV blocks"):
+        clear(tmp_path)
+    file = tmp_path / "thesis.tex"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (file, file / "kv", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="cannot be used: it is no directory; give an empty or a new one"):
+            Directory(path, MODEL, 4096)
+
+
+def test_the_oldest_come_first_and_a_read_counts_as_use(tmp_path: Path) -> None:
+    with rig(tmp_path / "kv") as r:
+        r.store(range(4))
+        r.write(range(4))
+        for n in range(4):
+            os.utime(r.path(n), (1e9 + n, 1e9 + n))
+        r.restore([Piece(name(1), None, 1)])
+        assert r.directory is not None
+        found = r.directory.found()
+        assert [f.name for f in found] == [name(n) for n in (0, 2, 3, 1)] and found[-1].age_seconds < 60
+
+
+def test_other_models_blocks_are_cut_to_a_share(tmp_path: Path) -> None:
+    with rig(tmp_path / "kv") as r:
+        r.store(range(4))
+        r.write(range(4))
+        size = r.directory.file_bytes
+        for n in range(4):
+            os.utime(r.path(n), (1e9 + n, 1e9 + n))
+        kept = [r.path(2), r.path(3)]
+    other = Directory(tmp_path / "kv", OTHER, 4096)
+    assert other.shrink_others(2 * size + 5, [OTHER]) == 2 * size
+    assert sorted((tmp_path / "kv").rglob("*.kv")) == sorted(kept)
+    other.close()
+
+
+def test_clearing_deletes_every_models_blocks(tmp_path: Path) -> None:
+    for model in (MODEL, OTHER):
+        with rig(tmp_path / "kv", model=model) as r:
+            r.store(range(3))
+            r.write(range(3))
             size = r.directory.file_bytes
-            for n in range(4):
-                os.utime(r.path(n), (1e9 + n, 1e9 + n))
-            kept = [r.path(2), r.path(3)]
-        other = Directory(tmp_path / "kv", OTHER, 4096)
-        assert other.shrink_others(2 * size + 5, [OTHER]) == 2 * size
-        assert sorted((tmp_path / "kv").rglob("*.kv")) == sorted(kept)
-        other.close()
-
-    def test_clearing_deletes_every_models_blocks(self, tmp_path: Path) -> None:
-        for model in (MODEL, OTHER):
-            with rig(tmp_path / "kv", model=model) as r:
-                r.store(range(3))
-                r.write(range(3))
-                size = r.directory.file_bytes
-        assert clear(tmp_path / "kv") == (6, 6 * size)
-        assert [p.name for p in (tmp_path / "kv").rglob("*")] == [LOCK]
-        assert clear(tmp_path / "kv") == (0, 0)
+    assert clear(tmp_path / "kv") == (6, 6 * size)
+    assert [p.name for p in (tmp_path / "kv").rglob("*")] == [LOCK]
+    assert clear(tmp_path / "kv") == (0, 0)
 
 
 def test_every_flipped_bit_of_a_row_changes_its_checksum() -> None:
