@@ -343,7 +343,7 @@ def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:
 def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
     """Mean distinct experts per MoE layer of the next step, which runs without its graph; `scattered` as `step_ms`."""
     seen: list[Tensor] = []
-    choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_decode_router")}
+    choosing = {name: getattr(kimi_k2, name) for name in ("router", "mla_decode_router", "mla_merge_router")}
 
     def recording(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

@@ -31,10 +31,10 @@ ENOUGH_TOKENS = 32_768
 INT4_BYTES = 0.5 + 2 / scheme.INT4_GROUP  # per weight, with its share of its group's bfloat16 scale
 COMPACT = "int4-compact"
 # Context from which on decoding is faster with KV sharded over two ranks: reading half of the KV then saves more than
-# exchanging queries and outputs takes. Measured on two H200s (1 request, 9 layers, ms a step, whole / sharded): 0.874 /
-# 1.026 at 10,000 tokens, 0.949 / 1.067 at 34,000, 1.128 / 1.177 at 100,000; a straight line crosses here. Larger: KV
+# exchanging queries and outputs takes. Measured on two H200s (1 request, 9 layers, ms a step, whole / sharded): 0.916 /
+# 0.983 at 10,000 tokens, 0.963 / 1.008 at 34,000, 1.130 / 1.114 at 100,000; a straight line crosses here. Larger: KV
 # stays whole on every rank, and decoding long contexts is bound by reading it.
-CROSSOVER_TOKENS = 140_000
+CROSSOVER_TOKENS = 83_000
 BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 

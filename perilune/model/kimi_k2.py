@@ -39,6 +39,7 @@ from perilune.model.weights import (
 from perilune.ops.attention.mla_absorb_query import mla_absorb_query
 from perilune.ops.attention.mla_decode import mla_decode
 from perilune.ops.attention.mla_decode_output import mla_decode_output
+from perilune.ops.attention.mla_merge_output import mla_merge_output
 from perilune.ops.attention.mla_pre_attention import mla_pre_attention
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.attention.mla_prefill_w8a8 import mla_prefill_w8a8
@@ -64,6 +65,7 @@ from perilune.ops.moe.experts import experts
 from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
 from perilune.ops.moe.mla_decode_router import mla_decode_router
+from perilune.ops.moe.mla_merge_router import mla_merge_router
 from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces, moe_int4_pairs
 from perilune.ops.moe.router import router
 from perilune.ops.moe.scatter_pairs_add_rmsnorm import scatter_pairs_add_rmsnorm
@@ -273,11 +275,14 @@ class KimiK2:
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
         sharded = self.sharded_kv
-        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts or sharded is not None:
+        if isinstance(ffn, Mlp) or w.o.format == "int4" or self.group.slicing.whole_experts:
             attended = _attend(w, q_full, span, pages, self.scale, sharded)
             return self._ffn(ffn, self._add(h, attended, layer.post_norm))
-        gate = Gate(ffn.gate, ffn.bias, self.routing)
-        x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, self._norm(layer.post_norm), gate)
+        gate, norm = Gate(ffn.gate, ffn.bias, self.routing), self._norm(layer.post_norm)
+        if sharded is not None:
+            x, chosen = mla_merge_router(*sharded.parts(w, q_full, span, pages, self.scale), w, h, norm, gate)
+        else:
+            x, chosen = mla_decode_router(q_full, pages, span, w, self.scale, h, norm, gate)
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
@@ -407,10 +412,12 @@ def _rows(
 
 def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float, sharded: ShardedKv | None) -> Tensor:
     """The attention's output [T, D] where all rows of the step are in `span`."""
-    if sharded is not None:
-        return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
     if w.o.format == "int4":
+        if sharded is not None:
+            return apply(w.o, sharded.decode(w, q_full, span, pages, scale).flatten(1))
         return apply(w.o, mla_decode(q_full, pages, span, w.w_uv, scale).flatten(1))
+    if sharded is not None:
+        return mla_merge_output(*sharded.parts(w, q_full, span, pages, scale), w)
     return mla_decode_output(q_full, pages, span, w, scale)
 
 

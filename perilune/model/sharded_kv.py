@@ -39,13 +39,18 @@ class ShardedKv:
         return Span(tables, starts, context)
 
     def decode(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
-        """As mla_decode, [T, h, v]; q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""
+        """As mla_decode, [T, h, v], of the arguments of `parts`."""
+        return mla_decode_merge(*self.parts(w, q_full, span, pages, scale), w.w_uv)
+
+    def parts(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Outputs [N, T, h, R] and log-sum-exps [N, T, h] of all ranks' positions, as mla_decode_merge takes them;
+        q_full [T, h, R + r] of this rank's h heads, `span` from `self.span`."""
         ranks, R = self._group.ranks, w.w_uv.shape[1]
         own = q_full.view(1, -1).view(torch.uint8)
         gathered = exchanged(self._group, own).view(q_full.dtype).view(ranks, *q_full.shape)
         queries = gathered.transpose(0, 1).flatten(1, 2).contiguous()
         o, lse = mla_decode_partial(queries, pages, span, R, ranks, scale)
-        return mla_decode_merge(*parted(exchanged(self._group, joined(o, lse)), o, lse), w.w_uv)
+        return parted(exchanged(self._group, joined(o, lse)), o, lse)
 
     def prefill(self, w: Attention, q: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
         """As mla_prefill, [T, h, v], of this rank's h heads."""

@@ -22,12 +22,12 @@ def rows(bench: str) -> list[Row]:
 def latest(bench: str, *, shapes: bool = False) -> list[Row]:
     """Measurements on one GPU or CPU: of a slice of exact shapes (`shapes`), or of a model's real weights. Not
     those of named implementations."""
-    keys = ("model", "shape", "batch", "context", "tokens", "gpu", "rest_dtype", "kv_dtype", "draft")
+    keys = ("model", "shape", "batch", "context", "tokens", "gpu", "rest_dtype", "kv_dtype", "draft", "expert_format")
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows(bench):
         alone = row.get("tp", 1) == 1 and "slice" not in row and "ops" not in row
         if ("shape" in row) == shapes and row.get("balanced", True) and alone:
-            prefill = (row.get("expert_format"), row.get("cached") or 0) if bench == "prefill" else ()
+            prefill = (row.get("cached") or 0,) if bench == "prefill" else ()
             found.setdefault((*(row.get(k) for k in keys), *prefill), []).append(row)
     return [median(some) for some in found.values()]
 

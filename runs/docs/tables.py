@@ -103,6 +103,7 @@ def layers() -> str:
     for r in sorted(shapes, key=lambda r: (r["rest_dtype"], r["kv_dtype"], r["draft"], r["batch"], r["context"])):
         peer = PEER_DECODE.get((r["batch"], r["context"])) if plain(r) else None
         what = f"decode, {r['batch']} at once, context {r['context']:,}"
+        what += ", compact scales" if r["expert_format"] == "int4-compact" else ""
         what += f", verifying {r['draft']} drafts" if r["draft"] else ""
         what += ", FP8 cache" if r["kv_dtype"] == "fp8" else ""
         lines.append(line(what, r, r["us_per_layer"], r["floor_us_per_layer"], peer, "us"))

@@ -119,9 +119,13 @@ def composed(o: Tensor, lse: Tensor, w_uv: Tensor) -> Tensor:
     return per_head_matmul(_merged(o, lse), w_uv)
 
 
-def mla_decode_merge(o: Tensor, lse: Tensor, w_uv: Tensor) -> Tensor:
+def check(o: Tensor, lse: Tensor, w_uv: Tensor) -> None:
     N, T, H, R = o.shape
     assert 1 <= N <= MAX_GROUPS and lse.shape == (N, T, H) and lse.dtype == FLOAT32, f"{o.shape=} {lse.shape=}"
     assert w_uv.shape[:2] == (H, R) and w_uv.dtype == o.dtype, f"{o.shape=} {o.dtype=} {w_uv.shape=} {w_uv.dtype=}"
     assert o.stride()[1:] == (H * R, R, 1) and lse.stride()[1:] == (H, 1), f"{o.stride()=} {lse.stride()=}"
+
+
+def mla_decode_merge(o: Tensor, lse: Tensor, w_uv: Tensor) -> Tensor:
+    check(o, lse, w_uv)
     return op(o, lse, w_uv)

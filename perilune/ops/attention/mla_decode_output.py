@@ -8,10 +8,12 @@ q_full's type; sums are fp32, rounded once.
 "cuda" and "cuda_mma" are attention's launch, and one for the rest, which reads w and w_uv before attention has ended,
 or its queries are ready if one token's table is narrow (split_kv_short.cuh): so its last bits depend on the table's
 width too. "cuda" (mla_decode_output_t1.cu) takes one token: of 8 to 64 heads in bf16, of 32 or 64 in FP8. "cuda_mma"
-(mla_decode_output_mma.cu) takes 1 to 4 tokens of 8 or 16 heads in FP8. "composed" is the ops one by one.
+(mla_decode_output_mma.cu) takes 1 to 4 tokens of 8 or 16 heads in FP8, 2 to 4 of 32 or 64. "composed" is the ops one by
+one.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ from perilune.ops.linear import linear, linear_fp8
 HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # of o, for each processor
-MMA_HEADS = (8, 16)  # of "cuda_mma", in FP8
+MMA_HEADS = (8, 16)  # of "cuda_mma" for one token, in FP8
 MMA_TOKENS = 4
 OWNERS, MOST_TILES = 16, 8  # its CTAs that make values; tiles of 8 rows of o for each of the others
 
@@ -67,7 +69,7 @@ CASES = [
     _one(300, block_size=8),
     *(
         _one(1, counts=counts, contexts=contexts, H=H, fp8=True)
-        for H in (8, 16)
+        for H in HEADS
         for counts, contexts in (
             ((1, 1, 1, 1), (1024, 700, 5, 1000)),
             ((4,), (1024,)),
@@ -94,13 +96,19 @@ TOL = {
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     args = mla_decode.inputs(c, g)
-    o, w_uv, uv_fp8 = Matrix(g.randn(c.D, c.H * c.v, scale=(c.H * c.v) ** -0.5)), args.pop("w_uv"), None
-    scale = args.pop("scale")
-    if c.fp8:
+    weights, scale = output_weights(args.pop("w_uv"), c.D, c.fp8, g), args.pop("scale")
+    return {**args, "weights": weights, "scale": scale}
+
+
+def output_weights(w_uv: Tensor, D: int, fp8: bool, g: Make) -> Attention:
+    """`weights` with a random o, and in FP8 a W_UV of the same size."""
+    H, _, v = w_uv.shape
+    o, uv_fp8 = Matrix(g.randn(D, H * v, scale=(H * v) ** -0.5)), None
+    if fp8:
         o = Matrix(*linear_fp8.quantize_rows(o.weight))
-        q, uv_scale = linear_fp8.quantize_exactly(w_uv * torch.exp2(g.randn(c.H, 1, c.v)).to(FLOAT32), 1)
+        q, uv_scale = linear_fp8.quantize_exactly(w_uv * torch.exp2(g.randn(H, 1, v)).to(FLOAT32), 1)
         w_uv, uv_fp8 = (q.float() * uv_scale).to(w_uv.dtype), Matrix(q, uv_scale.squeeze(1))
-    return {**args, "weights": cache_rows.weights(w_uv=w_uv, uv_fp8=uv_fp8, o=o), "scale": scale}
+    return cache_rows.weights(w_uv=w_uv, uv_fp8=uv_fp8, o=o)
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -110,7 +118,12 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    o, w = mla_decode.reference(q_full, pages, span, weights.w_uv, scale).flatten(1), weights.o
+    return projected_reference(mla_decode.reference(q_full, pages, span, weights.w_uv, scale), weights)
+
+
+def projected_reference(o: Tensor, weights: Attention) -> Tensor:
+    """y [T, D] of o [T, H, v]."""
+    o, w = o.flatten(1), weights.o
     if w.scale is None:
         return linear.reference(o, w.weight, wide=False)
     return linear_fp8.reference(o, None, w.weight, w.scale, 0.0, wide=False)
@@ -121,23 +134,51 @@ op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_fu
 
 @functools.cache
 def _kernel() -> Any:
-    return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 6 + "pp")
+    return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 8 + "pp")
 
 
 @functools.cache
 def _mma() -> Any:
-    return build.function("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" * 12 + "l" * 7 + "pp")
+    return build.function("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" * 12 + "l" * 9 + "pp")
 
 
-def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device) -> bool | str:
-    """Whether `launch` with `mma` takes these: True, or the first reason against it."""
-    (T, H, _), D = q_full.shape, len(weights.o.weight)
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Outputs and log-sum-exps (base 2) that a kernel combines before W_UV: of a context's ranges, or of ranks' parts
+    of a sharded KV cache (mla_merge_output.py)."""
+
+    outputs: Tensor
+    weights: Tensor
+    count: int
+    steps: tuple[int, int] = (0, 0)  # elements between ranks' outputs, and between their log-sum-exps; 0: no ranks
+    query_start: Tensor | None = None
+    context: Tensor | None = None
+    least: int = 0
+
+
+def attend(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> Ranges:
+    """Attention's launch."""
+    _, query_start, context = span.contiguous()
+    if q_full.shape[0] == 1:
+        partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
+    else:
+        partials, shares = mla_decode.attend(q_full, pages, span, scale, None, None)
+        least = mla_decode.LEAST
+    return Ranges(partials, shares, len(partials), (0, 0), query_start, context, least)
+
+
+def fits_mma(T: int, H: int, weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    """Whether `launch` with `mma` takes T tokens of H heads, if `needs` hold: True, or the first reason against it."""
+    D = len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_mma.cu",
         device,
         (1 <= T <= MMA_TOKENS, f"1 to {MMA_TOKENS} tokens"),
-        *mla_decode.needs(q_full, pages),
-        (H in MMA_HEADS, f"{' or '.join(map(str, MMA_HEADS))} heads"),
+        *needs,
+        (
+            H in (MMA_HEADS if T == 1 else HEADS),
+            f"{', '.join(map(str, MMA_HEADS))} heads, more from 2 tokens on",
+        ),
         (weights.uv_fp8 is not None, "FP8 weights"),
         (D % 8 == 0, "an output width in 8s"),
     )
@@ -147,7 +188,7 @@ def fits_mma(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.de
     return build.on_hopper(
         "mla_decode.cu",
         device,
-        (processors <= MOST_PROCESSORS, f"at most {MOST_PROCESSORS} processors"),
+        (H <= processors <= MOST_PROCESSORS, f"a processor for each head, and at most {MOST_PROCESSORS}"),
         (D <= MOST_TILES * 8 * (processors - OWNERS), f"at most {MOST_TILES * 8} outputs for a processor"),
     )
 
@@ -157,14 +198,14 @@ def mma_mailbox(H: int, T: int) -> int:
     return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
 
 
-def fits(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device) -> bool | str:
-    """Whether `launch` takes these: True, or the first reason against it."""
-    (T, H, _), D = q_full.shape, len(weights.o.weight)
+def fits(T: int, H: int, weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    """Whether `launch` takes T tokens of H heads, if `needs` hold: True, or the first reason against it."""
+    D = len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_t1.cu",
         device,
         (T == 1, "one token"),
-        *mla_decode.needs(q_full, pages),
+        *needs,
         (H in HEADS, f"{', '.join(map(str, HEADS))} heads"),
         (H not in MMA_HEADS or weights.uv_fp8 is None, "bfloat16 weights for 8 or 16 heads"),
         (D % 8 == 0, "an output width in 8s"),
@@ -181,37 +222,30 @@ def fits(q_full: Tensor, pages: Tensor, weights: Attention, device: torch.device
 
 
 def launch(
-    q_full: Tensor,
-    pages: Tensor,
-    span: Span,
+    ranges: Ranges,
+    T: int,
     weights: Attention,
-    scale: float,
     mailbox: Tensor,
     out: Tensor | tuple[Tensor, Tensor, Peers | None],
     mma: bool = False,
 ) -> None:
-    """Attention's launch and that of what follows it. The second one writes `out` [T, D]; or, where that is (residual
-    [1, D], fresh [D] int32, the peers that have the other parts of that sum), adds to the residual and hands the sums
-    over by `fresh`. `mailbox` is the mailbox of its CTAs. A kernel that writes before the second launch has ended must
-    have its memory before this call, because memory that the launches only read is free again after it. `mma`: the
-    second launch is that of mla_decode_output_mma.cu."""
-    (T, H, _), w, device = q_full.shape, weights, q_full.device
+    """The launch that follows attention. It writes `out` [T, D]; or, where that is (residual [1, D], fresh [D] int32,
+    the peers that have the other parts of that sum), adds to the residual and hands the sums over by `fresh`. `mailbox`
+    is the mailbox of its CTAs. A kernel that writes before this launch has ended must have its memory before `attend`
+    is called, because memory that the launches only read is free again after this call. `mma`: the launch is that
+    of mla_decode_output_mma.cu."""
+    w, device = weights, ranges.outputs.device
+    H = len(w.w_uv)
     assert w.w_uv.shape == (H, K2.latent, K2.value), f"{w.w_uv.shape=}"
     w_uv, uv_scale = (w.w_uv, None) if w.uv_fp8 is None else (w.uv_fp8.weight, w.uv_fp8.scale)
     assert w.w_uv.is_contiguous() and w_uv.is_contiguous() and w.o.weight.is_contiguous(), f"{w.o.weight.stride()=}"
     assert uv_scale is None or uv_scale.is_contiguous(), f"{uv_scale.stride()=}"
-    _, query_start, context = span.contiguous()
-    if T == 1:
-        partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
-    else:
-        partials, shares = mla_decode.attend(q_full, pages, span, scale, None, None)
-        least = mla_decode.LEAST
     y, (residual, fresh, others) = (out, (None, None, None)) if isinstance(out, Tensor) else (None, out)
     failed = (_mma() if mma else _kernel())(
-        partials.data_ptr(),
-        shares.data_ptr(),
-        query_start.data_ptr(),
-        context.data_ptr(),
+        ranges.outputs.data_ptr(),
+        ranges.weights.data_ptr(),
+        address(ranges.query_start),
+        address(ranges.context),
         w_uv.data_ptr(),
         address(uv_scale),
         w.o.weight.data_ptr(),
@@ -220,12 +254,13 @@ def launch(
         address(y),
         address(residual),
         address(fresh),
-        len(partials),
-        len(context),
+        *ranges.steps,
+        ranges.count,
+        0 if ranges.context is None else len(ranges.context),
         *([T] if mma else []),
         H,
         len(w.o.weight),
-        least,
+        ranges.least,
         build.sm_count(device),
         peers.table(others),
         build.stream(device),
@@ -233,51 +268,61 @@ def launch(
     assert not failed, f"mla_decode_output does not start: CUDA error {failed}"
 
 
+def run(read: Callable[[], Ranges], T: int, weights: Attention, device: torch.device, mma: bool) -> Tensor:
+    """y [T, D] of the ranges that `read` launches."""
+    H = len(weights.w_uv)
+    y = torch.empty(T, len(weights.o.weight), dtype=BFLOAT16, device=device)
+    words = mma_mailbox(H, T) if mma else H * K2.value + 2
+    mailbox = workspace.current(device).zeros((f"mla_decode_output{'.mma' if mma else ''}", H, words), words)
+    launch(read(), T, weights, mailbox, y, mma)
+    return y
+
+
 @op.impl(
     "cuda_mma",
-    when=lambda a, device: fits_mma(a.q_full, a.pages, a.weights, device),
+    when=lambda a, device: fits_mma(*a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
     alone=True,
     waits=("mla_decode_output_mma.cu",),
 )
 def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    T, H, _ = q_full.shape
-    y = torch.empty(T, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
-    words = mma_mailbox(H, T)
-    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output.mma", H, words), words)
-    launch(q_full, pages, span, weights, scale, mailbox, y, mma=True)
-    return y
+    return run(lambda: attend(q_full, pages, span, scale), len(q_full), weights, q_full.device, True)
 
 
 @op.impl(
     "cuda",
-    when=lambda a, device: fits(a.q_full, a.pages, a.weights, device),
+    when=lambda a, device: fits(*a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
     alone=True,
     waits=("mla_decode_output_t1.cu",),
 )
 def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    y = torch.empty(1, len(weights.o.weight), dtype=q_full.dtype, device=q_full.device)
-    H = q_full.shape[1]
-    mailbox = workspace.current(q_full.device).zeros(("mla_decode_output", H), H * K2.value + 2)
-    launch(q_full, pages, span, weights, scale, mailbox, y)
-    return y
+    return run(lambda: attend(q_full, pages, span, scale), 1, weights, q_full.device, False)
 
 
 @op.impl("composed")
 def composed(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    o, w = mla_decode.mla_decode(q_full, pages, span, weights.w_uv, scale).flatten(1), weights.o
+    return projected(mla_decode.mla_decode(q_full, pages, span, weights.w_uv, scale), weights.o)
+
+
+def projected(o: Tensor, w: Matrix) -> Tensor:
+    """y [T, D] of o [T, H, v]."""
+    o = o.flatten(1)
     return linear.linear(o, w.weight) if w.scale is None else linear_fp8.linear_fp8(o, None, w.weight, w.scale)
 
 
 def check(q_full: Tensor, pages: Tensor, span: Span, weights: Attention) -> None:
     mla_decode.check(q_full, pages, span, weights.w_uv)
-    w, (H, R, v), uv = weights.o, weights.w_uv.shape, weights.uv_fp8
-    assert w.weight.shape[1] == H * v, f"{w.weight.shape=} {weights.w_uv.shape=}"
-    mla_project_query.check_matrix(w, q_full.dtype)
-    if w.scale is None:
+    check_weights(weights, q_full.dtype)
+
+
+def check_weights(w: Attention, dtype: torch.dtype) -> None:
+    (H, R, v), uv = w.w_uv.shape, w.uv_fp8
+    assert w.o.weight.shape[1] == H * v, f"{w.o.weight.shape=} {w.w_uv.shape=}"
+    mla_project_query.check_matrix(w.o, dtype)
+    if w.o.scale is None:
         assert uv is None, "W_UV in FP8 goes with o in FP8"
     else:
-        assert uv is not None and uv.format == "fp8" and uv.weight.shape == (H, R, v), f"{weights.w_uv.shape=}"
-        assert uv.scale is not None and uv.scale.shape == (H, v) and uv.scale.dtype == FLOAT32, f"{weights.w_uv.shape=}"
+        assert uv is not None and uv.format == "fp8" and uv.weight.shape == (H, R, v), f"{w.w_uv.shape=}"
+        assert uv.scale is not None and uv.scale.shape == (H, v) and uv.scale.dtype == FLOAT32, f"{w.w_uv.shape=}"
 
 
 def mla_decode_output(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:

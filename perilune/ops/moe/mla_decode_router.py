@@ -18,6 +18,7 @@ width or the number of SMs.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.attention import mla_decode_output
+from perilune.ops.attention import mla_decode, mla_decode_output
 from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
@@ -40,7 +41,9 @@ LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate per CTA
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(mla_decode_output.Case):
+class Stream:
+    """What a case says of residual, norm and gate."""
+
     E: int = K2.experts
     k: int = K2.top_k
     wide_gate: bool = False  # float32
@@ -48,6 +51,11 @@ class Case(mla_decode_output.Case):
     against: bool = False  # rows of the gate have the other sign: the order of experts is reversed
     ties: bool = False  # all scores are equal
     ranks: int = 0  # y is this rank's part of a sum over so many ranks; 0: y is whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Stream, mla_decode_output.Case):
+    pass
 
 
 def _one(context: int, **other: Any) -> Case:
@@ -102,17 +110,21 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """Rows of the gate are multiples of one vector that the residual is nearly parallel to, so that rounding errors
-    cannot change the ids."""
     args = mla_decode_output.inputs(c, g)
     args = {"attention" if name == "weights" else name: value for name, value in args.items()}
-    along = g.randn(c.D, dtype=FLOAT32)
+    return args | stream_inputs(sum(c.counts) + c.rows, c.D, c, g)
+
+
+def stream_inputs(T: int, D: int, c: Stream, g: Make) -> dict[str, Any]:
+    """Residual, norm and gate. Rows of the gate are multiples of one vector that the residual is nearly parallel to, so
+    that rounding errors cannot change the ids."""
+    along = g.randn(D, dtype=FLOAT32)
     multiples = (g.permutation(c.E).float() + 1) / c.E * (0 if c.ties else -1 if c.against else 1)
-    residual = g.randn(sum(c.counts) + c.rows, c.D, dtype=FLOAT32) + along
-    rows = 4 * multiples.unsqueeze(1) * along / c.D
-    return args | {
+    residual = g.randn(T, D, dtype=FLOAT32) + along
+    rows = 4 * multiples.unsqueeze(1) * along / D
+    return {
         "residual": residual.to(g.dtype),
-        "norm": Norm(g.randn(c.D, scale=0.1) + 1, 1e-5, peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None),
+        "norm": Norm(g.randn(D, scale=0.1) + 1, 1e-5, peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None),
         "gate": Gate(
             rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
             multiples * (0 if c.against else -2),  # reverses the choice; the weights of the chosen do not have it
@@ -156,18 +168,17 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits(a.q_full, a.pages, a.attention, device)
-    return found if found is not True else _chooses(a, device)
+    found = mla_decode_output.fits(*a.q_full.shape[:2], a.attention, device, *mla_decode.needs(a.q_full, a.pages))
+    return found if found is not True else chooses(a, device)
 
 
 def _fits_mma(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits_mma(a.q_full, a.pages, a.attention, device)
-    if found is True and a.q_full.shape[0] != 1:
-        found = "one token"
-    return found if found is not True else _chooses(a, device)
+    needs = (len(a.q_full) == 1, "one token"), *mla_decode.needs(a.q_full, a.pages)
+    found = mla_decode_output.fits_mma(*a.q_full.shape[:2], a.attention, device, *needs)
+    return found if found is not True else chooses(a, device)
 
 
-def _chooses(a: Any, device: torch.device) -> bool | str:
+def chooses(a: Any, device: torch.device) -> bool | str:
     """Whether mla_decode_router_t1.cu takes these arguments, if `mla_decode_output`'s launches do."""
     (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
@@ -188,18 +199,16 @@ def _rows(experts: int, device: torch.device) -> int:
     return max(LEAST_GATE, -(-experts // (build.sm_count(device) - 1)))
 
 
-def _run(
+def run(
     mma: bool,
-    q_full: Tensor,
-    pages: Tensor,
-    span: Span,
+    read: Callable[[], mla_decode_output.Ranges],
     attention: Attention,
-    scale: float,
     residual: Tensor,
     norm: Norm,
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    (_, H, _), (E, D), device, routing = q_full.shape, gate.weight.shape, q_full.device, gate.routing
+    """Launches 2 and 3, after `read`, which launches attention."""
+    H, (E, D), device, routing = len(attention.w_uv), gate.weight.shape, residual.device, gate.routing
     assert all(t.is_contiguous() for t in (norm.weight, gate.weight, gate.bias)), f"{gate.weight.stride()=}"
     memory = workspace.current(device)
     box = mailbox(memory)
@@ -220,7 +229,7 @@ def _run(
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(1, routing.top_k, device=device)
     publication = box.publish(x, Source(sums, norm.weight, norm.eps))
-    mla_decode_output.launch(q_full, pages, span, attention, scale, values, (residual, sums, norm.peers), mma)
+    mla_decode_output.launch(read(), 1, attention, values, (residual, sums, norm.peers), mma)
     failed = _choose()(
         sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
         x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
@@ -247,7 +256,7 @@ def cuda_mma(
     norm: Norm,
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    return _run(True, q_full, pages, span, attention, scale, residual, norm, gate)
+    return run(True, lambda: mla_decode_output.attend(q_full, pages, span, scale), attention, residual, norm, gate)
 
 
 @op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
@@ -261,7 +270,7 @@ def cuda(
     norm: Norm,
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    return _run(False, q_full, pages, span, attention, scale, residual, norm, gate)
+    return run(False, lambda: mla_decode_output.attend(q_full, pages, span, scale), attention, residual, norm, gate)
 
 
 @op.impl("composed")
@@ -291,9 +300,13 @@ def mla_decode_router(
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
     mla_decode_output.check(q_full, pages, span, attention)
-    T, D = q_full.shape[0], attention.o.weight.shape[0]
-    assert residual.shape == (T, D) and residual.dtype == q_full.dtype, f"{residual.shape=}"
+    check_stream(len(q_full), attention, residual, norm, gate)
+    return op(q_full, pages, span, attention, scale, residual, norm, gate)
+
+
+def check_stream(T: int, attention: Attention, residual: Tensor, norm: Norm, gate: Gate) -> None:
+    D, dtype = attention.o.weight.shape[0], attention.w_uv.dtype
+    assert residual.shape == (T, D) and residual.dtype == dtype, f"{residual.shape=}"
     assert residual.is_contiguous(), f"{residual.stride()=}"
     assert norm.weight.shape == (D,) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
     router.check(residual, gate.weight, gate.bias, gate.routing)
-    return op(q_full, pages, span, attention, scale, residual, norm, gate)

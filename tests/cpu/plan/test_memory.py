@@ -171,9 +171,9 @@ def test_kv_is_sharded_where_contexts_are_long_or_memory_is_short(k25: Path) -> 
     few = {"max_num_seqs": 4, "tp": 8}
     shards, why = chosen(k25, H200, max_model_len=16_384, **few)
     assert shards == 1 and "every rank has all KV: it holds 4 requests of 16,384 tokens" in why
-    assert chosen(k25, H200, max_model_len=100_000, **few)[0] == 1
-    shards, why = chosen(k25, H200, max_model_len=150_000, **few)
-    assert shards == 8 and "longer than 140,000 tokens" in why
+    assert chosen(k25, H200, max_model_len=80_000, **few)[0] == 1
+    shards, why = chosen(k25, H200, max_model_len=100_000, **few)
+    assert shards == 8 and "longer than 83,000 tokens" in why
     shards, why = chosen(k25, H200, **few)
     assert shards == 8 and "the whole KV would have room for" in why  # requests of 262,144 tokens
     assert chosen(k25, H200, max_model_len=16_384, tp=8, max_num_seqs=64)[0] == 8

@@ -1,5 +1,5 @@
-// As mla_decode_output_t1.cu, which explains mailboxes and waits, for 1 to 4 tokens of a rank with 8 or 16 heads and
-// e4m3 weights. Contract in mla_decode_output.py. With so few heads, a CTA's rows of w fit into its shared memory.
+// As mla_decode_output_t1.cu, which explains mailboxes and waits, for e4m3 weights: 1 to 4 tokens of 8 or 16 heads, 2 to
+// 4 of 32 or 64. Contract in mla_decode_output.py. With 8 or 16 heads, a CTA's rows of w fit into its shared memory.
 //
 //   1. The first OWNERS CTAs compute the values (ranges combined, times W_UV) of a head, or of a part of its columns,
 //      and write them to the mailbox. They have no rows of w: the copies of w could start only once W_UV has been read.
@@ -8,10 +8,9 @@
 // From attention's end on, three round trips through L2 (ranges; mailbox written; mailbox read), with peers two more.
 //
 // A CTA claims so much shared memory that no SM holds two; with one token, it leaves room for a CTA of attention
-// (split_kv_short.cuh). CTAs wait only for the first OWNERS CTAs of their launch, which wait for none.
-#include "attention/sm90/output_tile.cuh"
-#include "attention/sm90/split_kv_schedule.cuh"
-#include "cuda/router_mailbox.cuh"
+// (split_kv_short.cuh). CTAs wait only for the first OWNERS CTAs of their launch, which wait for none. With more heads,
+// all CTAs have rows of w, in rings, and one CTA per head computes its values before.
+#include "attention/sm90/output_values.cuh"
 
 using namespace stream;
 
@@ -20,233 +19,25 @@ namespace {
 constexpr int OWNERS = 16, THREADS = WARPS * 32;
 constexpr int TILES = WARPS / 2;     // max tiles of a CTA: two warps share one
 constexpr int OPEN = TILES / 2;      // max tiles of w in flight: more would delay what attention reads
-constexpr int MOST_RANGES = 160;     // max ranges of a token
-constexpr int STEP = 32;             // latents that share a scale and one product with W_UV
-constexpr int LATENT_PITCH = mla::LATENT + 8;
 constexpr int CLAIMED = 116 * 1024;  // more than half of an SM's shared memory
 constexpr int OF_TILE = 1;           // first of the named barriers of tiles' warp pairs
 
-struct Args {
-  const bf16* partials;  // the ranges' outputs, as attention writes them
-  const float* weights;
-  const int *query_start, *context;
-  const uint8_t* w_uv;    // [H, LATENT, VALUE]
-  const float* uv_scale;  // [H, VALUE]
-  const uint8_t* w;       // [D, H VALUE]
-  const float* scale;     // [D]
-  uint32_t* mailbox;      // [2][tokens, H VALUE / 2] pairs of values; then the number of launches so far, per CTA
-  bf16* y;                // [T, D]; null if there is a residual
-  bf16* residual;         // [D], to which y is added; or null
-  uint32_t* fresh;        // the residual's mailbox, [2][D / 2] pairs of the sums; or null
-  int ctas, B, T, D, least;
-  Peers peers;            // ranks 0: none
-};
-
 // TOKENS: max tokens, 1 or 4.
 template <int HEADS, int TOKENS>
-struct Plan {
-  static constexpr int I = HEADS * mla::VALUE, WORDS = TOKENS * I / 2;
-  static constexpr int COLUMNS = mla::VALUE * HEADS / OWNERS;  // values of an owner
-  static constexpr int PIECES = COLUMNS / 16, PARTS = WARPS / PIECES, STEPS = mla::LATENT / STEP / PARTS;
-  static constexpr int LATENTS = mla::LATENT * TOKENS / WARPS;                 // latents that a warp combines
-  static constexpr int LANES = LATENTS / 8, SIDES = 32 / LANES;                // lanes per range; ranges side by side
-  static constexpr int AT_ONCE = 8 / (TOKENS == 1 ? 2 : 1);                    // ranges that a lane reads together
-  using S = Stage<I>;                                                          // a tile
-  static constexpr int VALUES = mla::LATENT * COLUMNS;                         // bytes of an owner's part of W_UV
-  static constexpr int OWNER_BYTES = VALUES + TOKENS * LATENT_PITCH * 2 + WARPS * MOST_RANGES * 4;
-  static constexpr int TILE_BYTES = TILES * S::BYTES + TOKENS * pitch_of(I) * 2;
+struct Plan : ValuesPlan<HEADS, TOKENS, OWNERS, TOKENS == 1 ? 4 : 8> {
+  using V = ValuesPlan<HEADS, TOKENS, OWNERS, TOKENS == 1 ? 4 : 8>;
+  using S = Stage<V::I>;  // a tile
+  static constexpr int TILE_BYTES = TILES * S::BYTES + TOKENS * pitch_of(V::I) * 2;
   static constexpr int BYTES = TILE_BYTES > CLAIMED ? TILE_BYTES : CLAIMED;
-  static_assert(OWNERS % HEADS == 0 && PIECES * PARTS == WARPS && MOST_RANGES % (SIDES * AT_ONCE) == 0);
-  static_assert(OWNER_BYTES <= BYTES && VALUES % 64 == 0 && I % BLOCK == 0);
+  static_assert(V::VALUES + V::SCRATCH <= BYTES && V::VALUES % 64 == 0 && V::I % BLOCK == 0);
 };
 
 struct Shared {
-  float uv_scale[mla::VALUE];
-  float lowered[4][32];               // factor of sums, per token and per group of values or latents
-  float sums[2][TILES][4 * TILE];     // of either half of k
-  float products[4 * 4 * mla::VALUE / 2];
-  mla::Found found[4];
+  ValuesShared values;
+  float lowered[4][32];            // factor of sums, per token and BLOCK values
+  float sums[2][TILES][4 * TILE];  // of either half of k
   uint64_t full[TILES];
 };
-
-// turn: number of launches before this one; epoch: of the exchange with peers. `taken` advances both counters, after
-// all threads of the CTA have read them.
-template <bool EXCHANGES>
-struct Turn {
-  uint32_t turn, epoch;
-
-  static __device__ __forceinline__ uint32_t* launches(const Args& a, int words) {
-    return a.mailbox + 2 * words + blockIdx.x;
-  }
-  static __device__ __forceinline__ uint32_t* epochs(const Args& a) {
-    return a.peers.control + AFTER_COUNTS + blockIdx.x;
-  }
-  __device__ __forceinline__ Turn(const Args& a, int words)
-      : turn(mailbox::glance(launches(a, words))), epoch(EXCHANGES ? mailbox::glance(epochs(a)) + 1 : 0) {}
-  __device__ __forceinline__ void taken(const Args& a, int words) const {
-    if (threadIdx.x != 0) return;
-    mailbox::put(launches(a, words), turn + 1);
-    if (EXCHANGES) mailbox::put(epochs(a), epoch);
-  }
-};
-
-// The maximum of v over `lanes` adjacent lanes.
-template <int lanes>
-__device__ __forceinline__ uint32_t most_of(uint32_t v) {
-#pragma unroll
-  for (int l = 1; l < lanes; l <<= 1) v = max(v, __shfl_xor_sync(~0u, v, l));
-  return v;
-}
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(fabsf(v)); }
-__device__ __forceinline__ uint32_t raised(float low, float high, float by) {
-  const __half2 h = __floats2half2_rn(low * by, high * by);
-  return *reinterpret_cast<const uint32_t*>(&h);
-}
-
-template <int HEADS, int TOKENS, bool EXCHANGES>
-__device__ __forceinline__ void make_values(const Args& a, Shared& shared, uint8_t* memory) {
-  using P = Plan<HEADS, TOKENS>;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int head = blockIdx.x * HEADS / OWNERS, from = blockIdx.x * P::COLUMNS % mla::VALUE;
-  __half* latents = reinterpret_cast<__half*>(memory + P::VALUES);
-  float* shares = reinterpret_cast<float*>(latents + TOKENS * LATENT_PITCH) + warp * MOST_RANGES;
-  // Address of the 16-byte `piece` of row k, swizzled: the eight rows that ldmatrix reads together share no bank.
-  const auto values = [&](int k, int piece) {
-    const int spread = P::PIECES == 8 ? (k & 1) | (k >> 2 & 6) : k >> 3 & 3;
-    return memory + (k * P::PIECES + (piece ^ spread)) * 16;
-  };
-#pragma unroll
-  for (int n = 0; n < mla::LATENT * P::PIECES / THREADS; n++) {
-    const int i = n * THREADS + threadIdx.x, k = i / P::PIECES, piece = i % P::PIECES;
-    copy16_once(values(k, piece), a.w_uv + (head * mla::LATENT + k) * mla::VALUE + from + piece * 16);
-  }
-  if (threadIdx.x < P::COLUMNS / 4) {
-    copy16(shared.uv_scale + threadIdx.x * 4, a.uv_scale + head * mla::VALUE + from + threadIdx.x * 4);
-  }
-  copies_commit();
-  if (warp == 0) mla::share_work<true>(a.query_start, a.context, a.B, HEADS, a.ctas, a.least, shared.found, 0, a.T);
-  __syncthreads();
-
-  // A warp combines the ranges' outputs for LATENTS latents of a token.
-  const int token = warp * TOKENS / WARPS, column = warp * P::LATENTS % mla::LATENT + lane % P::LANES * 8;
-  const int side = lane / P::LANES;
-  const mla::Found f = token < a.T ? shared.found[token] : mla::Found{};
-  const int at = f.index * HEADS + head, slot = f.first + at / mla::ROWS * f.ranges, row = at % mla::ROWS;
-  const int ranges = min(f.ranges, MOST_RANGES);
-  const float* weight = a.weights + row * a.ctas + slot;
-  const bf16* partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) +
-                        row * 64 + ((column / 8) % 8 ^ (row & 7)) * 8;
-  wait_for_predecessor();
-  let_successor_start();
-  const Turn<EXCHANGES> turn(a, P::WORDS);
-  uint4 x[P::AT_ONCE];
-  float v[MOST_RANGES / 32], sum[8] = {};
-  const auto read = [&](int first) {
-#pragma unroll
-    for (int j = 0; j < P::AT_ONCE; j++) {
-      const int s = first + side + j * P::SIDES;
-      x[j] = s < ranges ? *reinterpret_cast<const uint4*>(partial + static_cast<int64_t>(s) * mla::PARTIAL) : uint4{};
-    }
-  };
-#pragma unroll
-  for (int j = 0; j < MOST_RANGES / 32; j++) v[j] = lane + j * 32 < ranges ? weight[lane + j * 32] : -INFINITY;
-  read(0);
-  float top = -INFINITY, total = 0;
-#pragma unroll
-  for (float w : v) top = fmaxf(top, w);
-  top = warp_max(top);
-#pragma unroll
-  for (float& w : v) w = w == -INFINITY ? 0 : mla::power_of_two(w - top), total += w;
-  total = warp_sum(total);
-  const float inverse = total > 0 ? 1 / total : 0;
-#pragma unroll
-  for (int j = 0; j < MOST_RANGES / 32; j++) shares[lane + j * 32] = v[j] * inverse;
-  __syncwarp();
-#pragma unroll 1
-  for (int first = 0; first < ranges;) {
-#pragma unroll
-    for (int j = 0; j < P::AT_ONCE; j++) {
-      const float w = shares[first + side + j * P::SIDES];
-      const uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-#pragma unroll
-      for (int l = 0; l < 4; l++) {
-        const float2 y = widen(words[l]);
-        sum[l * 2] += w * y.x;
-        sum[l * 2 + 1] += w * y.y;
-      }
-    }
-    first += P::AT_ONCE * P::SIDES;
-    if (first < ranges) read(first);
-  }
-  uint32_t most = 0;
-#pragma unroll
-  for (float& y : sum) {
-#pragma unroll
-    for (int l = P::LANES; l < 32; l <<= 1) y += __shfl_xor_sync(~0u, y, l);
-    y = __bfloat162float(__float2bfloat16(y));
-    most = max(most, magnitude(y));
-  }
-  {  // to fp16, with a scale per STEP latents
-    const uint32_t exponent = raise_exponent(most_of<STEP / 8>(most));
-    const float by = power_of_two(exponent);
-    if (side == 0) {
-      *reinterpret_cast<uint4*>(latents + token * LATENT_PITCH + column) =
-          make_uint4(raised(sum[0], sum[1], by), raised(sum[2], sum[3], by), raised(sum[4], sum[5], by),
-                     raised(sum[6], sum[7], by));
-      if (column % STEP == 0) shared.lowered[token][column / STEP] = power_of_two(254 - exponent);
-    }
-  }
-  copies_wait<0>();
-  __syncthreads();
-  turn.taken(a, P::WORDS);
-
-  // The tensor cores' A is W_UV: rows g and g + 8 of A are columns 2 g and 2 g + 1 of a piece; lane t holds 8 adjacent
-  // latents of k. B: the tokens' latents.
-  const int piece = warp % P::PIECES, part = warp / P::PIECES;
-  float y[4] = {};
-#pragma unroll 4
-  for (int s = 0; s < P::STEPS; s++) {
-    const int step = part * P::STEPS + s, r = lane % 8;
-    uint32_t w[4];
-    mla::load_matrices<true>(w, values(step * STEP + r / 2 * 8 + g / 2 * 2 + r % 2, piece));
-    const uint4 b = *reinterpret_cast<const uint4*>(latents + g % TOKENS * LATENT_PITCH + step * STEP + t * 8);
-    uint2 of[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) of[j] = e4m3::halves(__byte_perm(w[j], 0, 0x3120));
-    const uint32_t low[4] = {of[0].x, of[0].y, of[1].x, of[1].y}, high[4] = {of[2].x, of[2].y, of[3].x, of[3].y};
-    float d[4] = {};
-    mma(d, low, b.x, b.y, __half());
-    mma(d, high, b.z, b.w, __half());
-#pragma unroll
-    for (int i = 0; i < 4; i++) y[i] += d[i] * shared.lowered[(t * 2 + i % 2) % TOKENS][step];
-  }
-#pragma unroll
-  for (int i = 0; i < (TOKENS == 1 ? 1 : 2); i++) {
-    const int of = TOKENS == 1 ? 0 : t * 2 + i;
-    if (t * 2 + i < TOKENS) {
-      float* to = shared.products + (part * TOKENS + of) * P::COLUMNS + piece * 16 + g * 2;
-      *reinterpret_cast<float2*>(to) = make_float2(y[i], y[i + 2]);
-    }
-  }
-  __syncthreads();
-  const int pair = threadIdx.x % (P::COLUMNS / 2), written = threadIdx.x / (P::COLUMNS / 2);
-  if (written < TOKENS) {
-    const float2 uv_scale = *reinterpret_cast<const float2*>(shared.uv_scale + pair * 2);
-    float2 value = {};
-#pragma unroll
-    for (int p = 0; p < P::PARTS; p++) {
-      const float* of = shared.products + (p * TOKENS + written) * P::COLUMNS + pair * 2;
-      const float2 product = *reinterpret_cast<const float2*>(of);
-      value.x += product.x, value.y += product.y;
-    }
-    uint32_t* to = a.mailbox + written * (P::I / 2) + head * (mla::VALUE / 2) + from / 2 + pair;
-    const uint32_t half = turn.turn & 1;
-    if (written < a.T) {
-      mailbox::put(to + half * P::WORDS, mailbox::written(narrow(value.x * uv_scale.x, value.y * uv_scale.y)));
-    }
-    mailbox::put(to + (1 - half) * P::WORDS, 0);  // clears the previous launch's word
-  }
-}
 
 template <int HEADS, int TOKENS, bool EXCHANGES>
 __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, uint8_t* memory) {
@@ -366,7 +157,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   }
 }
 
-template <int HEADS, int TOKENS, bool EXCHANGES>
+template <int HEADS, int TOKENS, bool EXCHANGES, bool SHARDED>
 __global__ void __maxnreg__(TOKENS == 1 ? 56 : 96) output_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(16) Shared shared;
@@ -374,24 +165,204 @@ __global__ void __maxnreg__(TOKENS == 1 ? 56 : 96) output_kernel(const __grid_co
   barriers_visible();
   __syncthreads();
   if (blockIdx.x < OWNERS) {
-    make_values<HEADS, TOKENS, EXCHANGES>(a, shared, memory);
+    using P = Plan<HEADS, TOKENS>;
+    make_values<HEADS, TOKENS, OWNERS, P::AT_ONCE, EXCHANGES, SHARDED>(a, shared.values, memory, memory + P::VALUES,
+                                                                       [] {});
   } else {
     multiply_tiles<HEADS, TOKENS, EXCHANGES>(a, shared, memory);
   }
 }
 
-template <int HEADS, int TOKENS, bool EXCHANGES>
+// ---- 2 to 4 tokens of 32 or 64 heads ----
+
+constexpr int KS = 8, GROUPS = WARPS / KS;           // warps that share a tile; tiles at once
+constexpr int OF_PART = 1, OF_GROUP = OF_PART + KS;  // first of the named barriers of a part of k; of a tile's warps
+
+// A warp's ring has STAGES of ROW bytes of each row; OPEN: max stages in flight until attention has ended. One stage of
+// all warps is contiguous: an owner's last LATE stages hold W_UV first.
+template <int HEADS>
+struct Streamed {
+  static constexpr int ROW = HEADS == 32 ? 512 : 256, STAGES = 1024 / ROW, OPEN = 512 / ROW;
+  using V = ValuesPlan<HEADS, 4, HEADS, 8>;
+  using S = Stage<ROW>;
+  static constexpr int PART = V::I / KS, LOADS = PART / ROW, PITCH = pitch_of(V::I);
+  static constexpr int ALL = WARPS * S::BYTES, LATE = (V::VALUES + ALL - 1) / ALL;
+  static constexpr int BYTES = STAGES * ALL + 4 * PITCH * 2;
+  static_assert(LATE < STAGES && V::SCRATCH <= 4 * PITCH * 2 && PART % (GROUPS * 256) == 0);
+};
+
+struct StreamedShared {
+  ValuesShared values;
+  float sums[2][WARPS][4 * TILE];
+  uint32_t largest[4][WARPS];
+  uint64_t full[WARPS][4];
+};
+
+// Every CTA multiplies tiles of w, 8 warps a tile; CTA h < HEADS computes the values of head h before.
+template <int HEADS, bool SHARDED>
+__global__ void __launch_bounds__(THREADS, 1) streamed_kernel(const __grid_constant__ Args a) {
+  using P = Streamed<HEADS>;
+  using S = typename P::S;
+  constexpr int I = P::V::I, WORDS = P::V::WORDS;
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ __align__(16) StreamedShared shared;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int part = warp % KS, group = warp / KS, tiles = a.D / TILE, step = gridDim.x * GROUPS;
+  __half* xs = reinterpret_cast<__half*>(memory + P::STAGES * P::ALL);
+  uint8_t* ring = memory + warp * S::BYTES;
+  if (threadIdx.x < WARPS * P::STAGES) barrier_init(&shared.full[threadIdx.x / P::STAGES][threadIdx.x % P::STAGES], 1);
+  barriers_visible();
+  __syncthreads();
+
+  int tile = blockIdx.x + group * gridDim.x;  // evenly over SMs
+  int ahead = 0, filled = 0, ahead_tile = tile;  // of the next load: its piece of the row, stage, and tile
+  const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * I + part * P::PART;
+  const auto load = [&] {
+    if (ahead_tile >= tiles) return;
+    if (elected()) {
+      uint64_t* barrier = &shared.full[warp][filled];
+      barrier_expect(barrier, TILE * P::ROW);
+#pragma unroll
+      for (int row = 0; row < TILE; row++) {
+        bulk_load_once(ring + filled * P::ALL + S::place(row), from + row * I, P::ROW, barrier);
+      }
+    }
+    from += P::ROW;
+    filled = filled + 1 == P::STAGES ? 0 : filled + 1;
+    if (++ahead == P::LOADS) ahead = 0, ahead_tile += step, from += static_cast<int64_t>(step) * TILE * I - P::PART;
+  };
+  const int scaled = (tile + part * step) * TILE + lane % TILE;  // this lane completes the sum of this row
+  uint32_t turn;
+  float scale;
+  if (blockIdx.x < HEADS) {
+    turn = make_values<HEADS, 4, HEADS, P::V::AT_ONCE, false, SHARDED>(
+               a, shared.values, memory + (P::STAGES - P::LATE) * P::ALL, reinterpret_cast<uint8_t*>(xs),
+               [&] {
+                 scale = scaled < a.D ? __ldg(a.scale + scaled) : 0;
+                 for (int s = 0; s < P::STAGES - P::LATE; s++) load();
+               }).turn;
+    shared_writes_visible();
+    for (int s = 0; s < P::LATE; s++) load();
+  } else {
+    scale = scaled < a.D ? __ldg(a.scale + scaled) : 0;
+    for (int s = 0; s < P::STAGES; s++) {
+      if (s >= P::OPEN && ahead_tile < tiles) barrier_wait(&shared.full[warp][s - P::OPEN], 0);
+      load();
+    }
+    wait_for_predecessor();
+    let_successor_start();
+    const Turn<false> own(a, WORDS);
+    turn = own.turn;
+    __syncthreads();
+    own.taken(a, WORDS);
+  }
+
+  // The two warps of a part of k copy its values from the mailbox to shared memory as fp16, with a scale per token.
+  constexpr int OF_WARP = P::PART / GROUPS, PIECES = OF_WARP / 256;
+  {
+    const int at = part * P::PART + group * OF_WARP + lane * 8;
+    const uint32_t* words = a.mailbox + (turn & 1) * WORDS + at / 2;
+    uint4 v[4][PIECES] = {};
+    bool waits;
+    do {
+      waits = false;
+#pragma unroll
+      for (int i = 0; i < 4 * PIECES; i++) {
+        uint4& of = v[i / PIECES][i % PIECES];
+        const uint32_t* from = words + i / PIECES * (I / 2) + i % PIECES * 128;
+        if (i / PIECES < a.T && mailbox::misses(of)) of = mailbox::glance16(from);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * PIECES; i++) waits |= i / PIECES < a.T && mailbox::misses(v[i / PIECES][i % PIECES]);
+    } while (__any_sync(~0u, waits));
+#pragma unroll
+    for (int token = 0; token < 4; token++) {
+      uint32_t most = 0;
+#pragma unroll
+      for (uint4& of : v[token]) {
+        of = {~of.x, ~of.y, ~of.z, ~of.w};
+        for (uint32_t pair : {of.x, of.y, of.z, of.w}) most = max(most, max((pair & 0x7fff) << 16, pair & 0x7fff0000));
+      }
+      most = token < a.T ? __reduce_max_sync(~0u, most) : 0;
+      if (lane == 0) shared.largest[token][warp] = most;
+    }
+    named_sync(OF_PART + part, GROUPS * 32);
+#pragma unroll
+    for (int token = 0; token < 4; token++) {
+      if (token >= a.T) break;
+      const float by = power_of_two(raise_exponent(max(shared.largest[token][part], shared.largest[token][part + KS])));
+#pragma unroll
+      for (int n = 0; n < PIECES; n++) {
+        uint32_t pairs[4] = {v[token][n].x, v[token][n].y, v[token][n].z, v[token][n].w};
+#pragma unroll
+        for (uint32_t& pair : pairs) {
+          const float2 f = widen(pair);
+          pair = raised(f.x, f.y, by);
+        }
+        place<E4m3>(xs + token * P::PITCH, at + n * 256, pairs);
+      }
+    }
+    named_sync(OF_PART + part, GROUPS * 32);
+  }
+
+  const __half* x[1] = {Sums<4>::from(xs, P::PITCH, a.T, 0)};
+  float lowered[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t* of = shared.largest[(t * 2 + i) % 4];
+    lowered[i] = power_of_two(254 - raise_exponent(max(of[part], of[part + KS])));
+  }
+  const uint8_t* mine = ring + S::place(g) + 16 * t;
+  int stage = 0, phase = 0;
+  for (int turns = 0; tile < tiles; turns++, tile += step) {
+    Sums<4> acc;
+#pragma unroll 1
+    for (int n = 0; n < P::LOADS; n++) {
+      barrier_wait(&shared.full[warp][stage], phase);
+      multiply<E4m3, S::CHUNKS>(acc, mine + stage * P::ALL, x, part * P::PART + n * P::ROW);
+      if (++stage == P::STAGES) stage = 0, phase ^= 1;
+      __syncwarp();  // all lanes have read the stage that is refilled now
+      shared_writes_visible();
+      load();
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n++) acc.d[n / 4][0][n % 4] *= lowered[n % 2];
+    // Two buffers: a warp can be one pass ahead of the slowest reader, never two.
+    acc.store(shared.sums[turns % 2][warp]);
+    named_sync(OF_GROUP + group, KS * 32);
+    if (part != turns) continue;
+    float v = 0;
+#pragma unroll
+    for (int s = 0; s < KS; s++) v += shared.sums[turns % 2][group * KS + s][lane];
+    if (lane / TILE < a.T) a.y[static_cast<int64_t>(lane / TILE) * a.D + scaled] = __float2bfloat16(v * scale);
+  }
+}
+
+template <int HEADS, bool SHARDED>
+int start_streamed(const Args& a, int64_t sms, void* stream) {
+  if (a.T == 1 || sms < HEADS || a.D / TILE > KS * GROUPS * sms) return -1;
+  auto kernel = streamed_kernel<HEADS, SHARDED>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), Streamed<HEADS>::BYTES, stream, 1, a);
+}
+
+template <int HEADS, int TOKENS, bool EXCHANGES, bool SHARDED>
 int start(const Args& a, int64_t sms, void* stream) {
   // As in mla_decode_output_t1.cu.
-  auto kernel = output_kernel<HEADS, TOKENS, EXCHANGES>;
+  auto kernel = output_kernel<HEADS, TOKENS, EXCHANGES, SHARDED>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), Plan<HEADS, TOKENS>::BYTES, stream, 1, a);
 }
 
-template <int HEADS>
+template <int HEADS, bool SHARDED>
 int choose(const Args& a, int64_t sms, void* stream) {
-  if (a.T > 1) return start<HEADS, 4, false>(a, sms, stream);
-  return a.peers.ranks ? start<HEADS, 1, true>(a, sms, stream) : start<HEADS, 1, false>(a, sms, stream);
+  if constexpr (HEADS > OWNERS) {
+    return start_streamed<HEADS, SHARDED>(a, sms, stream);
+  } else {
+    if (a.T > 1) return start<HEADS, 4, false, SHARDED>(a, sms, stream);
+    return a.peers.ranks ? start<HEADS, 1, true, SHARDED>(a, sms, stream)
+                         : start<HEADS, 1, false, SHARDED>(a, sms, stream);
+  }
 }
 
 }  // namespace
@@ -401,8 +372,9 @@ int choose(const Args& a, int64_t sms, void* stream) {
 // 160, with D / 8 at most 8 (sms - 16). residual, fresh: only for one token.
 API int mla_decode_output_mma(const void* partials, const void* weights, const void* query_start, const void* context,
                                 const void* w_uv, const void* uv_scale, const void* w, const void* scale,
-                                void* mailbox, void* y, void* residual, void* fresh, int64_t ctas, int64_t B, int64_t T,
-                                int64_t H, int64_t D, int64_t least, int64_t sms, const Peers* peers, void* stream) {
+                                void* mailbox, void* y, void* residual, void* fresh, int64_t part_step,
+                                int64_t weight_step, int64_t ctas, int64_t B, int64_t T, int64_t H, int64_t D, int64_t least, int64_t sms,
+                                const Peers* peers, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
                static_cast<const float*>(weights),
                static_cast<const int*>(query_start),
@@ -415,12 +387,21 @@ API int mla_decode_output_mma(const void* partials, const void* weights, const v
                static_cast<bf16*>(y),
                static_cast<bf16*>(residual),
                static_cast<uint32_t*>(fresh),
+               part_step,
+               weight_step,
                static_cast<int>(ctas),
                static_cast<int>(B),
                static_cast<int>(T),
                static_cast<int>(D),
                static_cast<int>(least),
                peers == nullptr ? Peers{} : *peers};
-  if ((H != 8 && H != 16) || T < 1 || T > 4 || sms > MAX_CTAS || D / TILE > TILES * (sms - OWNERS)) return -1;
-  return H == 8 ? choose<8>(a, sms, stream) : choose<16>(a, sms, stream);
+  if (T < 1 || T > 4 || sms > MAX_CTAS || D / TILE > TILES * (sms - OWNERS)) return -1;
+  const bool sharded = part_step != 0;
+  switch (H) {
+    case 8: return sharded ? choose<8, true>(a, sms, stream) : choose<8, false>(a, sms, stream);
+    case 16: return sharded ? choose<16, true>(a, sms, stream) : choose<16, false>(a, sms, stream);
+    case 32: return sharded ? choose<32, true>(a, sms, stream) : choose<32, false>(a, sms, stream);
+    case 64: return sharded ? -1 : choose<64, false>(a, sms, stream);
+    default: return -1;
+  }
 }

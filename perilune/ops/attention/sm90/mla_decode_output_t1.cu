@@ -49,7 +49,7 @@ struct Ring<E4m3> {
 };
 
 struct Args {
-  const bf16* partials;  // the ranges' outputs, as attention writes them
+  const bf16* partials;  // as in output_values.cuh
   const float* weights;
   const int *query_start, *context;
   const uint8_t* w_uv;    // [H, LATENT, VALUE]
@@ -60,6 +60,7 @@ struct Args {
   bf16* y;                // [D]; null if there is a residual
   bf16* residual;         // [D], to which y is added; or null
   uint32_t* fresh;        // the residual's mailbox, [2][D / 2] pairs of the sums; or null
+  int64_t part_step, weight_step;
   int ctas, B, H, D, least;
   Peers peers;            // ranks 0: none
 };
@@ -83,7 +84,7 @@ __device__ __forceinline__ void eight(const uint8_t* from, float (&v)[8]) {
 }
 
 // SHORT: a row of w is so short (8 heads) that a ring holds four tiles.
-template <typename W, bool SHORT, bool EXCHANGES>
+template <typename W, bool SHORT, bool EXCHANGES, bool SHARDED>
 __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   using R = Ring<W>;
   using S = Stage<R::ROW>;
@@ -205,13 +206,20 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     float* shares = latents + LATENTS;
     mla::Found* found = reinterpret_cast<mla::Found*>(shares + MOST_RANGES);
     if (RAISED && threadIdx.x < mla::VALUE) value_scales[threadIdx.x] = a.uv_scale[head * mla::VALUE + threadIdx.x];
-    mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
-    __syncwarp();
-    const int ranges = found->ranges, slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
     const int column = warp * LATENTS + t * 8, side = g;
-    const float* weight = a.weights + row * a.ctas + slot;
-    const bf16* partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) +
-                          row * 64 + ((column / 8) % 8 ^ (row & 7)) * 8;
+    int ranges = a.ctas;
+    const float* weight = a.weights + head;
+    const bf16* partial = a.partials + head * mla::LATENT + column;
+    if constexpr (!SHARDED) {
+      mla::share_work<true>(a.query_start, a.context, a.B, a.H, a.ctas, a.least, found, 0, 1);
+      __syncwarp();
+      ranges = found->ranges;
+      const int slot = found->first + head / mla::ROWS * ranges, row = head % mla::ROWS;
+      weight = a.weights + row * a.ctas + slot;
+      partial = a.partials + static_cast<int64_t>(slot) * mla::PARTIAL + column / 64 * (mla::ROWS * 64) + row * 64 +
+                ((column / 8) % 8 ^ (row & 7)) * 8;
+    }
+    const int64_t part_step = SHARDED ? a.part_step : mla::PARTIAL, weight_step = SHARDED ? a.weight_step : 1;
     wait_for_predecessor();
     let_successor_start();
     uint4 x[AT_ONCE];
@@ -221,11 +229,14 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
       for (int j = 0; j < AT_ONCE; j++) {
         if (j && first + j * SIDES >= ranges) break;
         const int s = first + side + j * SIDES;
-        x[j] = s < ranges ? *reinterpret_cast<const uint4*>(partial + static_cast<int64_t>(s) * mla::PARTIAL) : uint4{};
+        x[j] = s < ranges ? *reinterpret_cast<const uint4*>(partial + s * part_step) : uint4{};
       }
     };
 #pragma unroll
-    for (int j = 0; j < MOST_RANGES / 32; j++) v[j] = lane + j * 32 < ranges ? weight[lane + j * 32] : -INFINITY;
+    for (int j = 0; j < MOST_RANGES / 32; j++) {
+      const int s = lane + j * 32;
+      v[j] = s < ranges ? weight[s * weight_step] : -INFINITY;
+    }
     read(0);
     ask_turn();
     float top = -INFINITY, total = 0;
@@ -436,13 +447,13 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   }
 }
 
-template <typename W, bool SHORT>
+template <typename W, bool SHORT, bool SHARDED>
 int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
   using R = Ring<W>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
   // Else an SM may be configured with too little shared memory for this CTA beside one of the kernels before or after.
-  auto kernel = exchanges ? output_kernel<W, SHORT, true> : output_kernel<W, SHORT, false>;
+  auto kernel = exchanges ? output_kernel<W, SHORT, true, SHARDED> : output_kernel<W, SHORT, false, SHARDED>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);
 }
@@ -455,8 +466,8 @@ int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
 // at least 32 per SM. peers: in host memory, or null; with peers there is a residual, and y is this rank's partial sum.
 API int mla_decode_output(const void* partials, const void* weights, const void* query_start, const void* context,
                    const void* w_uv, const void* uv_scale, const void* w, const void* scale, void* mailbox, void* y,
-                   void* residual, void* fresh, int64_t ctas, int64_t B, int64_t H, int64_t D, int64_t least,
-                   int64_t sms, const Peers* peers, void* stream) {
+                   void* residual, void* fresh, int64_t part_step, int64_t weight_step, int64_t ctas, int64_t B,
+                   int64_t H, int64_t D, int64_t least, int64_t sms, const Peers* peers, void* stream) {
   const Args a{static_cast<const bf16*>(partials),
                static_cast<const float*>(weights),
                static_cast<const int*>(query_start),
@@ -469,6 +480,8 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<bf16*>(y),
                static_cast<bf16*>(residual),
                static_cast<uint32_t*>(fresh),
+               part_step,
+               weight_step,
                static_cast<int>(ctas),
                static_cast<int>(B),
                static_cast<int>(H),
@@ -476,6 +489,10 @@ API int mla_decode_output(const void* partials, const void* weights, const void*
                static_cast<int>(least),
                peers == nullptr ? Peers{} : *peers};
   if (peers != nullptr && (D / TILE + 2 * sms - 1) / (2 * sms) > KS) return -1;  // a warp exchanges at most one tile
-  if (scale != nullptr) return H < 32 ? -1 : start<E4m3, false>(a, peers, sms, stream);
-  return H <= 8 ? start<Bf16, true>(a, peers, sms, stream) : start<Bf16, false>(a, peers, sms, stream);
+  if (part_step) {
+    if (scale != nullptr) return H < 32 ? -1 : start<E4m3, false, true>(a, peers, sms, stream);
+    return H <= 8 ? start<Bf16, true, true>(a, peers, sms, stream) : start<Bf16, false, true>(a, peers, sms, stream);
+  }
+  if (scale != nullptr) return H < 32 ? -1 : start<E4m3, false, false>(a, peers, sms, stream);
+  return H <= 8 ? start<Bf16, true, false>(a, peers, sms, stream) : start<Bf16, false, false>(a, peers, sms, stream);
 }

@@ -61,7 +61,6 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
   using Base::sums_ring;
   using Base::TURNS;
   using Base::UNIT_ROWS;
-  using Base::VISIT;
   using Base::WARPS;
 
   // ---- the producer warp: one thread ----

@@ -80,7 +80,7 @@ struct Tile {
   static constexpr int RT = GATE_UP ? 1 : WIDE;
   // Warps that share a slot; groups of so many warps in a CTA; most slots of a tile per group.
   static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
-  static constexpr int WARPS = GROUP * GROUPS, THREADS = (WARPS + 2) * 32;
+  static constexpr int WARPS = GROUP * GROUPS;
   static constexpr int KS = GROUP / RT;  // warps of a group per tile
   static constexpr int PIECE = KS * 128, SLOT = 16 * RT * PIECE;
   static constexpr int BOX_ROWS = GATE_UP ? 8 : 16 * RT, BOXES = GATE_UP ? 2 : 1;
