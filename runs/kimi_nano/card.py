@@ -56,7 +56,7 @@ pipeline_tag: text-generation
 
 {parameters:,} parameters in the architecture and checkpoint format of Kimi K2.5: multi-head latent attention,
 sigmoid-routed experts with a selection bias, INT4 pack-quantized experts, Kimi's control tokens and chat template.
-Trained from nothing on {device}, with quantized experts from the first step, so that what is shipped is what was
+Trained from nothing, with quantized experts from the first step, so that what is shipped is what was
 trained. It reasons before it answers (`<think>`), or answers at once where thinking is switched off.
 
 **Use**: to try a server, a client, a parser or a quantizer of the family end to end, on a CPU, without a download.
