@@ -13,7 +13,7 @@ one.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,9 +167,9 @@ def attend(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> Ranges:
     return Ranges(partials, shares, len(partials), (0, 0), query_start, context, least)
 
 
-def fits_mma(T: int, H: int, weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """Whether `launch` with `mma` takes T tokens of H heads, if `needs` hold: True, or the first reason against it."""
-    D = len(weights.o.weight)
+def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    """Whether `launch` with `mma` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
+    (T, H), D = counts, len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_mma.cu",
         device,
@@ -198,9 +198,9 @@ def mma_mailbox(H: int, T: int) -> int:
     return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
 
 
-def fits(T: int, H: int, weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """Whether `launch` takes T tokens of H heads, if `needs` hold: True, or the first reason against it."""
-    D = len(weights.o.weight)
+def fits(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    """Whether `launch` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
+    (T, H), D = counts, len(weights.o.weight)
     found = build.on_hopper(
         "mla_decode_output_t1.cu",
         device,
@@ -280,7 +280,7 @@ def run(read: Callable[[], Ranges], T: int, weights: Attention, device: torch.de
 
 @op.impl(
     "cuda_mma",
-    when=lambda a, device: fits_mma(*a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
+    when=lambda a, device: fits_mma(a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
     alone=True,
     waits=("mla_decode_output_mma.cu",),
 )
@@ -290,7 +290,7 @@ def cuda_mma(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scal
 
 @op.impl(
     "cuda",
-    when=lambda a, device: fits(*a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
+    when=lambda a, device: fits(a.q_full.shape[:2], a.weights, device, *mla_decode.needs(a.q_full, a.pages)),
     alone=True,
     waits=("mla_decode_output_t1.cu",),
 )

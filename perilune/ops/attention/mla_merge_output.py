@@ -83,7 +83,7 @@ def ranges(o: Tensor, lse: Tensor) -> Ranges:
 
 @op.impl(
     "cuda_mma",
-    when=lambda a, device: mla_decode_output.fits_mma(*a.o.shape[1:3], a.weights, device, *needs(a.o)),
+    when=lambda a, device: mla_decode_output.fits_mma(a.o.shape[1:3], a.weights, device, *needs(a.o)),
     alone=True,
     waits=("mla_decode_output_mma.cu",),
 )
@@ -93,7 +93,7 @@ def cuda_mma(o: Tensor, lse: Tensor, weights: Attention) -> Tensor:
 
 @op.impl(
     "cuda",
-    when=lambda a, device: mla_decode_output.fits(*a.o.shape[1:3], a.weights, device, *needs(a.o)),
+    when=lambda a, device: mla_decode_output.fits(a.o.shape[1:3], a.weights, device, *needs(a.o)),
     alone=True,
     waits=("mla_decode_output_t1.cu",),
 )

@@ -168,13 +168,13 @@ def _choose() -> Any:
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits(*a.q_full.shape[:2], a.attention, device, *mla_decode.needs(a.q_full, a.pages))
+    found = mla_decode_output.fits(a.q_full.shape[:2], a.attention, device, *mla_decode.needs(a.q_full, a.pages))
     return found if found is not True else chooses(a, device)
 
 
 def _fits_mma(a: Any, device: torch.device) -> bool | str:
     needs = (len(a.q_full) == 1, "one token"), *mla_decode.needs(a.q_full, a.pages)
-    found = mla_decode_output.fits_mma(*a.q_full.shape[:2], a.attention, device, *needs)
+    found = mla_decode_output.fits_mma(a.q_full.shape[:2], a.attention, device, *needs)
     return found if found is not True else chooses(a, device)
 
 

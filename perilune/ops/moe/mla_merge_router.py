@@ -65,7 +65,7 @@ op = Op("mla_merge_router", CASES, TOL, inputs, cost, reference, decides=("o", "
 def _fits(a: Any, device: torch.device, mma: bool) -> bool | str:
     fits = mla_decode_output.fits_mma if mma else mla_decode_output.fits
     one = (a.o.shape[1] == 1, "one token")
-    found = fits(*a.o.shape[1:3], a.attention, device, one, *mla_merge_output.needs(a.o))
+    found = fits(a.o.shape[1:3], a.attention, device, one, *mla_merge_output.needs(a.o))
     return found if found is not True else mla_decode_router.chooses(a, device)
 
 
