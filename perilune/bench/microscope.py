@@ -36,10 +36,11 @@ from perilune.model import kimi_k2
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import Step
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe, Weights
-from perilune.ops.attention import mla_pre_attention, mla_project_query
+from perilune.ops.attention import mla_decode_output, mla_pre_attention, mla_project_query
 from perilune.ops.exchange import peers
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
+from perilune.ops.layouts.operands import Attention
 from perilune.ops.moe import router
 
 STEP = 4  # layers between the two engines
@@ -119,7 +120,7 @@ class Bench:
         layer = self.weights.layers[-1]
         assert isinstance(layer.ffn, Moe)
         a = layer.attention
-        unread = sum(t.nbytes for t in _tensors(a.w_uv if batch == 1 and a.uv_fp8 else a.uv_fp8))
+        unread = sum(t.nbytes for t in _tensors(a.w_uv if _reads_uv_fp8(a, batch) else a.uv_fp8))
         experts = sum(t.nbytes for t in _tensors(layer.ffn.experts))
         c = self.config(self.layers)
         kv = batch * context * latent_cache.width(c.kv_lora_rank, c.qk_rope_head_dim, kv_dtype) * kv_dtype.itemsize
@@ -140,7 +141,8 @@ class Bench:
         def size(*trees: object) -> float:
             return sum(t.nbytes for tree in trees for t in _tensors(tree))
 
-        w_uv = a.uv_fp8 if batch == 1 and a.uv_fp8 else a.w_uv
+        fp8 = _reads_uv_fp8(a, batch)
+        w_uv = a.uv_fp8 if fp8 else a.w_uv
         many = batch > router.MAX_ROWS  # then the shared expert and the router's gate are kernels of their own
         return [
             *([("shared gate and up", size(moe.shared.gate_up))] if many else []),
@@ -166,7 +168,7 @@ class Bench:
             ("attention", float(kv)),
             *(
                 [("combine, W_UV, o", size(w_uv, a.o))]
-                if batch == 1
+                if batch == 1 or fp8
                 else [("combine, W_UV", size(w_uv)), ("o", size(a.o))]
             ),
             *(
@@ -333,6 +335,10 @@ def _scatter(engine: Engine) -> None:
     with torch.inference_mode():
         for tokens in (engine.runner.last_tokens, engine.runner.graphs.draft_buffer):
             tokens.random_(0, engine.info.vocab_size)
+
+
+def _reads_uv_fp8(w: Attention, batch: int) -> bool:
+    return w.uv_fp8 is not None and batch <= mla_decode_output.MMA_TOKENS
 
 
 def balanced(c: KimiConfig, distinct: float, tokens: int) -> bool:

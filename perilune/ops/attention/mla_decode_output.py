@@ -114,7 +114,7 @@ def output_weights(w_uv: Tensor, D: int, fp8: bool, g: Make) -> Attention:
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
     T = sum(c.counts)
     rest = mla_decode.cost(c, dtype) + costs.linear(T, c.H * c.v, c.D, 1 if c.fp8 else dtype.itemsize)
-    return rest + costs.Cost(0, (1 - dtype.itemsize) * c.H * c.R * c.v if c.fp8 and T == 1 else 0)
+    return rest + costs.Cost(0, (1 - dtype.itemsize) * c.H * c.R * c.v if c.fp8 and T <= MMA_TOKENS else 0)
 
 
 def reference(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
