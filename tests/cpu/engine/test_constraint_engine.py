@@ -410,7 +410,7 @@ def test_a_thought_in_the_way_of_the_answer(path: Path, nano: Tokenizer, engine:
 
 def test_a_free_text_that_is_cut_has_no_such_mark(path: Path, nano: Tokenizer, engine: Engine) -> None:
     for constraint in (None, Constraint()):
-        request = Submit(0, ask(path, nano, "Tell me a story."), hot(nano, 3, 9), constraint)
+        request = Submit(0, ask(path, nano, "Tell me a story."), hot(nano, 5, 9), constraint)
         ((_, *how),) = answers(engine, [request]).values()
         assert how == ["length", False]
 
