@@ -8,6 +8,8 @@ and products in random order: what kernels hand over to the next ones by mailbox
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from perilune.bench.microscope import slice_of
 from perilune.bench.shapes import shape
+from perilune.dist.group import Group
 from perilune.dist.slicing import WHOLE, Slicing
 from perilune.loading.fp8_dense import to_fp8
 from perilune.loading.synthetic import random_weights
 from perilune.model.config import KimiConfig
 from perilune.model.kimi_k2 import KimiK2, Span, Step
+from perilune.model.sharded_kv import ShardedKv
 from perilune.model.weights import Moe, Weights
 from perilune.ops.exchange.peers import HALF_BYTES, Mailboxes, Peers
 from perilune.ops.harness import registry, workspace
@@ -60,6 +64,9 @@ def hidden(model: KimiK2, requests: int) -> Tensor:
     tokens = torch.randint(0, 1024, (requests,), generator=rng)
     tables = torch.arange(requests * BLOCKS, dtype=torch.int32).view(requests, BLOCKS)
     pages = torch.randn(LAYERS, requests * BLOCKS, BLOCK, 576, generator=rng).bfloat16()
+    if model.sharded_kv is not None:
+        shards = model.sharded_kv.shards
+        pages = pages.unflatten(2, (shards.ranks, shards.tokens))[:, :, shards.rank].contiguous()
     last = CONTEXT - 1
     slots = tables[:, last // BLOCK].long() * BLOCK + last % BLOCK
     starts, contexts = (
@@ -105,8 +112,10 @@ def test_a_step_in_any_order_has_the_reference_results(requests: int, rest: str)
         before = found.clone()
 
 
-def test_two_ranks_exchange_in_any_order() -> None:
-    """Each rank is a stream with half of the heads and widths; partial outputs cross through the ranks' mailboxes."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_exchange_in_any_order(sharded: bool) -> None:
+    """Each rank is a stream with half of the heads and widths; partial outputs cross through the ranks' mailboxes, and
+    queries and attention's outputs where KV is sharded."""
     config, ranks = config_of(2), 2
     whole = weights_of(config)
     wanted = expected(model_of(config, whole), 1)
@@ -117,6 +126,9 @@ def test_two_ranks_exchange_in_any_order() -> None:
         own = dataclasses.replace(weights_of(config, Slicing(rank, ranks)), embed=whole.embed)
         model = model_of(dataclasses.replace(slice_of(config, ranks), vocab_size=config.vocab_size), own)
         model.peers = Peers(rank, ranks, torch.clone, Mailboxes(rank, addresses, CPU, 3600.0, owner=mailboxes))
+        if sharded:
+            group = SimpleNamespace(slicing=Slicing(rank, ranks), ranks=ranks, peers=model.peers)
+            model.sharded_kv = ShardedKv(cast(Group, group), BLOCK // ranks)
         models.append(model)
     found = []
     with overlapping(3):
