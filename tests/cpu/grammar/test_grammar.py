@@ -176,7 +176,7 @@ def test_one_call_at_most_unless_parallel(nano: Tokenizer) -> None:
     assert max(counts[0]) > 1 and counts[1] == {1}
 
 
-# ---- failure modes: what these models do wrong when nobody holds them; numbered as in the format notes.
+# ---- failure modes: what these models do wrong without a grammar; numbered as in the format notes.
 
 
 @pytest.fixture

@@ -299,7 +299,7 @@ async def test_usage_tells_of_tokens_guessed_ahead(s: Served, path: str) -> None
     details = usage["completion_tokens_details"]
     assert (usage["completion_tokens"], details["acceptance_length"]) == (8, 4.0)
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 2)
-    # A stop string among the tokens of a step: what lies behind it is nobody's.
+    # A stop string among the tokens of a step: what follows it is dropped.
     answer = (await s.client.post(path, {**ask, "stop": "f"})).json
     text = answer["choices"][0].get("text") or answer["choices"][0]["message"]["content"]
     assert text == "abcde" and answer["usage"]["completion_tokens"] == 6
