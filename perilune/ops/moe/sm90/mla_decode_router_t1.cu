@@ -31,109 +31,6 @@ struct Args {
   float eps;
 };
 
-// Selects the experts, with all warps. Each lane waits for EACH scores. A score is listed unless top_k lanes of its warp
-// have a better one: about 8.4 of a warp's 64 are, more with ties. An expert's rank is the number of better ones in the
-// list. Ties go to the lower id.
-template <int EACH>
-struct Choosing {
-  static constexpr int BLOCK = 64, MOST = (THREADS * EACH + BLOCK - 1) / BLOCK * BLOCK;
-  alignas(16) uint64_t list[MOST];  // high: key; low: inverted expert id, so that ties go to the lower id; then zeros
-  alignas(16) uint32_t best[WARPS][32];
-  float biases[THREADS * EACH], scores[THREADS * EACH];
-  int ids[32], listed;
-};
-
-template <int EACH>
-__device__ __forceinline__ void choose(const Args& a, Choosing<EACH>& c, bool rehearsal) {
-  using C = Choosing<EACH>;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, E = a.choice.E, first = warp * EACH * 32 + lane;
-  const int top_k = a.choice.top_k;
-  for (int n = tid; n < C::MOST; n += THREADS) c.list[n] = 0;
-  if (tid == 0) c.listed = 0;
-  __syncthreads();
-  uint32_t seen[EACH] = {};
-  bool missing;
-  do {
-    missing = false;
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      if (first + n * 32 < E && seen[n] == 0) seen[n] = mailbox::glance(a.scores + first + n * 32);
-    }
-#pragma unroll
-    for (int n = 0; n < EACH; n++) missing |= first + n * 32 < E && seen[n] == 0;
-  } while (__any_sync(~0u, missing && !rehearsal));
-  uint32_t key[EACH], best = 0;  // scores with bias as integers of the same order; 0 is below all
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    const float score = __uint_as_float(~seen[n]);
-    const uint32_t bits = __float_as_uint(score + c.biases[first + n * 32]);
-    key[n] = first + n * 32 < E ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
-    best = max(best, key[n]);
-    c.scores[first + n * 32] = score;
-  }
-  c.best[warp][lane] = best;
-  __syncwarp();
-  int better[EACH] = {};  // lanes
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint4 v = reinterpret_cast<const uint4*>(c.best[warp])[i];
-#pragma unroll
-    for (int n = 0; n < EACH; n++) better[n] += (v.x > key[n]) + (v.y > key[n]) + (v.z > key[n]) + (v.w > key[n]);
-  }
-  uint32_t those[EACH];
-  int count = 0;
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    those[n] = __ballot_sync(~0u, key[n] != 0 && better[n] < top_k);
-    count += __popc(those[n]);
-  }
-  int at = lane == 0 ? atomicAdd(&c.listed, count) : 0;
-  at = __shfl_sync(~0u, at, 0);
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    const uint64_t word = static_cast<uint64_t>(key[n]) << 32 | ~static_cast<uint32_t>(first + n * 32);
-    if (those[n] >> lane & 1) c.list[at + __popc(those[n] & ((1u << lane) - 1))] = word;
-    at += __popc(those[n]);
-  }
-  __syncthreads();
-  // Four lanes count the rank of one expert.
-  const int listed = rehearsal ? 1 : c.listed;
-#pragma unroll 1
-  for (int begin = 0; begin < listed; begin += THREADS / 4) {
-    const int of = begin + tid / 4;
-    const uint64_t mine = c.list[min(of, C::MOST - 1)];
-    int rank = 0;
-#pragma unroll 1
-    for (int block = 0; block < listed; block += C::BLOCK) {
-#pragma unroll
-      for (int i = 0; i < C::BLOCK / 8; i++) {
-        const ulonglong2 v = *reinterpret_cast<const ulonglong2*>(c.list + block + i * 8 + lane % 4 * 2);
-        rank += (v.x > mine) + (v.y > mine);
-      }
-    }
-    rank += __shfl_xor_sync(~0u, rank, 1);
-    rank += __shfl_xor_sync(~0u, rank, 2);
-    if (lane % 4 == 0 && of < listed && rank < top_k) {
-      const int id = static_cast<int>(~static_cast<uint32_t>(mine));
-      if (!rehearsal) mailbox::publish_choice(a.mailbox, a.launch, rank, id);
-      c.ids[rank] = id;
-    }
-  }
-  __syncthreads();
-  if (warp == 0) {
-    const int id = c.ids[min(lane, top_k - 1)];
-    const float kept = lane < top_k ? c.scores[id] : 0, sum = warp_sum(kept);
-    if (lane < top_k && !rehearsal) {
-      a.choice.ids[lane] = id;
-      a.choice.weights[lane] = (a.choice.norm ? kept / (sum + 1e-20f) : kept) * a.choice.scale;
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < EACH; n++) {
-    if (first + n * 32 < E && !rehearsal) a.scores[first + n * 32] = 0;
-  }
-}
-
 template <int EACH, int ROWS>
 __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -141,7 +38,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   __shared__ float parts[ROWS][8];
   __shared__ uint64_t barrier;
   __shared__ uint32_t turn_shared;
-  auto& choosing = *reinterpret_cast<Choosing<EACH>*>(memory);  // of the CTA that has no rows
+  auto& choosing = *reinterpret_cast<routing::Choosing<EACH, WARPS>*>(memory);  // of the CTA that has no rows
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tid = threadIdx.x;
   const int pieces = a.D / 8, E = a.choice.E, begin = blockIdx.x * ROWS;
   const bool watches = blockIdx.x == gridDim.x - 1;
@@ -163,10 +60,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     turn_shared = static_cast<uint32_t>(started / gridDim.x) & 1;
     if (watches) mailbox::publish_turn(a.mailbox, a.launch, turn_shared);
   }
-  if (watches) {
-    for (int n = tid; n < THREADS * EACH; n += THREADS) choosing.biases[n] = n < E ? a.choice.bias[n] : 0;
-    if (tid < 32) choosing.ids[tid] = 0;
-  }
+  if (watches) choosing.begin(a.choice);
   __syncthreads();
   const uint32_t* half = a.fresh + turn_shared * (a.D / 2);
   const uint32_t* late = fresh::late(half, pieces);
@@ -191,7 +85,27 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
           if (fresh::piece_of(n) < pieces) *reinterpret_cast<uint4*>(a.x + fresh::piece_of(n) * 8) = v[n];
         }
       }
-      choose<EACH>(a, choosing, rehearsal);
+      uint32_t* scores = a.scores + choosing.first();
+      const auto real = [&](int n) { return choosing.first() + n * 32 < E; };
+      choosing.choose(a.choice, 0, rehearsal, [&](float (&score)[EACH]) {
+        uint32_t seen[EACH] = {};
+        bool missing;
+        do {
+          missing = false;
+#pragma unroll
+          for (int n = 0; n < EACH; n++) {
+            if (real(n) && seen[n] == 0) seen[n] = mailbox::glance(scores + n * 32);
+          }
+#pragma unroll
+          for (int n = 0; n < EACH; n++) missing |= real(n) && seen[n] == 0;
+        } while (__any_sync(~0u, missing && !rehearsal));
+#pragma unroll
+        for (int n = 0; n < EACH; n++) score[n] = __uint_as_float(~seen[n]);
+      }, [&](int k, int id) { mailbox::publish_choice(a.mailbox, a.launch, k, id); });
+#pragma unroll
+      for (int n = 0; n < EACH; n++) {
+        if (real(n) && !rehearsal) scores[n * 32] = 0;
+      }
     } else {
       float d[ROWS][4] = {}, acc[ROWS];
 #pragma unroll
@@ -249,6 +163,6 @@ API int mla_decode_router(const void* fresh, void* launches, const void* norm, c
   const auto start = [&](auto kernel, int64_t least) {
     return launch(kernel, dim3(ctas), dim3(THREADS), max(rows * D * 2, least), stream, 1, a);
   };
-  return rows == 4 ? start(mla_decode_router_kernel<3, 4>, sizeof(Choosing<3>))
-                   : start(mla_decode_router_kernel<2, 3>, sizeof(Choosing<2>));
+  return rows == 4 ? start(mla_decode_router_kernel<3, 4>, sizeof(routing::Choosing<3, WARPS>))
+                   : start(mla_decode_router_kernel<2, 3>, sizeof(routing::Choosing<2, WARPS>));
 }

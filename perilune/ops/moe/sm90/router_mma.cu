@@ -1,11 +1,10 @@
 // Router scores and the choice of experts in one launch. Contract in router.py.
 //
 // CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; copies of the gate to
-// shared memory begin before the activations are ready. The first CTA polls for the sums, a warp per token, adds the
-// parts in order and selects the experts. While the experts' weights stream, a round trip to memory takes microseconds,
-// and so does an instruction cache miss. So biases are loaded before; the selection is run once before, without effect;
-// a nonzero word of a sum shows that it is written (no fence, no counter); ids are published one by one
-// (router_mailbox.cuh).
+// shared memory begin before the activations are ready. CTA t then polls for the sums of token t, adds the parts in order
+// and selects the experts. While the experts' weights stream, a round trip to memory takes microseconds, and so does an
+// instruction cache miss. So biases are loaded before; all code is run once before, without effect; a nonzero word of a
+// sum shows that it is written (no fence, no counter); ids are published one by one (router_mailbox.cuh).
 #include "cuda/router_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -32,52 +31,51 @@ struct Args {
 // Bytes between a warp's rows of the gate, so that two neighbouring rows share no bank.
 __host__ __device__ constexpr int weight_pitch(int row) { return row % 128 ? row : row + 64; }
 
-// Waits for the sums of a token for experts 32 n + lane, adds their parts and clears them. A negative token: a dry run,
-// which neither waits nor clears.
+// Waits for the sums of this thread's experts (first + 32 n) of a token, adds their parts, clears them, and returns their
+// sigmoids. rehearsal: neither waits nor clears.
 template <int EACH>
-__device__ __forceinline__ void add_up(const Args& a, int token, int lane, float (&score)[EACH]) {
+__device__ __forceinline__ void add_up(const Args& a, int token, int first, bool rehearsal, float (&score)[EACH]) {
+  const auto real = [&](int n) { return first + n * 32 < a.choice.E; };
 #pragma unroll
   for (int n = 0; n < EACH; n++) score[n] = 0;
 #pragma unroll 1
   for (int p = 0; p < gridDim.y; p++) {
-    uint32_t* sums = a.sums + (static_cast<int64_t>(p) * a.T + max(token, 0)) * a.choice.E + lane;
+    uint32_t* sums = a.sums + (static_cast<int64_t>(p) * a.T + token) * a.choice.E + first;
     uint32_t seen[EACH] = {};
     bool missing;
     do {
       missing = false;
 #pragma unroll
       for (int n = 0; n < EACH; n++) {
-        if (n * 32 + lane < a.choice.E && seen[n] == 0) seen[n] = mailbox::glance(sums + n * 32);
+        if (real(n) && seen[n] == 0) seen[n] = mailbox::glance(sums + n * 32);
       }
 #pragma unroll
-      for (int n = 0; n < EACH; n++) missing |= n * 32 + lane < a.choice.E && seen[n] == 0;
-    } while (__any_sync(~0u, missing && token >= 0));
+      for (int n = 0; n < EACH; n++) missing |= real(n) && seen[n] == 0;
+    } while (__any_sync(~0u, missing && !rehearsal));
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
       score[n] += __uint_as_float(~seen[n]);
-      if (token >= 0 && n * 32 + lane < a.choice.E) sums[n * 32] = 0;
+      if (real(n) && !rehearsal) sums[n * 32] = 0;
     }
   }
+#pragma unroll
+  for (int n = 0; n < EACH; n++) score[n] = 1.0f / (1.0f + expf(-score[n]));
 }
 
-// The lane id, computed here: addresses that the compiler derives from an earlier one are spilled to local memory.
-__device__ __forceinline__ int lane_again() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
-// Waits for x and writes this CTA's sums.
+// Waits for x and writes this CTA's sums. rehearsal: neither waits nor writes; x may be incomplete.
 template <bool MANY>
 __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
-                                         float (&sums)[WARPS][(MANY ? 16 : 8) * TILE], uint64_t (&barriers)[WARPS]) {
+                                         float (&sums)[WARPS][(MANY ? 16 : 8) * TILE], uint64_t (&barriers)[WARPS],
+                                         bool rehearsal) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
   const int row_pitch = weight_pitch(chunks * CHUNK * 2), k0 = blockIdx.y * width + warp * chunks * CHUNK;
-  wait_for_predecessor();
-  // Without publication, the next kernel may read x as soon as it starts.
-  if (!a.launch) let_successor_start();
-  if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) mailbox::publish_x(a.mailbox, a.launch);
+  if (!rehearsal) {
+    wait_for_predecessor();
+    // Without publication, the next kernel may read x as soon as it starts.
+    if (!a.launch) let_successor_start();
+    if (a.launch && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) mailbox::publish_x(a.mailbox, a.launch);
+  }
 
   float acc[2][4] = {};
   if (warp < a.workers) {
@@ -90,7 +88,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
       x[c] = __ldcg(reinterpret_cast<const uint4*>(low + c * CHUNK));
       if (MANY) z[c] = __ldcg(reinterpret_cast<const uint4*>(high + c * CHUNK));
     }
-    barrier_wait(&barriers[warp], 0);
+    if (!rehearsal) barrier_wait(&barriers[warp], 0);
     const uint8_t* mine = gate + g * row_pitch + 16 * t;
 #pragma unroll
     for (int c = 0; c < MOST_CHUNKS; c++) {
@@ -112,54 +110,50 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* gate,
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[s][n];
     const int64_t token = n / TILE;
-    mailbox::put(a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE, mailbox::written(__float_as_uint(v)));
+    uint32_t* to = a.sums + (blockIdx.y * a.T + token) * E + blockIdx.x * TILE + n % TILE;
+    if (!rehearsal) mailbox::put(to, mailbox::written(__float_as_uint(v)));
   }
 }
 
-template <bool MANY, int EACH>
+template <bool MANY>
 __global__ __launch_bounds__(WARPS * 32, MANY ? 1 : 2) void router_kernel(const __grid_constant__ Args a) {
-  constexpr int ROWS = MANY ? 16 : 8;
+  constexpr int ROWS = MANY ? 16 : 8, EACH = routing::MOST_EXPERTS / (WARPS * 32);
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ float sums[WARPS][ROWS * TILE], biases[EACH * 32];
+  __shared__ float sums[WARPS][ROWS * TILE];
+  __shared__ routing::Choosing<EACH, WARPS> choosing;
   __shared__ uint64_t barriers[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, E = a.choice.E;
+  const int width = a.D / gridDim.y, chunks = width / CHUNK / a.workers, ctas = gridDim.x * gridDim.y;
   const int row = chunks * CHUNK * 2, row_pitch = weight_pitch(row), k0 = blockIdx.y * width + warp * chunks * CHUNK;
-  const bool works = warp < a.workers, first = blockIdx.x == 0 && blockIdx.y == 0;
+  const int cta = blockIdx.y * gridDim.x + blockIdx.x;
   if (a.launch) let_successor_start();
   uint8_t* gate = memory + warp * TILE * row_pitch;
-  if (works && lane == 0) {
+  if (warp < a.workers && lane == 0) {
     barrier_init(&barriers[warp], 1);
     barriers_visible();
     barrier_expect(&barriers[warp], TILE * row);
   }
   __syncwarp();
-  if (works && lane < TILE) {
+  if (warp < a.workers && lane < TILE) {
     const bf16* from = a.gate + static_cast<int64_t>(blockIdx.x * TILE + lane) * a.D + k0;
     bulk_load_once(gate + lane * row_pitch, from, row, &barriers[warp]);
   }
-  if (first) {
-    for (int n = threadIdx.x; n < EACH * 32; n += WARPS * 32) biases[n] = n < E ? a.choice.bias[n] : 0;
-    __syncthreads();
-  }
+  if (cta < a.T) choosing.begin(a.choice);
 #pragma unroll 1
-  for (bool rehearsal = first;; rehearsal = false) {
-    if (!rehearsal) {
-      multiply<MANY>(a, gate, sums, barriers);
-      if (!first) return;
-    }
+  for (bool rehearsal = true;; rehearsal = false) {
+    multiply<MANY>(a, gate, sums, barriers, rehearsal);
 #pragma unroll 1
-    for (int token = rehearsal ? -1 : warp; token < (rehearsal ? 0 : a.T); token += WARPS) {
-      const int lane = lane_again();
-      float score[EACH], bias[EACH];
-#pragma unroll
-      for (int n = 0; n < EACH; n++) bias[n] = biases[n * 32 + lane];
-      add_up<EACH>(a, token, lane, score);
-      routing::choose(a.choice, score, bias, token, lane, [&](int k, int id) {
-        if (a.launch) mailbox::publish_choice(a.mailbox, a.launch, k, id);
-      });
+    for (int token = cta; token < a.T; token += ctas) {
+      choosing.choose(
+          a.choice, token, rehearsal,
+          [&](float (&score)[EACH]) { add_up<EACH>(a, token, choosing.first(), rehearsal, score); },
+          [&](int k, int id) {
+            if (a.launch) mailbox::publish_choice(a.mailbox, a.launch, k, id);
+          });
+      if (rehearsal) break;
     }
     if (!rehearsal) return;
+    __syncthreads();
   }
 }
 
@@ -184,7 +178,6 @@ API int router(const void* x, const void* gate, const void* bias, void* sums, vo
   const int64_t row = D / parts / workers * 2;
   if (row / 2 / CHUNK > MOST_CHUNKS || (launch_number && T > 1)) return -1;
   const size_t shared = static_cast<size_t>(workers) * TILE * weight_pitch(static_cast<int>(row));
-  auto kernel = E <= 384 ? (T > 8 ? router_kernel<true, 12> : router_kernel<false, 12>)
-                         : (T > 8 ? router_kernel<true, 16> : router_kernel<false, 16>);
+  auto kernel = T > 8 ? router_kernel<true> : router_kernel<false>;
   return launch(kernel, dim3(E / TILE, parts), dim3(WARPS * 32), shared, stream, 1, a);
 }
