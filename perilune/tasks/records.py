@@ -1,9 +1,9 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt, records_life.txt, records_work.txt and new_records.txt have a block per kind. `= slot kind keys |
-questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
-`- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
-Questions that name another slot are in record_questions.txt or among the slot's.
+data/records.txt, records_life.txt, records_work.txt, records_home.txt and new_records.txt have a block per kind.
+`= slot kind keys | questions` declares a slot: its JSON keys and questions that its value answers; its kind may be
+choices with commas. `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false`
+is a yes-or-no slot. Questions that name another slot are in record_questions.txt or among the slot's.
 
 The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a key has to be understood, not found.
 The kinds of new_records.txt never occur in training.
@@ -91,6 +91,7 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "weekday": listed("""
         Monday Tuesday Wednesday Thursday Friday Saturday Sunday monday friday tomorrow today
     """),
+    "dayname": listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
     "color": (*listed("""
         red blue green yellow black white grey brown orange purple silver golden beige pink turquoise
     """), "dark blue", "light green", "dark red"),
@@ -305,6 +306,7 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "email": _same(_email),
     "phone": _same(_phone), "date": _date, "clock": _same(_clock), "money": _money, "foods": _foods,
     "age": lambda rng: _whole(rng, 2, 99, 0.05), "count": lambda rng: _whole(rng, 2, 400, 0.05),
+    "few": lambda rng: _whole(rng, 2, 12, 0.6),
     "small": lambda rng: _whole(rng, 1, 12, 0.2), "small2": lambda rng: _whole(rng, 0, 9, 0.1),
     "big": lambda rng: _whole(rng, 500, 90000), "year": lambda rng: (n := 1900 + int(rng.random() * 126), str(n)),
     "pages": lambda rng: _whole(rng, 40, 990), "minutes": lambda rng: _whole(rng, 5, 180),
@@ -474,6 +476,8 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
 
 
 KINDS: Final = tuple(
-    kind for name in ("records.txt", "records_life.txt", "records_work.txt") for kind in parse(lines(name))
+    kind
+    for name in ("records.txt", "records_life.txt", "records_work.txt", "records_home.txt")
+    for kind in parse(lines(name))
 )
 NEW_KINDS: Final = parse(lines("new_records.txt"))
