@@ -1,7 +1,8 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt, records_life.txt, records_work.txt and new_records.txt have a block per kind. `= slot kind keys |
-questions` declares a slot: its JSON keys and questions that its value answers; its kind may be choices with commas.
+data/records.txt, records_life.txt, records_work.txt, records_town.txt and new_records.txt have a block per kind.
+`= slot kind keys | questions` declares a slot: its JSON keys and questions that its value answers; its kind may be
+choices with commas.
 `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false` is a yes-or-no slot.
 Questions that name another slot are in record_questions.txt or among the slot's.
 
@@ -474,6 +475,8 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
 
 
 KINDS: Final = tuple(
-    kind for name in ("records.txt", "records_life.txt", "records_work.txt") for kind in parse(lines(name))
+    kind
+    for name in ("records.txt", "records_life.txt", "records_work.txt", "records_town.txt")
+    for kind in parse(lines(name))
 )
 NEW_KINDS: Final = parse(lines("new_records.txt"))
