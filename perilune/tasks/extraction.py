@@ -179,6 +179,36 @@ _ASKS: Final = (
     "We store {keys}. Make the JSON entry for: {text}",
     "Turn the text into a JSON object having {keys}, nothing else. {text}", "Tell me {keys} in JSON. {text}",
     "Here's the text: {text}\n\nAnd the keys: {keys}\n\nJSON:", "Make me JSON of this, keys {keys}. {text}",
+    "I want an object with {keys} from: {text} (JSON)", "fields: {keys}. \"{text}\" JSON only",
+    "What does this say about {keys}? Answer in JSON. '{text}'", "For our list: {keys}. {text} Reply in JSON",
+    "As JSON, {keys}: {text}", "{text} Output JSON ({keys}).", "{text} -- json, {keys}", "{keys}?? json!! {text}",
+    "{text}\n\n^ {keys}, json", "JSON({keys}) <- {text}", "“{text}” Put that in JSON: {keys}", "«{text}» JSON: {keys}",
+    "'{text}' - keys {keys}, as JSON", "```\n{text}\n```\n{keys} -> JSON", "„{text}“ json object please: {keys}",
+    "My nephew typed this: {text}\nI need {keys} out of it, JSON", "gimme json {keys} from dis: {text}",
+    "Would be lovely to have {keys} as a little JSON object. It's about this: {text}", "{text}\n{keys}\njson",
+    "Don't explain, don't chat. JSON with {keys}. {text}", "stop talking, just the json: {keys}\n{text}",
+    "Kindly do the needful and convert to JSON having {keys}: {text}", "Abeg turn am to JSON, {keys}: {text}",
+    "Please to make JSON out of it, I must have {keys}. {text}", "JSON wanted: {keys}\n\nGiven: {text}",
+    "The undersigned requests {keys} in JSON form.\n\n{text}", "entry: {text} | wanted: {keys} | format: JSON",
+    "Q: {keys} in JSON?\nD: {text}", "<doc>{text}</doc>\n<keys>{keys}</keys>\nJSON.", "[{text}] => JSON [{keys}]",
+    "# Task\nJSON with {keys}\n# Text\n{text}", "{text}\n\nso: {keys}. one json object, no prose",
+    "Data entry\n\n{text}\n\nWe require {keys}, in JSON please.\nRegards, J. Obi", "JSON - {keys} - {text}",
+    "My parser dies on prose. Feed it JSON: {keys}. The prose: {text}", "read: {text}\nwrite: JSON ({keys})",
+    "{keys} go in, JSON comes out. Here you are: {text}", "Boil this down to {keys}, JSON: {text}",
+    "Reply with nothing but JSON. In it: {keys}. The line reads: {text}", "I only care about {keys}. JSON. {text}",
+    "No idea how JSON works, but I need {keys} in it. {text}", "Tell my script {keys} (it eats JSON), given: {text}",
+    "Under the names {keys}, put what this says into JSON: {text}", "{text}\nThat's all he said. {keys} as JSON?",
+    "{keys}: what are they in the following? One JSON object. {text}", "Transcript: {text}\nJSON record, {keys}:",
+    "Mum's note says: \"{text}\" For the app, {keys} in JSON", "I'm filing this -> {text} <- as JSON, with {keys}",
+    "{text}\n\nThe above, as JSON. Keys, in this order: {keys}.", "How would {keys} look as JSON here? {text}",
+    "Deliver {keys}, JSON, raw, no code block, for: {text}", "{text}\n\n-- \nplease extract {keys}, json. Sam",
+)  # fmt: skip
+# {about}: what a record is about.
+_ABOUT_ASKS: Final = (
+    "For our {about} list: {keys}. {text} JSON please", "{about} as JSON, {keys}: {text}",
+    "Make a {about} object ({keys}) of \"{text}\" in JSON", "{text}\n\nOne JSON object per {about}: {keys}",
+    "We file every {about} under {keys}. JSON for this one: {text}", "new {about}! {text} save as json w/ {keys}",
+    "The {about} sheet has the columns {keys}. As JSON: {text}", "{about}: {text}\nkeys: {keys}\noutput: json",
 )  # fmt: skip
 _BLOCK_ASKS: Final = (
     "Extract this as JSON.\n\n{text}\n\nFields:\n{schema}", "{text}\n\nI need JSON like this:\n{schema}",
@@ -192,6 +222,13 @@ _BLOCK_ASKS: Final = (
     "Please answer in this format:\n{schema}\n\nThe message was:\n{text}",
     "Turn the message into JSON as described.\n{schema}\n\nMessage: {text}",
     "\"{text}\"\n\nReturn the JSON for it. Keys:\n{schema}",
+    "{text}\n{schema}\nFill it, JSON only.", "Complete this: {schema} according to \"{text}\" (JSON)",
+    "{schema} <- put in the values, JSON, from: {text}", "JSON. Template {schema}\nSource «{text}»",
+    "My form wants\n{schema}\nand the letter says\n{text}\nJSON please",
+    "hey, json?\n{text}\nkeys r\n{schema}",
+    "```\n{text}\n```\nJSON, these keys:\n{schema}", "JSON of this shape, no more keys:\n{schema}\n\n>>> {text}",
+    "Dear Sir,\nkindly return JSON with\n{schema}\nfor the following:\n{text}", "'{text}' ... as JSON?\n{schema}",
+    "What goes into {schema} if I tell you \"{text}\"? JSON.", "text = '''{text}'''\njson = {schema}",
 )  # fmt: skip
 _KEEP_ISO: Final = (" Write dates as YYYY-MM-DD.", " Dates in ISO format (YYYY-MM-DD), please.",
     " Use YYYY-MM-DD for dates.", " (date as YYYY-MM-DD)", " The date must be in the format YYYY-MM-DD.")  # fmt: skip
@@ -303,7 +340,7 @@ def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, 
         schema = pick(rng, _SCHEMAS)(rng, wanted)
         prompt = pick(rng, _PROMPTS if rng.random() < 0.5 else _BLOCK_ASKS).format(text=stated.text, schema=schema)
     else:
-        prompt = wide_prompt(rng, stated.text, wanted, typed=rng.random() < 0.25)
+        prompt = wide_prompt(rng, stated.text, wanted, rng.random() < 0.25, stated.kind.name.replace("_", " "))
     prompt = note.strip() + " " + prompt if note and _THEN in prompt else prompt + note
     return or_null(rng, prompt, optional), wanted, expected
 
@@ -336,11 +373,13 @@ def _key_list(rng: Random, wanted: list[Field], typed: bool) -> str:
     form = pick(rng, _TYPED_FORMS if typed else _KEY_FORMS)
     types = [pick(rng, _TYPE_WORDS[f.json_type]) for f in wanted]
     shown = [agreeing(form, {"t": t}).format(n=f.name, l=f.label, t=t) for f, t in zip(wanted, types)]
+    if typed and rng.random() < 0.3 and all(f.kind != "code" for f in wanted):  # types of what is no string only
+        shown = [f.name if f.json_type == "string" else s for f, s in zip(wanted, shown)]
     roll = rng.random()
     if len(shown) == 1 or roll < 0.2:
         return ", ".join(shown)
     if roll < 0.25:
-        return pick(rng, (" / ", "; ", " + ", " | ")).join(shown)
+        return pick(rng, (" / ", "; ", " + ", " | ", "/", ",", " and ", " & ", " ... ", "\n")).join(shown)
     if roll < 0.3:
         return "(" + ", ".join(shown) + ")" if roll < 0.275 else "{" + ", ".join(shown) + "}"
     return (
@@ -354,31 +393,36 @@ _SYSTEM_ASKS: Final = (
     "Answer with a JSON object. Keys: {keys}.", "Read the user's text and return {keys} as JSON, nothing else.",
     "For every message give {keys} in JSON.", "You are a parser. Output JSON with the fields {keys}.",
     "The user sends a text. Reply only with JSON: {keys}.", "Convert each message to JSON with the keys {keys}.",
+    "Incoming notes become JSON: {keys}.", "JSON bot, fields {keys}", "Whatever you are told, reply in JSON ({keys}).",
 )  # fmt: skip
 
 
-def wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool) -> str:
-    """A text and what is asked of it, in wide wordings; `typed`: the keys with their types."""
+def wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool, about: str = "") -> str:
+    """A text and what is asked of it, in wide wordings; `typed`: the keys with their types; `about`: the kind."""
     if rng.random() < 0.1:
         return pick(rng, _SYSTEM_ASKS).format(keys=_key_list(rng, wanted, typed)) + _THEN + text
     if not typed and rng.random() < 0.2:
         schema = pick(rng, (_blank, _listed, _listed))(rng, wanted)
         return phrase(rng, pick(rng, _BLOCK_ASKS)).format(text=text, schema=schema)
+    if about and rng.random() < 0.1:
+        form = agreeing(phrase(rng, pick(rng, _ABOUT_ASKS)), {"about": about})
+        return form.format(text=text, keys=_key_list(rng, wanted, typed), about=about)
     return phrase(rng, pick(rng, _ASKS)).format(text=text, keys=_key_list(rng, wanted, typed))
+
+
+_EMPTY: Final = {"integer": "0", "number": "0.0", "boolean": "false", "array": "[]"}
 
 
 def _blank(rng: Random, wanted: list[Field]) -> str:
     """An object to fill in."""
-    empty = pick(rng, ("...", "?", "<{n}>", ""))
-    return (
-        "{"
-        + ", ".join([f'"{f.name}": ' + (f'"{empty.format(n=f.name)}"' if empty != "..." else "...") for f in wanted])
-        + "}"
-    )
+    empty = pick(rng, ('"..."', '"?"', '"<{n}>"', '""', "...", "...", "null", "_", "(typed)"))
+    key = "{n}: " if rng.random() < 0.15 else '"{n}": '
+    parts = [(key + (empty if empty != "(typed)" else _EMPTY.get(f.json_type, '""'))).format(n=f.name) for f in wanted]
+    return "{\n  " + ",\n  ".join(parts) + "\n}" if rng.random() < 0.2 else "{" + ", ".join(parts) + "}"
 
 
 def _listed(rng: Random, wanted: list[Field]) -> str:
-    form = pick(rng, ("- {n}", "* {n}", "{n}", "{i}. {n}", "- `{n}`", "{i}) {n}"))
+    form = pick(rng, ("- {n}", "* {n}", "{n}", "{i}. {n}", "- `{n}`", "{i}) {n}", "• {n}", "-{n}", "{n}:", "> {n}"))
     return "\n".join([form.format(n=f.name, i=i) for i, f in enumerate(wanted, 1)])
 
 

@@ -1,9 +1,9 @@
 """Records in plain sentences, as people write them: orders, flights, meetings, pets, servers and more.
 
-data/records.txt, records_life.txt, records_work.txt, records_home.txt and new_records.txt have a block per kind.
-`= slot kind keys | questions` declares a slot: its JSON keys and questions that its value answers; its kind may be
-choices with commas. `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences if false`
-is a yes-or-no slot. Questions that name another slot are in record_questions.txt or among the slot's.
+data/records.txt, records_life.txt, records_work.txt, records_home.txt, records_town.txt and new_records.txt have a
+block per kind. `= slot kind keys | questions` declares a slot: its JSON keys and questions that its value answers; its
+kind may be choices with commas. `- sentence` states the slots in braces. `! slot keys | sentences if true / sentences
+if false` is a yes-or-no slot. Questions that name another slot are in record_questions.txt or among the slot's.
 
 The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a key has to be understood, not found.
 The kinds of new_records.txt never occur in training.
@@ -477,7 +477,7 @@ def question(rng: Random, stated: Stated) -> tuple[str, str, str] | None:
 
 KINDS: Final = tuple(
     kind
-    for name in ("records.txt", "records_life.txt", "records_work.txt", "records_home.txt")
+    for name in ("records.txt", *(f"records_{part}.txt" for part in ("life", "work", "home", "town")))
     for kind in parse(lines(name))
 )
 NEW_KINDS: Final = parse(lines("new_records.txt"))

@@ -261,7 +261,8 @@ _NULL: Final = (" Use null for what is missing.", " Missing: null.", " Write nul
 _NO_UNITS: Final = (" Numbers without units.", " Numbers as numbers, no units.", " Plain numbers please.")
 _GIVEN: Final = ("{t}", "{t}", "{t}", '"{t}"', "Text: {t}", "Text:\n{t}", "```\n{t}\n```", "Here it is: {t}", "> {t}",
     "Input: {t}", "---\n{t}\n---", "Message: {t}", "what i have: {t}", "<text>{t}</text>", "'{t}'", "Note: {t}",
-    "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}")  # fmt: skip
+    "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}", "“{t}”", "«{t}»", "- {t}",
+    "{t}\n\nSent from my phone", ">>> {t}")  # fmt: skip
 
 
 # What the object is for: none of its words is a value.
