@@ -104,6 +104,12 @@ _SUBTRACT: Final = MORE_SUBTRACT + ASKED["a-b"]
 _EXPRESSION: Final = MORE_EXPRESSION + ASKED["e"]
 _TIMES: Final = MORE_TIMES + ASKED["a*k"]
 _DIVIDE: Final = DIVIDE_FORMS + ASKED["a/k"]
+_DOUBLE: Final = tuple([forms + ASKED[f"a*{n}"] for n, forms in enumerate(DOUBLE, 2)])
+_HALF: Final = HALF_FORMS + ASKED["a/2"]
+_LARGER: Final = MORE_LARGER + ASKED["a>b"]
+_SMALLER: Final = MORE_SMALLER + ASKED["a<b"]
+_LARGEST: Final = LARGEST_FORMS + ASKED[">x"]
+_SMALLEST: Final = SMALLEST_FORMS + ASKED["<x"]
 _SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
@@ -192,7 +198,7 @@ _MORE_PATTERNS: Final = (
     "a*k+c*m",
     "a/k", "a/k+b", "a/k-b", "b+a/k", "b-a/k", "(a+b)/k", "(a-b)/k", "a*k*m", "a-b+c-d", "a-(b+c)", "a+(b-c)",
     "a-(b-c)",
-    "k*(a+b)", "k*(a-b)",
+    "k*(a+b)", "k*(a-b)", "a*k-b*m", "a+b*k", "(a+b)*(k+m)", "(a-b)*(k-m)",
 )  # fmt: skip
 
 
@@ -220,25 +226,31 @@ _KEPT_UNIT: Final = tuple(map(bare, NEW_UNIT_FORMS))
 _IN_PARENTHESES: Final = re.compile(r"\((.)(.)(.)\)")
 
 
+def parted(pattern: str) -> list[str]:
+    """The tokens of a pattern: its letters and signs, and whole numbers of any length."""
+    return re.findall(r"\d+|.", pattern)
+
+
 def drawn_numbers(rng: Random, pattern: str) -> dict[str, int]:
     """A number for each letter of a pattern: k, m and j one digit, and what is divided by one a multiple of it."""
     found: dict[str, int] = {}
-    for c in pattern:
+    tokens = parted(pattern)
+    for c in tokens:
         if c in "kmj":
             found[c] = 2 + int(rng.random() * 8)
         elif c.isdigit():
             found[c] = int(c)
         elif c.isalpha() and c not in found:
             found[c] = number(rng, pick(rng, (1, 2, 2, 2, 3, 3)))
-    at = pattern.find("/")
-    if at > 0:
-        divisor = found[pattern[at + 1]]
-        if pattern[at - 1] == ")":
-            first, operator, second = list(pattern[at - 4 : at - 1])
+    at = tokens.index("/") if "/" in tokens else 0
+    if at > 0 and not tokens[at - 1].isdigit():
+        divisor = found[tokens[at + 1]]
+        if tokens[at - 1] == ")":
+            first, operator, second = tokens[at - 4 : at - 1]
             total = found[first] + (found[second] if operator == "+" else -found[second])
             found[first] += -total % divisor
         else:
-            found[pattern[at - 1]] = divisor * number(rng, pick(rng, (1, 2, 2)))
+            found[tokens[at - 1]] = divisor * number(rng, pick(rng, (1, 2, 2)))
     return found
 
 
@@ -304,7 +316,7 @@ def _product(rng: Random, split: str) -> Drawn:
         if multipliable(a, k):
             break
     if wide and k < 4 and rng.random() < 0.5:
-        question = asked_in(rng, pick(rng, DOUBLE[k - 2]), _KEPT_TIMES, a=a)
+        question = asked_in(rng, pick(rng, _DOUBLE[k - 2]), _KEPT_TIMES, a=a)
     elif wide and rng.random() < 0.5:
         form = pick(rng, _TIMES if rng.random() < 0.7 else TIMES_FORMS)
         question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
@@ -320,7 +332,7 @@ def _product(rng: Random, split: str) -> Drawn:
 def _quotient(rng: Random, split: str) -> Drawn:
     k = 2 if rng.random() < 0.2 else 2 + int(rng.random() * 8)
     a = k * number(rng, pick(rng, (1, 2, 2, 3)))
-    form = pick(rng, HALF_FORMS if k == 2 and rng.random() < 0.5 else _DIVIDE)
+    form = pick(rng, _HALF if k == 2 and rng.random() < 0.5 else _DIVIDE)
     question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
 
@@ -344,7 +356,7 @@ def _comparison(rng: Random, split: str) -> Drawn:
     larger = rng.random() < 0.5
     if len(found) > 2:
         shown = ", ".join(map(str, found[:-1])) + pick(rng, (" and ", " or ", ", ")) + str(found[-1])
-        question = phrase(rng, pick(rng, LARGEST_FORMS if larger else SMALLEST_FORMS)).format(x=shown)
+        question = phrase(rng, pick(rng, _LARGEST if larger else _SMALLEST)).format(x=shown)
     elif not wide:
         new = split == "structural"
         forms = (
@@ -352,7 +364,7 @@ def _comparison(rng: Random, split: str) -> Drawn:
         )
         question = pick(rng, forms).format(a=a, b=found[1])
     else:
-        more, forms = (MORE_LARGER, LARGER_FORMS) if larger else (MORE_SMALLER, SMALLER_FORMS)
+        more, forms = (_LARGER, LARGER_FORMS) if larger else (_SMALLER, SMALLER_FORMS)
         form = pick(rng, more if rng.random() < 0.7 else forms)
         question = asked_in(rng, form, _KEPT_LARGER if larger else _KEPT_SMALLER, a=a, b=found[1])
 

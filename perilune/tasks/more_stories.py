@@ -1,8 +1,9 @@
 """Stories and questions in many people's wordings, from data/stories.txt and data/asked.txt.
 
-A line of stories.txt is `pattern | unit | text`; one of asked.txt is `pattern | text`, where the pattern `e` is any
-expression. Places are those of stories.py and forms.py, and in stories also {r} {q} {t} names, {x} a number that does
-not matter, {cur} a currency, {day} and {city}; `\\n` begins a new line. A digit in a pattern is that number itself.
+A line of stories.txt is `pattern|unit|text`; one of asked.txt is `pattern|text`, where the pattern `e` is any
+expression, `p*n` a part, `a?b` the larger one and by how much, `/x` an average. Places are those of stories.py and
+forms.py, and in stories also {r} {q} {t} names, {x} a number that does not matter, {cur} a currency, {day} and {city};
+`\\n` begins a new line. A number in a pattern is itself (12 of a dozen); `^` `_` `%` divide as in working.py.
 """
 
 from random import Random
@@ -15,10 +16,11 @@ from perilune.tasks.words import CITIES, listed
 
 
 def _rows(name: str) -> list[list[str]]:
-    return [row.replace("\\n", "\n").split(" | ") for row in lines(name).strip().split("\n")]
+    return [row.replace("\\n", "\n").split("|") for row in lines(name).strip().split("\n")]
 
 
 STORIES: Final = tuple([(pattern, text, unit) for pattern, unit, text in _rows("stories.txt")])
+_ROUNDED: Final = tuple([story for story in STORIES if set(story[0]) & set("^_%")])  # few
 _QUESTIONS: Final = _rows("asked.txt")
 ASKED: Final = {
     pattern: tuple([text for of, text in _QUESTIONS if of == pattern])
@@ -33,7 +35,7 @@ _FILLED: Final = (
 
 def more(rng: Random, edible: bool) -> tuple[str, str, str]:
     """Pattern, text and unit of one story of stories.txt."""
-    pattern, text, unit = pick(rng, STORIES)
+    pattern, text, unit = pick(rng, _ROUNDED if rng.random() < 0.1 else STORIES)
     for place, words in _FILLED:
         if place in text or place in unit:
             word = pick(rng, words)

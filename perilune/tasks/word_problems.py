@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from perilune.tasks.arithmetic import drawn_numbers
+from perilune.tasks.arithmetic import drawn_numbers, parted
 from perilune.tasks.composed.tales import tale
 from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.stories import Story, other, people, wide
@@ -141,13 +141,13 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
             pattern, text, unit = (tale if rng.random() < 0.35 else wide)(rng, words["o"])
         else:
             pattern, text, unit = pick(rng, _KINDS)(rng, new)
-        numbers = {c: n if c == "k" else max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
-        tokens: Tokens = [numbers.get(c, c) for c in pattern]
+        numbers = {c: max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
+        tokens: Tokens = [numbers.get(c, c) for c in parted(pattern)]
         solved = solve(tokens)
         if solved is None:
             continue
         value, steps = solved
-        key = ("expression", "".join(map(str, tokens)))
+        key = ("rounded" if set(pattern) & set("_^%") else "expression", "".join(map(str, tokens)))
         if belongs(key, split):
             break
     words = _worded(rng, words) if wider else _words(rng, new)

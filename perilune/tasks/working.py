@@ -20,6 +20,7 @@ where the tokenizer cannot merge them with anything.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 Tokens = list[int | str]  # an expression: numbers, "+", "-", "*", "(" and ")"
@@ -71,15 +72,21 @@ def subtract_trace(a: int, b: int) -> str:
     return "\n".join([*lines, labelled(str(a - b).zfill(len(x))), f"={sign}{a - b}"])
 
 
-def divide_trace(a: int, k: int) -> str:
-    """a is a multiple of k, one digit: from the left, the rest before each digit, e.g. `b14/6=2r2`."""
+def divide_trace(a: int, k: int, sign: str = "/") -> str:
+    """k: one digit; from the left, the rest before each digit, e.g. `b14/6=2r2`.
+
+    `/`: there is no rest in the end; `_` leaves it out, `^` counts it as one more, `%` is the rest.
+    """
     digits = str(a)
-    rest, lines, quotient = 0, [f"{a}/{k}", labelled(a)], ""
+    rest, lines, quotient = 0, [f"{a}{sign}{k}", labelled(a)], ""
     for place, p in zip(PLACES[len(digits) - 1 :: -1], digits):
         whole = 10 * rest + int(p)
         quotient, rest = quotient + str(whole // k), whole % k
         lines.append(f"{place}{whole}/{k}={whole // k}r{rest}")
-    return "\n".join([*lines, labelled(quotient), f"={a // k}"])
+    if sign == "%":
+        return "\n".join([*lines, f"={rest}"])
+    lines += [labelled(quotient), f"={a // k}"]
+    return "\n".join([*lines, add_trace(a // k, 1)] if sign == "^" and rest else lines)
 
 
 def multiply_trace(a: int, k: int) -> str:
@@ -106,12 +113,16 @@ TRACES: Final[dict[str, Callable[[int, int], str]]] = {
     "-": subtract_trace,
     "*": lambda a, b: multiply_trace(a, b) if b < 100 else multiply_trace(b, a),
     "/": divide_trace,
+    **{sign: partial(divide_trace, sign=sign) for sign in "_^%"},
 }
 _RESULTS: Final[dict[str, Callable[[int, int], int]]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
     "/": lambda a, b: a // b,
+    "_": lambda a, b: a // b,
+    "^": lambda a, b: -(-a // b),
+    "%": lambda a, b: a % b,
 }
 
 
@@ -126,7 +137,7 @@ def multipliable(a: int, b: int) -> bool:
 
 
 def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
-    """The value and the steps: parentheses, then `*` and `/`, then from the left.
+    """The value and the steps: parentheses, then `*`, `/` and the divisions with a rest, then from the left.
 
     None if a step would be negative, too long, or a division by more than one digit or with a rest, or would add or
     subtract numbers of the lengths kept from training.
@@ -138,12 +149,12 @@ def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
             at, size = rest.index("("), 5
             left, operator, right = rest[at + 1 : at + 4]
         else:
-            at, size = next((i for i, t in enumerate(rest) if t in ("*", "/")), 1) - 1, 3
+            at, size = next((i for i, t in enumerate(rest) if t in ("*", "/", "_", "^", "%")), 1) - 1, 3
             left, operator, right = rest[at : at + 3]
         assert isinstance(left, int) and isinstance(right, int) and isinstance(operator, str)
         if operator == "*" and not multipliable(left, right):
             return None
-        if operator == "/" and (not 1 < right < 10 or left % right):
+        if operator in "/_^%" and (not 1 < right < 10 or (operator == "/" and left % right)):
             return None
         value = _RESULTS[operator](left, right)
         if not 0 <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):

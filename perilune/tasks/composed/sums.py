@@ -9,10 +9,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import enumerated, phrase
 from perilune.tasks.words import OBJECTS
-from perilune.tasks.working import Tokens, labelled, multipliable, solve, solve_trace
+from perilune.tasks.working import Tokens, labelled, multipliable, solve, solve_trace, subtract_trace
 
 Drawn = tuple[tuple[Any, ...], str, Callable[[], str], str]  # key, question, trace, content
 
@@ -135,10 +136,23 @@ def square(rng: Random) -> Drawn:
     assert solved
     return (
         ("expression", f"{a}*{a}"),
-        phrase(rng, pick(rng, _SQUARE)).format(a=a),
+        phrase(rng, pick(rng, _SQUARE + ASKED["a^2"])).format(a=a),
         lambda: solve_trace(solved[1]),
         f"{a} * {a} = {a * a}",
     )
+
+
+def power(rng: Random) -> Drawn:
+    """A third or a higher power of a small number."""
+    a, n = pick(rng, ((2, 3), (2, 4), (2, 5), (2, 6), (3, 3), (3, 4), (4, 3), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3)))
+    tokens: Tokens = [a]
+    for _ in range(n - 1):
+        tokens += ["*", a]
+    solved = solve(tokens)
+    assert solved
+    tight = "".join(map(str, tokens))
+    question = phrase(rng, pick(rng, ASKED["a^3" if n == 3 and rng.random() < 0.5 else "a^n"])).format(a=a, n=n)
+    return ("expression", tight), question, lambda: solve_trace(solved[1]), f"{a}^{n} = {solved[0]}"
 
 
 _PERCENT: Final = {50: "/2", 25: "/4", 20: "/5", 75: "/4*3", 40: "/5*2", 60: "/5*3", 80: "/5*4", 10: "/5/2",
@@ -170,11 +184,17 @@ def part(rng: Random) -> Drawn:
             whole *= int(factor)
         n = whole * (1 + int(rng.random() * pick(rng, (10, 30, 100))))
         tokens: list[int | str] = [n, *[int(c) if c.isdigit() else c for c in work]]
+        change = pick(rng, "++--****************") if "/" in work and shown[0].isdigit() and shown[1] != "/" else "*"
+        tokens = tokens if change == "*" else [n, change, *tokens]
         if (solved := solve(tokens)) is not None:
             break
     value, steps = solved
-    question = phrase(rng, pick(rng, _PART_FORMS)).format(p=shown, n=n, o=pick(rng, OBJECTS))
-    return ("part", shown, n), question, lambda: f"{shown} of {n}\n{solve_trace(steps)}", str(value)
+    if change == "*":
+        question = phrase(rng, pick(rng, _PART_FORMS + ASKED["p*n"])).format(p=shown, n=n, o=pick(rng, OBJECTS))
+        return ("part", shown, n), question, lambda: f"{shown} of {n}\n{solve_trace(steps)}", str(value)
+    question = phrase(rng, pick(rng, ASKED[f"n{change}p"])).format(p=shown, n=n)
+    head = f"{n}{change}{shown} of {n}"
+    return ("changed", change + shown, n), question, lambda: f"{head}\n{solve_trace(steps)}", str(value)
 
 
 # ---- averages, remainders, larger divisors ---------------------------------------------------------------------------
@@ -197,7 +217,7 @@ def average(rng: Random) -> Drawn:
         if total and (shared := solve([total[0], "/", count])):
             break
     listed = enumerated(list(map(str, found)), pick(rng, (" and ", ", ")))
-    question = phrase(rng, pick(rng, _AVERAGE)).format(x=listed, o=pick(rng, OBJECTS))
+    question = phrase(rng, pick(rng, _AVERAGE + ASKED["/x"])).format(x=listed, o=pick(rng, OBJECTS))
     steps = [*total[1], *shared[1]]
     return ("average", *found), question, lambda: solve_trace(steps), str(shared[0])
 
@@ -223,7 +243,7 @@ def remainder(rng: Random) -> Drawn:
         whole = 10 * rest + int(digit)
         rest = whole % k
         lines.append(f"{whole}/{k}={whole // k}r{rest}")
-    question = phrase(rng, pick(rng, _REST)).format(a=a, k=k, o=pick(rng, OBJECTS))
+    question = phrase(rng, pick(rng, _REST + ASKED["a%k"])).format(a=a, k=k, o=pick(rng, OBJECTS))
     return ("rest", a, k), question, lambda: "\n".join(lines), str(rest)
 
 
@@ -261,6 +281,18 @@ def whether(rng: Random) -> Drawn:
     return ("whether", up, a, b), question, lambda: "\n".join(lines), answer
 
 
+def ahead(rng: Random) -> Drawn:
+    """Which of two numbers is the larger one, and by how much."""
+    a = 10 + int(rng.random() * pick(rng, (90, 990)))
+    b = max(10, min(999, a + pick(rng, (-1, 1)) * (1 + int(rng.random() * pick(rng, (9, 90, 500))))))
+    b -= a == b
+    best, least = max(a, b), min(a, b)
+    lines = [labelled(a), labelled(b), f"{a}{'>' if a > b else '<'}{b}"]
+    question = phrase(rng, pick(rng, ASKED["a?b"])).format(a=a, b=b)
+    lines.append(subtract_trace(best, least))
+    return ("ahead", a, b), question, lambda: "\n".join(lines), f"{best}, by {best - least}"
+
+
 _ORDER: Final = ("Put {x} in order from {f} to {l}.", "Order {x}, {f} first.", "Sort {x} from {f} to {l}.",
     "Write {x} from {f} to {l}.", "Arrange {x}: {f} to {l}.", "{x} - in order please, {f} first",
     "List {x} with the {f} first.", "Which order do {x} go in, {f} to {l}?")  # fmt: skip
@@ -284,4 +316,5 @@ def ordered(rng: Random) -> Drawn:
 
 def more(rng: Random) -> Drawn:
     """One of the above."""
-    return pick(rng, (letter, letter, square, part, part, part, average, average, remainder, shared, shared))(rng)
+    kinds = (letter, letter, square, power, part, part, part, part, average, average, remainder, shared, shared, ahead)
+    return pick(rng, kinds)(rng)

@@ -125,9 +125,13 @@ def test_described_expressions_are_worked_right() -> None:
             assert sum(key[1:]) == answer * len(key[1:])
         elif key[0] == "rest":
             assert key[1] % key[2] == answer and trace().endswith(f"r{answer}")
+        elif key[0] == "ahead":
+            assert answer == abs(key[1] - key[2]) and content.startswith(f"{max(key[1:])}, by ")
+        elif key[0] == "changed":
+            assert (100 + int(re.findall(r"[+-]\d+", key[1])[0])) * key[2] == 100 * answer, (question, content)
         elif "%" in key[1] or "cent" in key[1]:
             assert int(re.findall(r"\d+", key[1])[0]) * key[2] == 100 * answer, (question, content)
-    assert kinds == {"expression", "average", "rest", "part"}
+    assert kinds == {"expression", "average", "rest", "part", "ahead", "changed"}
 
 
 def test_descriptions_name_every_number_of_a_pattern() -> None:
