@@ -1,12 +1,14 @@
 """Questions of people about fairy tales: the training split of FairytaleQA (uci-soe/FairytaleQAData, Apache 2.0), where
 the answer stands in the tale word for word and only once. And those about single sentences of encyclopedia and news in
 QAMR (julianmichael/qamr, MIT), where two people gave one answer, with sentences of the same article or others around.
+And those of XQuAD in English (google-deepmind/xquad, CC BY-SA 4.0: 240 paragraphs of encyclopedia, 1,190 questions).
 
 Records: {"family", "source", "text", "question", "first", "end"}: some sentences around the answer, and where in the
 text the answer is. A problem shows the sentence with the answer and some of those beside it.
 """
 
 import csv
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +19,7 @@ from perilune.tasks.problem import Problem, Reply, pick, user
 from perilune.tasks.wordings import careless, phrase
 from runs.kimi_nano.written.utterances import PLACED
 
-FAIRYTALES, SENTENCES = "FairytaleQAData", "qamr"
+FAIRYTALES, SENTENCES, ARTICLES = "FairytaleQAData", "qamr", "xquad"
 MOST_ASKED = 10  # questions of a sentence
 MOST_WORDS = 9  # of an answer
 AROUND = 4  # sentences kept before and after
@@ -29,6 +31,7 @@ def read(root: Path) -> Iterator[dict[str, Any]]:
     """The records of the repositories that are there."""
     yield from _of_tales(root)
     yield from _of_sentences(root / SENTENCES / "data")
+    yield from _of_articles(root / ARTICLES / "xquad.en.json")
 
 
 _LATIN: Final = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"', "`": "'", "--": "-"}
@@ -96,14 +99,29 @@ def _of_tales(root: Path) -> Iterator[dict[str, Any]]:
             text, answer = sections.get(row["cor_section"], ""), " ".join(row["answer1"].split()).strip(" .")
             if row["ex-or-im1"] != "explicit" or not answer or len(answer.split()) > MOST_WORDS or "{" in text:
                 continue
-            found = list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE))
-            question = " ".join(row["question"].split()).replace(" ?", "?")
-            if len(found) == 1 and "{" not in question:
-                part, first = _around(text, found[0].start(), found[0].end())
-                if len(part) <= LONGEST:
-                    yield {"family": "doc_questions", "source": FAIRYTALES, "text": part,
-                           "question": question[:1].upper() + question[1:], "first": first,
-                           "end": first + len(answer)}  # fmt: skip
+            yield from _of_answer(FAIRYTALES, text, row["question"], answer)
+
+
+def _of_articles(file: Path) -> Iterator[dict[str, Any]]:
+    for article in json.loads(file.read_text("utf-8"))["data"] if file.is_file() else ():
+        for part in article["paragraphs"]:
+            text = " ".join(part["context"].split())
+            for asked in part["qas"] if "{" not in text else ():
+                answer = " ".join(asked["answers"][0]["text"].split())
+                if len(answer.split()) <= MOST_WORDS:
+                    yield from _of_answer(ARTICLES, text, asked["question"], answer)
+
+
+def _of_answer(source: str, text: str, question: str, answer: str) -> Iterator[dict[str, Any]]:
+    """The record of a question whose answer the text has once."""
+    found = list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE))
+    question = " ".join(question.split()).replace(" ?", "?")
+    if len(found) == 1 and "{" not in question:
+        part, first = _around(text, found[0].start(), found[0].end())
+        if len(part) <= LONGEST:
+            yield {"family": "doc_questions", "source": source, "text": part,
+                   "question": question[:1].upper() + question[1:], "first": first,
+                   "end": first + len(answer)}  # fmt: skip
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

@@ -16,9 +16,11 @@ from typing import Any, Final
 
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
-from runs.kimi_nano.written import questions, stories, utterances
+from runs.kimi_nano.written import intents, questions, statements, stories, utterances
 
-KINDS: Final[Mapping[str, ModuleType]] = {"stories": stories, "utterances": utterances, "questions": questions}
+KINDS: Final[Mapping[str, ModuleType]] = {
+    "stories": stories, "utterances": utterances, "questions": questions, "statements": statements,
+}  # fmt: skip
 FILE: Final = "written.jsonl.xz"
 # Source: what it is, its licence.
 SOURCES: Final[Mapping[str, tuple[str, str]]] = {
@@ -33,6 +35,11 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
         "Apache 2.0",
     ),
     questions.SENTENCES: ("[QAMR](https://github.com/julianmichael/qamr)'s questions about sentences", "MIT"),
+    questions.ARTICLES: ("[XQuAD](https://github.com/google-deepmind/xquad)'s English questions", "CC BY-SA 4.0"),
+    statements.TABLES: ("[DART](https://github.com/Yale-LILY/dart)'s sentences about tables", "MIT"),
+    statements.PLACES: ("part of [E2E](https://github.com/tuetschek/e2e-dataset)", "CC BY-SA 4.0"),
+    intents.CLINC: ("[CLINC150](https://github.com/clinc/oos-eval) requests", "CC BY 3.0"),
+    utterances.TABLES: ("[Restaurant8k](https://github.com/PolyAI-LDN/task-specific-datasets)", "CC BY 4.0"),
     utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
     utterances.HOME: ("[requests to a robot at home](https://github.com/xliuhw/NLU-Evaluation-Data)", "CC BY 4.0"),
     utterances.DIALOGUES: (

@@ -1,13 +1,15 @@
 """Requests and dialogues of people with their values marked: tool calls, JSON objects, and questions about a text.
 
 Sources: SNIPS voice commands (sonos/nlu-benchmark, CC0), requests to a robot at home (xliuhw/NLU-Evaluation-Data, CC BY
-4.0; its first training set) and the training split of Schema-Guided Dialogue
-(google-research-datasets/dstc8-schema-guided-dialogue, CC BY-SA 4.0). Replies have the form of perilune.tasks: a value
-is copied as the sentence has it, or is the schema's word for it.
+4.0; its first training set), the training split of Schema-Guided Dialogue
+(google-research-datasets/dstc8-schema-guided-dialogue, CC BY-SA 4.0), what people wrote to book a table
+(PolyAI-LDN/task-specific-datasets, CC BY 4.0; Restaurant8k's training split) and the requests of intents.py. Replies
+have the form of perilune.tasks: a value is copied as the sentence has it, or is the schema's word for it.
 
 Records: {"family", "source", "text", "marks": [[slot, first, end], ...]}, for tools also "intent", and "said": {slot:
-value} for what is meant without being quoted. Tables: "tools" (the intents' descriptions and slots), "values" (some
-values of every slot, which replace others) and "requests" (some records of requests, which are joined to others).
+value} for what is meant without being quoted; an empty intent is one that no tool of intents.py serves. Tables: "tools"
+(the intents' descriptions and slots), "values" (some values of every slot, which replace others) and "requests" (some
+records of requests, which are joined to others).
 """
 
 import json
@@ -24,8 +26,10 @@ from perilune.tasks.fields import Field, written
 from perilune.tasks.problem import Problem, Reply, ToolCall, pick, user
 from perilune.tasks.tools import how_many, opening, others
 from perilune.tasks.words import made_up
+from runs.kimi_nano.written import intents
 
 SNIPS, HOME, DIALOGUES = "nlu-benchmark", "NLU-Evaluation-Data", "dstc8-schema-guided-dialogue"
+TABLES = "task-specific-datasets"
 MOST_VALUES = 60  # kept of a slot
 MOST_REQUESTS = 1500  # kept to be joined to another
 LONGEST_TEXT = 700  # characters
@@ -79,7 +83,10 @@ Table = Mapping[str, Any]
 def read(root: Path) -> Iterator[dict[str, Any]]:
     """Tables first, then the records of each repository that is there."""
     tools: dict[str, Any] = {}
-    records = [*_snips(root / SNIPS, tools), *_home(root / HOME, tools), *_dialogues(root / DIALOGUES, tools)]
+    records = [
+        *_snips(root / SNIPS, tools), *_home(root / HOME, tools), *_dialogues(root / DIALOGUES, tools),
+        *_intents(root / intents.CLINC, tools), *_bookings(root / TABLES, tools),
+    ]  # fmt: skip
     if not records:
         return
     pools: dict[str, dict[str, None]] = defaultdict(dict)
@@ -89,7 +96,7 @@ def read(root: Path) -> Iterator[dict[str, Any]]:
     values = {slot: list(found)[:: max(1, len(found) // MOST_VALUES)][:MOST_VALUES] for slot, found in pools.items()}
     yield {"table": "tools", "tools": tools}
     yield {"table": "values", "values": values}
-    requests = [r for r in records if r["family"] == "tools_multi"]
+    requests = [r for r in records if r["family"] == "tools_multi" and r["intent"]]
     yield {"table": "requests", "requests": requests[:: max(1, len(requests) // MOST_REQUESTS)]}
     yield from records
 
@@ -121,6 +128,42 @@ def _home(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for text, marks in found:
                 if text and all(slot in known for slot, _, _ in marks):
                     yield from _of_request(HOME, text, marks, intent, {})
+
+
+def _intents(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for text, tool, domain in intents.read(root):
+        intent = tool and f"{intents.SERVICE}:{tool}"
+        if tool:
+            tools[intent] = [tool.replace("_", " ").capitalize(), domain, {}]
+        yield from _of_request(intents.CLINC, text, [], intent, {})
+
+
+_BOOKING: Final = re.compile(  # a new one
+    r"(?!.*(cancel|chang|already|instead|earlier|later))(.*\b(i|we|you) (please )?|.*\b(need|want|like) to |(please )?)"
+    r"(book|reserve|(need|want|like) a (table|reservation|booking)) ",
+    re.IGNORECASE,
+)
+_PEOPLE: Final = re.compile(rf"(\d+|{'|'.join(_NUMBERS)})( people| persons?| guests| of us)?", re.IGNORECASE)
+
+
+def _bookings(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    file, intent = root / "span_extraction" / "restaurant8k" / "train_0.json", "Tables:ReserveTable"
+    for said in json.loads(file.read_text("utf-8")) if file.is_file() else ():
+        slots = ("number_of_people", "date", "time", "first_name", "last_name")
+        tools[intent] = ["Book a table at a restaurant", "Restaurants", {s: ["", []] for s in slots}]
+        text, marks = said["userInput"]["text"], []
+        for label in said.get("labels", ()):
+            slot, first, end = label["slot"], label["valueSpan"].get("startIndex", 0), label["valueSpan"]["endIndex"]
+            end = first + len(text[first:end].rstrip(" .,!?"))
+            if slot == "time" and (half := re.match(r" ?[ap]\.?m\b", text[end:], re.IGNORECASE)):
+                end += half.end()
+            if counted := _PEOPLE.fullmatch(text[first:end]):  # "at 7" is left out: a number, or a text?
+                slot, end = slots[0] if slot == "people" else "", first + counted.end(1)
+            marks.append([slot, first, end])
+        asks = "context" not in said and _BOOKING.match(text)
+        if (asks or len(marks) > 1) and all(m[0] in slots and text.count(text[m[1] : m[2]]) == 1 for m in marks):
+            made = _of_request(TABLES, text, marks, intent, {})
+            yield from (record for record in made if asks or record["family"] == "json_extract")
 
 
 def _marked(pieces: list[dict[str, str]], key: str) -> tuple[str, Marks]:
@@ -187,10 +230,11 @@ def _of_request(source: str, text: str, marks: Marks, intent: str, said: dict[st
     if len({slot for slot, _, _ in marks}) < len(marks) or "{" in text:
         return  # a slot with two values
     record = {"source": source, "text": text, "marks": marks, "intent": intent, "said": said}
-    if marks or said or source == HOME:
-        yield {"family": "tool_call", **record}
+    if marks or said or source in (HOME, intents.CLINC):
+        if intent:
+            yield {"family": "tool_call", **record}
         yield {"family": "tools_multi", **record}
-    if marks and source in (SNIPS, HOME):
+    if marks and source in (SNIPS, HOME, TABLES):
         yield {"family": "json_extract", "source": source, "text": text, "marks": marks}
 
 
@@ -221,11 +265,17 @@ def problem(record: dict[str, Any], rng: Random, tables: Table) -> Problem:
         return _object(text, found, key, rng)
     if record["family"] == "doc_questions":
         return _question(text, found, key, rng)
-    asked = _Asked(record, text, found, rng, tables["tools"]["tools"])
+    tools = tables["tools"]["tools"]
+    if not record["intent"]:  # tools of intents.py, one of a domain
+        drawn = rng.choices([i for i in tools if i.startswith(intents.SERVICE)], k=1 + int(rng.random() * 8))
+        specs = tuple(declared(rng, i, tools, {})[0] for i in {tools[i][1]: i for i in drawn}.values())
+        reply = Reply(f"{opening(text)}\nnone", REFUSAL)
+        return Problem("tools_multi", "train", key, (user(text),), reply, specs)
+    asked = _Asked(record, text, found, rng, tools)
     if record["family"] == "tool_call":
         reply = Reply(asked.trace(asked.text), "", (asked.call,))
         return Problem("tool_call", "train", key, (user(asked.text),), reply, asked.declared(rng, [asked]))
-    tools, requests = tables["tools"]["tools"], tables["requests"]["requests"]
+    requests = tables["requests"]["requests"]
     second = next((r for _ in range(99) if tools[(r := pick(rng, requests))["intent"]][1] != asked.domain), None)
     if second is None or rng.random() < REFUSED:
         reply = Reply(f"{opening(asked.text)}\nnone", REFUSAL)
@@ -370,18 +420,22 @@ class _Asked:
         specs = [one.spec for one in asked]
         taken = {self.domain, *(one.domain for one in asked)}
         service = self._intent.split(":")[0]
-        if asked and service != "home" and rng.random() < 0.4:  # found, but not booked; HOME's intents are less certain
+        certain = service not in ("home", intents.SERVICE)
+        if asked and certain and rng.random() < 0.4:  # found, but not booked
             siblings = [i for i in self._tools if i.split(":")[0] == service and ":" in i and i != self._intent]
             specs += [declared(rng, pick(rng, siblings), self._tools, {})[0]] if siblings else []
         more = max(0, how_many(rng, "train") - len(specs)) or int(not specs)
-        every = list(self._tools)
+        known = list(self._tools)
+        valued = [i for i in known if self._tools[i][2]] or known  # intents.py has more tools than the others
         for _ in range(more):
-            intent = pick(rng, every)
+            intent = pick(rng, known if rng.random() < 0.35 else valued)
             if self._tools[intent][1] not in taken and rng.random() < 0.6:
                 taken.add(self._tools[intent][1])
                 specs.append(declared(rng, intent, self._tools, {})[0])
             else:
-                specs += [t.spec for t in others(rng, [], 1, "train") if not t.entry]
+                near = " ".join([i for i in known if self._tools[i][1] in taken]).lower() + self.text.lower()
+                made = [t.spec for t in others(rng, [], 2, "train") if not t.entry and t.noun not in near]
+                specs += made[:1]
         names = {s["function"]["name"]: s for s in reversed(specs)}
         kept = list(names.values())
         rng.shuffle(kept)

@@ -10,7 +10,7 @@ import pytest
 from perilune.tasks.families import FAMILIES, check
 from perilune.tasks.problem import Problem, Reply, answer_of
 from runs.kimi_nano import card as cards
-from runs.kimi_nano.written import questions, records, stories, utterances
+from runs.kimi_nano.written import intents, questions, records, statements, stories, utterances
 from runs.kimi_nano.written.__main__ import main
 
 STORIES = [
@@ -44,6 +44,19 @@ ON_SENTENCES = [
     "W:x:1:0:0\t2 3\t4\t1\t3\tWhat is the Blue Basin ?\t6 7\t9:1 2\t8:9",
 ]
 
+ON_TABLES = """<benchmark><entries>
+<entry><mtriple>Ida Roe | CLUB | Pinewood United</mtriple><mtriple>Ida Roe | GOALS | 14</mtriple>
+<mtriple>Ida Roe | NOTES | Retired</mtriple><mtriple>Ida Roe | YEAR | 1,901</mtriple>
+<lex comment="WikiSQL_lily">For pinewood United, Ida Roe scored 14 goals; retired 1,901.</lex>
+<lex comment="webnlg">Pinewood United had 14 goals.</lex></entry></entries></benchmark>"""
+ON_PLACES = """mr,ref
+"name[Old Oak], eatType[pub], priceRange[high], customer rating[low], familyFriendly[yes]",\
+The Old Oak is a pub with a high price and a low rating.
+"""
+BOOKED = [("Can I book a table for six people at 7:30 pm?", [("people", 23, 33), ("time", 37, 41)]),
+          ("Book it for 7 on May 3", [("time", 12, 13), ("date", 17, 22)]),
+          ("Cancel my booking for 4 at 9 am", [("people", 22, 23), ("time", 27, 31)])]  # fmt: skip
+
 
 def _action(act: str, slot: str, value: str) -> dict[str, Any]:
     return {"act": act, "slot": slot, "values": [value], "canonical_values": [value]}
@@ -51,7 +64,7 @@ def _action(act: str, slot: str, value: str) -> dict[str, Any]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory with six tiny repositories."""
+    """A directory with tiny repositories."""
     snips = tmp_path / utterances.SNIPS / "2017-06-custom-intent-engines" / "OrderTea"
     snips.mkdir(parents=True)
     sentences = [
@@ -74,11 +87,11 @@ def root(tmp_path: Path) -> Path:
         {"name": "pool_size", "description": "Size", "is_categorical": True, "possible_values": ["1", "2", "3"]},
         {"name": "district", "description": "Part of town", "is_categorical": False, "possible_values": []},
     ]
-    intents = [{"name": "FindPool", "description": "Find a pool", "required_slots": ["district"],
+    wanted = [{"name": "FindPool", "description": "Find a pool", "required_slots": ["district"],
                 "optional_slots": {"pool_size": "1"}},
                {"name": "BookPool", "description": "Book a pool", "required_slots": ["district"], "optional_slots": {}},
                ]  # fmt: skip
-    schema = [{"service_name": "Pools_1", "slots": slots, "intents": intents}]
+    schema = [{"service_name": "Pools_1", "slots": slots, "intents": wanted}]
     (train / "schema.json").write_text(json.dumps(schema))
     question, said = "Is there a pool in Old Harbour?", "The Blue Basin is in Old Harbour."
     state = {"active_intent": "FindPool", "requested_slots": [], "slot_values": {"district": ["Old Harbour"]}}
@@ -108,6 +121,25 @@ def root(tmp_path: Path) -> Path:
     (qamr / "wiki-sentences.tsv").write_text("".join(f"W:x:{a}:0:{b}\t{text}\n" for a, b, text in SENTENCES))
     for split in ("dev", "test"):
         (qamr / "filtered" / f"{split}.tsv").write_text("\n".join(ON_SENTENCES) + "\n")
+    asked = {"question": "Who  sings?", "answers": [{"text": "the wren", "answer_start": 12}]}
+    article = {"paragraphs": [{"context": "It is early. Only the wren sings.", "qas": [asked]}]}
+    requests = [("flip a coin", "flip_coin"), ("what is my pin", "pin_change"), ("hello", "greeting")]
+    oos = [("who invented tea", "oos")]
+    marked = [
+        {"userInput": {"text": t}, "labels": [{"slot": s, "valueSpan": {"startIndex": a, "endIndex": b}}
+         for s, a, b in marks]} for t, marks in BOOKED
+    ]  # fmt: skip
+    for name, text in {
+        f"{questions.ARTICLES}/xquad.en.json": json.dumps({"data": [article]}),
+        f"{statements.TABLES}/data/v1.1.1/dart-v1.1.1-full-dev.xml": ON_TABLES,
+        f"{statements.PLACES}/devset.csv": ON_PLACES,
+        f"{intents.CLINC}/data/data_full.json": json.dumps(
+            {"train": requests, "oos_train": oos, "oos_val": [], "oos_test": []}
+        ),
+        f"{utterances.TABLES}/span_extraction/restaurant8k/train_0.json": json.dumps(marked),
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -189,6 +221,41 @@ def test_questions_about_sentences_have_the_widest_answer_that_two_people_gave(r
     text = record["text"]
     assert text[record["first"] : record["end"]] == "Blue Basin" and record["question"] == "What isn't deep?"
     assert 'The "Blue Basin" (a pool) isn\'t deep.' in text and len(text) > 50
+
+
+def _marked(found: list[dict[str, Any]], source: str) -> list[dict[str, str]]:
+    return [{slot: r["text"][a:b] for slot, a, b in r["marks"]} for r in found if r["source"] == source]
+
+
+def test_cells_are_those_that_the_sentence_has_word_for_word(root: Path) -> None:
+    found = list(statements.read(root))
+    assert _marked(found, statements.TABLES) == [{"club": "pinewood United", "goals": "14"}]
+    assert _marked(found, statements.PLACES) == [
+        {"name": "Old Oak", "kind": "pub", "price_range": "high", "customer_rating": "low"}
+    ]
+
+
+def test_bookings_are_new_ones_with_the_number_of_people_as_a_number(root: Path) -> None:
+    found = [r for r in utterances.read(root) if r.get("source") == utterances.TABLES]
+    first, other = {"number_of_people": "six", "time": "7:30 pm"}, {"number_of_people": "4", "time": "9 am"}
+    assert _marked([r for r in found if r["family"] == "json_extract"], utterances.TABLES) == [first, other]
+    assert _marked([r for r in found if r["family"] == "tool_call"], utterances.TABLES) == [first]
+
+
+def test_short_requests_are_calls_and_those_that_no_intent_serves_are_refused(root: Path) -> None:
+    assert list(intents.read(root / intents.CLINC)) == [
+        ("flip a coin", "flip_coin", "fun"), ("what is my pin", "change_pin", "Banks"), ("who invented tea", "", ""),
+    ]  # fmt: skip
+    given = list(utterances.read(root))
+    (record,) = [r for r in given if r.get("intent") == ""]
+    made = utterances.problem(record, Random(1), {r["table"]: r for r in given if "table" in r})
+    assert not made.reply.tool_calls and check(made, answer_of(made.reply)) and made.tools
+    assert {t["function"]["name"].replace("_", "").lower() for t in made.tools} <= {"flipcoin", "changepin"}
+
+
+def test_questions_about_articles(root: Path) -> None:
+    (record,) = [r for r in questions.read(root) if r["source"] == questions.ARTICLES]
+    assert record["text"][record["first"] : record["end"]] == "the wren" and record["question"] == "Who sings?"
 
 
 def test_numbers_drawn_anew_are_those_of_the_text(written: records.Written) -> None:
