@@ -36,7 +36,6 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     questions.SENTENCES: ("[QAMR](https://github.com/julianmichael/qamr)'s questions about sentences", "MIT"),
     questions.ARTICLES: ("[XQuAD](https://github.com/google-deepmind/xquad)'s English questions", "CC BY-SA 4.0"),
-    statements.TABLES: ("[DART](https://github.com/Yale-LILY/dart)'s sentences about tables", "MIT"),
     statements.PLACES: ("part of [E2E](https://github.com/tuetschek/e2e-dataset)", "CC BY-SA 4.0"),
     intents.CLINC: ("[CLINC150](https://github.com/clinc/oos-eval) requests", "CC BY 3.0"),
     utterances.TABLES: ("[Restaurant8k](https://github.com/PolyAI-LDN/task-specific-datasets)", "CC BY 4.0"),

@@ -44,11 +44,6 @@ ON_SENTENCES = [
     "W:x:1:0:0\t2 3\t4\t1\t3\tWhat is the Blue Basin ?\t6 7\t9:1 2\t8:9",
 ]
 
-ON_TABLES = """<benchmark><entries>
-<entry><mtriple>Ida Roe | CLUB | Pinewood United</mtriple><mtriple>Ida Roe | GOALS | 14</mtriple>
-<mtriple>Ida Roe | NOTES | Retired</mtriple><mtriple>Ida Roe | YEAR | 1,901</mtriple>
-<lex comment="WikiSQL_lily">For pinewood United, Ida Roe scored 14 goals; retired 1,901.</lex>
-<lex comment="webnlg">Pinewood United had 14 goals.</lex></entry></entries></benchmark>"""
 ON_PLACES = """mr,ref
 "name[Old Oak], eatType[pub], priceRange[high], customer rating[low], familyFriendly[yes]",\
 The Old Oak is a pub with a high price and a low rating.
@@ -131,7 +126,6 @@ def root(tmp_path: Path) -> Path:
     ]  # fmt: skip
     for name, text in {
         f"{questions.ARTICLES}/xquad.en.json": json.dumps({"data": [article]}),
-        f"{statements.TABLES}/data/v1.1.1/dart-v1.1.1-full-dev.xml": ON_TABLES,
         f"{statements.PLACES}/devset.csv": ON_PLACES,
         f"{intents.CLINC}/data/data_full.json": json.dumps(
             {"train": requests, "oos_train": oos, "oos_val": [], "oos_test": []}
@@ -229,7 +223,6 @@ def _marked(found: list[dict[str, Any]], source: str) -> list[dict[str, str]]:
 
 def test_cells_are_those_that_the_sentence_has_word_for_word(root: Path) -> None:
     found = list(statements.read(root))
-    assert _marked(found, statements.TABLES) == [{"club": "pinewood United", "goals": "14"}]
     assert _marked(found, statements.PLACES) == [
         {"name": "Old Oak", "kind": "pub", "price_range": "high", "customer_rating": "low"}
     ]
