@@ -13,9 +13,9 @@ Made = tuple[str, tuple[Any, ...], dict[str, Any], str,
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS: Final = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+MONTHS: Final = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
     "November", "December")  # fmt: skip
-_LENGTHS: Final = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+LENGTHS: Final = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
     "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
 _VOWELS: Final = "aeiou"
@@ -88,13 +88,8 @@ def _each(rng: Random) -> Made:
     double = rng.random() < 0.5
     made = [2 * x if double else x + k for x in items]
     lines = [f"{x}*2={y}" if double else f"{x}+{k}={y}" for x, y in zip(items, made)]
-    return (
-        "double" if double else "plus",
-        ("each", 0 if double else k, *items),
-        {"x": items, "k": k},
-        "\n".join(lines),
-        str(made),
-    )
+    return ("double" if double else "plus", ("each", 0 if double else k, *items), {"x": items, "k": k},
+        "\n".join(lines), str(made))  # fmt: skip
 
 
 def _slice(rng: Random) -> Made:
@@ -102,25 +97,15 @@ def _slice(rng: Random) -> Made:
     n, head = 1 + int(rng.random() * (len(items) - 1)), rng.random() < 0.5
     kept = items[:n] if head else items[-n:]
     shown = _numbered(items).split(",")
-    return (
-        "head" if head else "tail",
-        ("slice", head, n, *items),
-        {"x": items, "n": n},
-        f"{_numbered(items)}\n{','.join(shown[:n] if head else shown[-n:])}",
-        str(kept),
-    )
+    return ("head" if head else "tail", ("slice", head, n, *items), {"x": items, "n": n},
+        f"{_numbered(items)}\n{','.join(shown[:n] if head else shown[-n:])}", str(kept))  # fmt: skip
 
 
 def _end(rng: Random) -> Made:
     items, last = _items(rng), rng.random() < 0.6
     at = len(items) if last else 1
-    return (
-        "last" if last else "first",
-        ("end", last, *items),
-        {"x": items},
-        f"{_numbered(items)}\n{at}:{items[at - 1]}",
-        str(items[at - 1]),
-    )
+    return ("last" if last else "first", ("end", last, *items), {"x": items},
+        f"{_numbered(items)}\n{at}:{items[at - 1]}", str(items[at - 1]))  # fmt: skip
 
 
 def _member(rng: Random) -> Made:
@@ -131,13 +116,8 @@ def _member(rng: Random) -> Made:
         k = int(rng.random() * 100)
         return kind, ("append", k, *items), {"x": items, "k": k}, ",".join(map(str, [*items, k])), str([*items, k])
     rest = str([x for x in items if x != k])
-    return (
-        kind,
-        (kind, k, *items),
-        {"x": items, "k": k},
-        f"{_numbered(items)}\n{at}:{k}",
-        rest if kind == "drop" else str(at),
-    )
+    return (kind, (kind, k, *items), {"x": items, "k": k}, f"{_numbered(items)}\n{at}:{k}",
+        rest if kind == "drop" else str(at))  # fmt: skip
 
 
 def _times(rng: Random) -> Made:
@@ -225,40 +205,30 @@ def _yes_or_no(rng: Random) -> Made:
     return "has letter", ("has", c, w), {"w": w, "c": c}, lines, "yes" if c in w else "no"
 
 
-def _day(rng: Random) -> date:
+def any_day(rng: Random) -> date:
     return date(1990 + int(rng.random() * 50), 1 + int(rng.random() * 12), 1 + int(rng.random() * 28))
 
 
 def _date_before(rng: Random) -> Made:
-    start, n = _day(rng), 1 + int(rng.random() * 28)
+    start, n = any_day(rng), 1 + int(rng.random() * 28)
     end = start - timedelta(n)
     lines = [f"{start.day}-{n}={start.day - n}"]
     if start.day <= n:
         length = (start.replace(day=1) - timedelta(1)).day
         lines += [f"{end:%Y-%m} has {length}", f"{start.day - n}+{length}={end.day}"]
-    return (
-        "before",
-        ("days before", str(start), n),
-        {"d": start, "n": n},
-        "\n".join([*lines, end.isoformat()]),
-        end.isoformat(),
-    )
+    return ("before", ("days before", str(start), n), {"d": start, "n": n},
+        "\n".join([*lines, end.isoformat()]), end.isoformat())  # fmt: skip
 
 
 def _two_dates(rng: Random) -> Made:
-    d = _day(rng)
+    d = any_day(rng)
     e = d + timedelta(int(rng.random() * 900) - 450)
     if e == d:
         e += timedelta(3)
     kind = pick(rng, ("later", "earlier"))
     best = max(d, e) if kind == "later" else min(d, e)
-    return (
-        kind,
-        (kind, str(min(d, e)), str(max(d, e))),
-        {"d": d, "e": e},
-        f"{d}{'<' if d < e else '>'}{e}",
-        best.isoformat(),
-    )
+    return (kind, (kind, str(min(d, e)), str(max(d, e))), {"d": d, "e": e},
+        f"{d}{'<' if d < e else '>'}{e}", best.isoformat())  # fmt: skip
 
 
 def _calendar(rng: Random) -> Made:
@@ -271,39 +241,20 @@ def _calendar(rng: Random) -> Made:
             lines.append(f"{rest}-7={rest - 7}")
             rest -= 7
         lines += [f"{i}:{DAYS[(first - i) % 7]}" for i in range(rest + 1)]
-        return (
-            "weekday back",
-            ("weekday back", first, n),
-            {"w": DAYS[first], "n": n},
-            "\n".join(lines),
-            DAYS[(first - n) % 7],
-        )
+        return ("weekday back", ("weekday back", first, n), {"w": DAYS[first], "n": n}, "\n".join(lines),
+            DAYS[(first - n) % 7])  # fmt: skip
     month = int(rng.random() * 12)
     if roll < 0.6:
-        return (
-            "next day",
-            ("next day", first),
-            {"w": DAYS[first]},
-            f"0:{DAYS[first]}\n1:{DAYS[(first + 1) % 7]}",
-            DAYS[(first + 1) % 7],
-        )
+        return ("next day", ("next day", first), {"w": DAYS[first]},
+            f"0:{DAYS[first]}\n1:{DAYS[(first + 1) % 7]}", DAYS[(first + 1) % 7])  # fmt: skip
     if roll < 0.75:
-        return (
-            "next month",
-            ("next month", month),
-            {"m": _MONTHS[month]},
-            f"{month + 1}:{_MONTHS[month]}\n{month % 12 + (2 if month < 11 else -10)}:{_MONTHS[(month + 1) % 12]}",
-            _MONTHS[(month + 1) % 12],
-        )
+        return ("next month", ("next month", month), {"m": MONTHS[month]},
+            f"{month + 1}:{MONTHS[month]}\n{month % 12 + (2 if month < 11 else -10)}:{MONTHS[(month + 1) % 12]}",
+            MONTHS[(month + 1) % 12])  # fmt: skip
     year = 1990 + int(rng.random() * 50)
-    length = 29 if month == 1 and year % 4 == 0 else _LENGTHS[month]
-    return (
-        "month",
-        ("month", month, year),
-        {"m": f"{_MONTHS[month]} {year}"},
-        f"{year}-{month + 1:02d} has {length}",
-        str(length),
-    )
+    length = 29 if month == 1 and year % 4 == 0 else LENGTHS[month]
+    return ("month", ("month", month, year), {"m": f"{MONTHS[month]} {year}"},
+        f"{year}-{month + 1:02d} has {length}", str(length))  # fmt: skip
 
 
 KINDS: Final[tuple[Callable[[Random], Made], ...]] = (

@@ -82,6 +82,12 @@ def bare(form: str) -> str:
     return " ".join(re.sub(r"[?.!,:;]", " ", form.lower()).split())
 
 
+def lined(text: str) -> dict[str, tuple[str, ...]]:
+    """Forms by kind: a line for each, its forms parted by `|`."""
+    rows = [line.partition(": ") for line in text.strip().split("\n")]
+    return {kind: tuple(forms.split("|")) for kind, _, forms in rows}
+
+
 def typo(rng: Random, form: str) -> str:
     """One word of four letters or more misspelt by one edit; places and quoted words stay as they are."""
     found = [m.span() for m in _WORD.finditer(form) if not m[0].isupper()]

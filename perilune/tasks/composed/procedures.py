@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from perilune.tasks.more_programs import counted, indexed, word
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, expand, in_words, phrase
+from perilune.tasks.wordings import capital, expand, in_words, lined, phrase
 from perilune.tasks.words import NAMES, OBJECTS, PLAIN, any_word
 
 Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -97,24 +97,20 @@ def _steps(rng: Random) -> tuple[int, list[Step]]:
     return start, steps
 
 
-_DO: Final[dict[str, tuple[str, ...]]] = {
-    "+": ("add {k}", "add {k} to it", "increase it by {k}", "put {k} on top", "count {k} up", "make it {k} more",
-        "raise it by {k}", "plus {k}"),
-    "-": ("take away {k}", "subtract {k}", "take {k} off", "decrease it by {k}", "remove {k}", "lower it by {k}",
-        "make it {k} less", "minus {k}"),
-    "*": ("multiply it by {k}", "take it {k} times", "times {k}", "multiply by {k}"),
-    "/": ("divide it by {k}", "divide by {k}", "share it by {k} and keep one part", "split it into {k} equal parts "
-        "and keep one"),
-}  # fmt: skip
+_DO: Final = lined("""
++: add {k}|add {k} to it|increase it by {k}|put {k} on top|count {k} up|make it {k} more|raise it by {k}|plus {k}
+-: take away {k}|subtract {k}|take {k} off|decrease it by {k}|remove {k}|lower it by {k}|make it {k} less|minus {k}
+*: multiply it by {k}|take it {k} times|times {k}|multiply by {k}
+/: divide it by {k}|divide by {k}|share it by {k} and keep one part|split it into {k} equal parts and keep one
+""")
 _SPECIAL: Final = {("*", 2): ("double it", "double the result", "take it twice"), ("*", 3): ("triple it",),
     ("/", 2): ("halve it", "take half of it", "keep half"), ("+", 1): ("add one", "count one up")}  # fmt: skip
-_HAPPENS: Final[dict[str, tuple[str, ...]]] = {  # to a thing that holds {o}
-    "+": ("{k} {o} are put in", "{n} adds {k} {o}", "{k} more {o} come in", "it gets {k} more", "someone brings {k}"),
-    "-": ("{k} {o} are taken out", "{n} takes {k} {o} away", "{k} {o} go out", "it loses {k}",
-    "{k} of them are sold"),
-    "*": ("the number of {o} is multiplied by {k}", "the {o} become {k} times as many"),
-    "/": ("only one of every {k} {o} stays", "the {o} are divided by {k} and one part stays"),
-}  # fmt: skip
+_HAPPENS: Final = lined("""
++: {k} {o} are put in|{n} adds {k} {o}|{k} more {o} come in|it gets {k} more|someone brings {k}
+-: {k} {o} are taken out|{n} takes {k} {o} away|{k} {o} go out|it loses {k}|{k} of them are sold
+*: the number of {o} is multiplied by {k}|the {o} become {k} times as many
+/: only one of every {k} {o} stays|the {o} are divided by {k} and one part stays
+""")
 _TIMES: Final = ("twice", "two times", "once and then once more"), ("three times", "3 times", "3x")
 
 
@@ -155,25 +151,23 @@ def _said(rng: Random, step: Step, forms: dict[str, tuple[str, ...]], words: dic
     return text
 
 
-_RULES: Final[dict[str, tuple[str, ...]]] = {
-    "begin": ("start with {x}", "think of {x}", "take the number {x}", "begin at {x}", "you have {x}",
-    "the number is {x}",
-        "write down {x}", "let n be {x}", "we start from {x}", "there is a {x} on the paper",
-        "set the counter to {x}"),
-    "end": ("what <is> it<now>?", "what number comes out?", "which number do you have<now>?", "what is the result?",
-        "what do you get?", "result?", "the last number?", "tell me the result", "give the final number",
-        "which number is left?", "what does the counter show<now>?", "final value?", "what comes out at the end?"),
-    "is": ("is", "will be"), "now": ("", " now", " at the end", " then", " in the end"),
-    "print": ("what does this print?", "what is printed?", "output?", "what is the output<of>?", "what do I see<of>?",
-        "what does <it> print?", "result?", "tell me what is printed", "what will <it> show?", "give the output",
-        "which value is printed?", "what comes out?", "run this in your head<please>",
-        "trace <it> and give the output",
-        "whats printed", "--> ?", "and the answer is?", "what will python say?", "what is on the screen afterwards?",
-        "i dont understand what <it> prints", "what gets printed <at>?", "the output, please", "I get what?"),
-    "of": ("", " of this", " of the program", " if I run it", " of this code"), "please": ("", " please", ", thanks"),
-    "it": ("it", "this code", "the program", "this script", "the code below", "the following", "this snippet"),
-    "at": ("here", "at the end", "by this"),
-}  # fmt: skip
+_RULES: Final = lined("""
+begin: start with {x}|think of {x}|take the number {x}|begin at {x}|you have {x}|the number is {x}|write down {x}|let \
+n be {x}|we start from {x}|there is a {x} on the paper|set the counter to {x}
+end: what <is> it<now>?|what number comes out?|which number do you have<now>?|what is the result?|what do you get?|\
+result?|the last number?|tell me the result|give the final number|which number is left?|what does the counter \
+show<now>?|final value?|what comes out at the end?
+is: is|will be
+now: | now| at the end| then| in the end
+print: what does this print?|what is printed?|output?|what is the output<of>?|what do I see<of>?|what does <it> print?|\
+result?|tell me what is printed|what will <it> show?|give the output|which value is printed?|what comes out?|run this \
+in your head<please>|trace <it> and give the output|whats printed|--> ?|and the answer is?|what will python say?|what \
+is on the screen afterwards?|i dont understand what <it> prints|what gets printed <at>?|the output, please|I get what?
+of: | of this| of the program| if I run it| of this code
+please: | please|, thanks
+it: it|this code|the program|this script|the code below|the following|this snippet
+at: here|at the end|by this
+""")
 
 
 def _recipe(rng: Random, start: int, steps: list[Step]) -> str:

@@ -77,7 +77,8 @@ def test_instructions_are_carried_out_right() -> None:
         "consonants": lambda w: str(len(re.findall("[^aeiou]", w))), "swap": lambda w: w[-1] + w[1:-1] + w[0],
         "last": lambda w: w[-1], "capital": str.capitalize, "upper back": lambda w: w[::-1].upper(),
         "cut both": lambda w: w[1:-1], "spaced": " ".join, "dashed": "-".join,
-        "same": lambda w: "yes" if w == w[::-1] else "no",
+        "same": lambda w: "yes" if w == w[::-1] else "no", "+distinct": lambda w: str(len(set(w))),
+        "+letters": lambda w: "".join(sorted(w)), "+once": lambda w: "".join(dict.fromkeys(w)),
     }  # fmt: skip
     lists: dict[str, Callable[[list[str]], list[str]]] = {
         "sort": lambda x: sorted(x, key=int), "down": lambda x: sorted(x, key=int, reverse=True), "alphabet": sorted,
@@ -85,15 +86,18 @@ def test_instructions_are_carried_out_right() -> None:
         "by length": lambda x: sorted(x, key=len), "evens": lambda x: [n for n in x if int(n) % 2 == 0],
         "odds": lambda x: [n for n in x if int(n) % 2], "double": lambda x: [str(2 * int(n)) for n in x],
         "z to a": lambda x: sorted(x, reverse=True), "two": lambda x: x[:2],
-        "swap ends": lambda x: [x[-1], *x[1:-1], x[0]],
+        "swap ends": lambda x: [x[-1], *x[1:-1], x[0]], "+distinct": lambda x: list(dict.fromkeys(x)),
     }  # fmt: skip
     singles: dict[str, Callable[[list[str]], str]] = {"sum": lambda x: str(sum(map(int, x))),
         "max": lambda x: max(x, key=int), "count": lambda x: str(len(x)),
         "longest": lambda x: max(x, key=len), "glue": "".join, "first of all": min,
-        "spread": lambda x: str(max(map(int, x)) - min(map(int, x)))}  # fmt: skip
+        "spread": lambda x: str(max(map(int, x)) - min(map(int, x))),
+        "+single": lambda x: min(x, key=x.count), "+most": lambda x: max(x, key=x.count)}  # fmt: skip
     seen = set()
     for _ in range(12000):
         (kind, name, *given), question, trace, answer = instructions.instruction(rng)
+        if kind.startswith("more "):
+            kind, name = kind[5:], f"+{name}"
         assert trace and answer and "{" not in question.replace("{w}", "x"), question
         if kind == "letters":
             assert given[0] in question

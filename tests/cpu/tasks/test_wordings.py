@@ -195,7 +195,7 @@ def test_programs_are_carried_out_right() -> None:
     """Those that are written as code give what Python gives."""
     rng = random.Random(7)
     right = 0
-    for _ in range(2000):
+    for _ in range(3000):
         p = sample_programs(rng, "wide", thinking=False)
         code = p.messages[0]["content"]
         if not re.fullmatch(
