@@ -18,6 +18,7 @@ from perilune.tasks.tools import (
     Tool,
     catalog_tool,
     confusable,
+    going_on,
     how_many,
     in_rows,
     listed,
@@ -72,7 +73,8 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
     ", also ", ", and ", ". Oh, and ", ", oh and ", ". While you're at it, ", ", and while you are at it ", " & ", "; ",
     ". Next, ",
     ", and please also ", ". One more: ", " and can you also ", ". When that's done, ", " and besides ", ", ",
-    ". And another thing: ", ", and once you have that, ", ". Finally ", " + ")  # fmt: skip
+    ". And another thing: ", ", and once you have that, ", ". Finally ", " + ", ". PS: ", ". Before I forget: ",
+    " - and ", ". Wait, also: ", ", then after that ", ". Second thing: ", ". On top of that, ")  # fmt: skip
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
@@ -138,7 +140,8 @@ def _several(rng: Random, split: str, count: int) -> list[Request]:
             more = request(rng, _any_tool(rng, split), split)
         clash = any(m.call == more.call or (m.tool is not more.tool and confusable(m.tool, more.tool)) for m in made)
         # Two thoughts with the same words look like one.
-        clash = clash or (widely(split) and any(m.opening.lower() == more.opening.lower() for m in made))
+        new = more.opening.lower()
+        clash = clash or (widely(split) and any(m.opening.lower() in new or new in m.opening.lower() for m in made))
         if clash:  # a tool with few values may have only one call
             one_tool = one_tool and rng.random() < 0.8
         else:
@@ -164,11 +167,12 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
         text, asked = wishes(rng, count)
         asked = asked if belongs(("call", *call_key(asked[0].call)), split) else []
         text = text if asked else ""
-    elif widely(split) and roll < 0.56:
-        if roll < 0.24:
+    elif widely(split) and roll < 0.68:
+        if roll < 0.22:
             made: tuple[str, list[Request]] | None = listed(rng, count)
         else:
-            made = (together if roll < 0.44 else in_rows)(rng, catalog_tool(rng), count)
+            way = together if roll < 0.37 else in_rows if roll < 0.47 else going_on
+            made = way(rng, catalog_tool(rng), count)
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)

@@ -1,6 +1,6 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
-data/catalog.txt and catalog_more.txt have a block per tool: `# verb noun | other names | descriptions`, then
+data/catalog*.txt have a block per tool: `# verb noun | other names | descriptions`, then
 `= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
 choices with commas, a pool of the file's head, or one of these with a `+`: a list of such values), then `- request`.
 A request gives the parameters that it has in braces; `[name=value name=value]` at its end gives those that are implied;
@@ -87,7 +87,7 @@ def _entry(block: str) -> Entry:
     )
 
 
-_FILES: Final = tuple(f"\n{lines(name)}".split("\n# ") for name in ("catalog.txt", "catalog_more.txt"))
+_FILES: Final = tuple(f"\n{lines(f'catalog{name}.txt')}".split("\n# ") for name in ("", "_more", "_town"))
 ENTRIES: Final = tuple(_entry(block) for file in _FILES for block in file[1:])
 _POOLS: Final = {
     name: tuple(values.split("|"))
@@ -185,9 +185,10 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
         "{a}.json", "docs/{a}.pdf", "/var/log/{a}.log", "src/{a}.rs")).format(a=any_word(rng), b=any_word(rng))),
     "command": _text(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
     "bool": lambda rng: (rng.random() < 0.5, ""),
+    "warm": lambda rng: (n := 15 + int(rng.random() * 11), str(n)),
 }  # fmt: skip
 _WHOLE: Final = frozenset(
-    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2")
+    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm")
 )
 _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 
@@ -295,7 +296,8 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 _SHARED: Final = frozenset(listed("""
         city first person email code path company team noun dish product topic lang cur2 account place errand weekday
         spot device medicine ware garment element planet study lesson service package flaw series stop plate field
-        larder sign word_list class land host image
+        larder sign word_list class land host image appliance symbol road
+        station app gate drink supply street
     """))  # fmt: skip
 
 
@@ -306,8 +308,8 @@ def asked_together(
     parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
-    if not names:
-        return None
+    if not names or any(p.kind == "count1" and p.name in shown for p in entry.parameters):
+        return None  # "four cups of tea and cocoa" may be two of each
     name = pick(rng, names)
     parameter = next(p for p in entry.parameters if p.name == name)
     values = {shown[name]: arguments[name]}
@@ -381,3 +383,45 @@ def asked_in_rows(
     join = pick(rng, _ROW_JOINS)
     said = [f"one {row}" for row in rows] if head.endswith(", ") and join in (" and ", ", and ") else list(rows)
     return head + ("\n- " if join == "\n- " else "") + join.join(said), list(rows.items())
+
+
+_LEAD: Final = r"(?:\b(?:to|in|into|for|from|at|on|of|with|by|about|as|until|the|a|an|my|our) )*[\"'(<]*"
+_TRAIL: Final = r"(?:[\"')>](?!s\b))*(?:%| (?:degrees|minutes|percent|hours|packs|copies|door|lamps?)\b)?"
+_ENDS: Final = (" and ", " and ", ", ", ", and ", " and also ", " & ", ", then ", "; ", " plus ")
+_NEXT: Final = (" Also ", " And ", " Then ", " Oh, and ", " Next: ", "\nand ", " ")
+
+
+def asked_on(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, list[dict[str, Any]]] | None:
+    """A request for `count` calls, the further ones naming one or two values ("and 17 in the hall") behind a null
+    character, and their arguments; None if it cannot be said."""
+    form, shown, arguments = asked(rng, entry, iso)
+    given = [p for p in entry.parameters if p.name in shown and p.kind[-1] != "+"]
+    shared = [p for p in given if p.kind in _SHARED]
+    if not shared or "\n" in form:
+        return None
+    changed = [pick(rng, shared)]
+    # "I only know pounds and 19 yen" names no new amount of the old money.
+    more = [p for p in given if p not in changed and changed[0].kind != "cur2"]
+    counted = [p for p in more if p.kind == "count1"]
+    if counted or (more and rng.random() < 0.75):
+        changed.append(pick(rng, counted or more))
+    spans = [m.span() for p in changed if (m := re.search(f"{_LEAD}\\{{{p.name}}}{_TRAIL}", form))]
+    (begin, stop), (start, last) = min(spans), max(spans)
+    between = form[stop:start]
+    if len(between) > 14 or re.search(r"[.?!{]", between):
+        between = ": " if changed[-1].kind == "message" else " "
+    said = form[begin:stop] + (between + form[start:last] if changed[1:] else "")
+    said = "one " * bool(re.search(rf"\b(a|an|one) {entry.noun}\b", form.lower())) + said
+    body, end = form.rstrip(".?!"), form[-1] if form[-1] in ".?!" else ""
+    inline, calls = last == len(body) and rng.random() < 0.7, [arguments]
+    for i in range(1, count):
+        taken = [*arguments.values(), *[c[changed[0].name] for c in calls]]
+        values: dict[str, Any] = {}
+        for p in changed:
+            values[p.name], shown[f"{p.name}{i}"] = _fresh(rng, p, iso, {str(v): v for v in taken})
+            taken = [values[p.name]]
+        calls.append(_ordered(entry, arguments | values))
+        join = (pick(rng, _ENDS) if i == count - 1 else ", ") if inline else (end or ".") + pick(rng, _NEXT)
+        shown[f"at{i}"] = join + "\0"
+        body += f"{{at{i}}}" + said.replace("}", f"{i}}}") + (" too" if join in (". ", "? ", "! ") else "")
+    return (body + end, shown, arguments), calls

@@ -68,7 +68,13 @@ _CHAT: Final = (
         "Guess what happened to {n}.", "Do you get along with {n}?", "I'm so happy today!", "Can you whistle?")),
     (4, ("thanks, that was all for today!", "That was it, thanks.", "perfect, nothing else", "Great job!", "ok cool",
         "never mind, got it", "No, that's all.", "nothing more, thanks", "All good now.", "You're a star!", "awesome",
-        "cheers {n} out", "That's exactly what I wanted.", "Brilliant.", "Thx, we're done here", "you saved my day")),
+        "cheers {n} out", "That's exactly what I wanted.", "Brilliant.", "Thx, we're done here", "you saved my day",
+        "lovely, that sorts me out", "No need for anything more, much obliged", "that did the trick", "God bless you",
+        "Ta, works a treat", "I owe you one", "you've been so kind, {n} is happy now", "ok, I have all I need",
+        "wow that was quick, thanks", "Well done, my friend!")),
+    (5, ("I'm off to bed", "ok gotta run, talk tomorrow", "Catch you later", "so long!", "Right, I'm logging out now",
+        "bye for now, {n} is waiting in the car", "until next time", "That's me done for the day, ciao",
+        "must dash, my bus to {c} is here", "Take care!")),
 )  # fmt: skip
 
 

@@ -331,6 +331,23 @@ def in_rows(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | 
     return _separated(Request(tool, text, opening(text), ToolCall(tool.name, calls[0][1])), calls)
 
 
+def going_on(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] | None:
+    """Several calls of a catalog's tool, the further ones in a few words, and those calls' requests."""
+    if tool.entry is None or (made := catalog.asked_on(rng, tool.entry, count, tool.iso)) is None:
+        return None
+    asked, calls = made
+    first = _everyday(tool, rng, asked)
+    pieces = first.text.split("\0")
+    text, at = "".join(pieces), 0
+    requests = [replace(first, text=text, opening=first.opening.replace("\0", ""))]
+    for piece, values in zip(pieces, calls[1:]):
+        at += len(piece)
+        requests.append(replace(first, opening=opening(text[at:]), call=ToolCall(tool.name, values)))
+        if text.lower().find(requests[-1].opening.lower()) != at:
+            return None
+    return text, requests
+
+
 _LISTED: Final = (
     "{V} the {n}s {x}.", "{V} {n}s {x}, please.", "{V} the {n} for {x}.", "{V} these {n}s: {x}",
     "The {n}s {x}, please {v} them.", "I want to {v} the {n}s with the {l} {x}.", "{N}s {x}: {v}.",

@@ -1,13 +1,10 @@
 """Calls: thoughts that quote the request, calls asked for in rows."""
 
 import random
-import re
 from itertools import pairwise
 
 from perilune.tasks import catalog, tools
 from perilune.tasks.families import problems
-
-NUMBER_LINE = re.compile(r"\d+\. ")
 
 
 def test_a_thought_about_a_call_begins_with_words_of_the_request() -> None:
@@ -18,7 +15,7 @@ def test_a_thought_about_a_call_begins_with_words_of_the_request() -> None:
                 continue
             names = [call.name for call in p.reply.tool_calls]
             lines = p.reply.reasoning.split("\n")
-            quotes = [NUMBER_LINE.sub("", a, count=1) for a, b in pairwise(lines) if b in names]
+            quotes = [a for a, b in pairwise(lines) if b in names]
             assert len(quotes) == len(names), p
             places = [last["content"].find(quote) for quote in quotes]
             assert -1 not in places, (quotes, last)
@@ -39,4 +36,21 @@ def test_calls_in_rows_have_their_words_in_order() -> None:
                 for r in requests:
                     assert set(r.call.arguments) == set(tool.spec["function"]["parameters"]["required"])
                 seen += 1
+    assert seen > 100
+
+
+def test_calls_that_go_on_name_what_changes() -> None:
+    rng = random.Random(6)
+    seen = 0
+    for entry in catalog.ENTRIES * 2:
+        if made := tools.going_on(rng, tools.catalog_tool(rng, entry), 3):
+            text, requests = made
+            assert "\0" not in text and len({str(r.call.arguments) for r in requests}) == 3
+            places = [text.find(r.opening) for r in requests]
+            assert places == sorted(set(places)) and -1 not in places, (text, requests)
+            first = requests[0].call.arguments
+            for r in requests[1:]:
+                assert first.keys() == r.call.arguments.keys()
+                assert 1 <= sum(first[k] != v for k, v in r.call.arguments.items()) <= 2
+            seen += 1
     assert seen > 100
