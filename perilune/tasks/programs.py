@@ -333,7 +333,7 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
             key, question, trace, content = pick(rng, _KINDS)(rng, split, new and rng.random() < 0.5)
         if belongs(key, split):
             break
-    if content[0] == "[":
+    if content.startswith("["):
         content = _alike(question, content)
     reply = Reply(trace if thinking else "", content)
     return Problem("programs", split, key, (user(question),), reply, thinking=thinking)
