@@ -102,11 +102,6 @@ class EngineConfig:
     vision_cache_gb: float | None = _doc(
         "gigabytes of pictures' embeddings that are kept on the device; default: 1 on GPUs, 0.25 on a CPU", None
     )
-    exchange_piece_tokens: int | None = _doc(
-        "with several ranks: steps of prompts with more tokens exchange partial outputs in pieces of so many, each "
-        "while the next one is computed; landing memory for four pieces from each other rank. Default: whole",
-        None,
-    )
     absorb_limit: int = _doc(
         "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",
         16,
@@ -166,7 +161,6 @@ class EngineConfig:
             ("max_step_tokens", 1),
             ("kv_blocks", 2),
             ("block_size", 1),
-            ("exchange_piece_tokens", 1),
             ("absorb_limit", 0),
             ("threads", 1),
             ("draft_tokens", 1),

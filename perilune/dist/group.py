@@ -8,9 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +17,6 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from perilune.dist import peer_memory
-from perilune.dist.pieces import SLOTS, Gathered, Landed, Pieces
 from perilune.dist.slicing import WHOLE, Slicing
 from perilune.ops.exchange.exchange_rows import exchange_rows, takes
 from perilune.ops.exchange.peers import Peers
@@ -65,11 +62,6 @@ class Group(Protocol):
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         """Overwrites x with that of `rank`, and returns it."""
-        ...
-
-    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
-        """For the exchange of partial outputs of `width` columns in pieces of at most `rows` rows; None if that is
-        impossible, with the reason in the log. Every rank calls it, once."""
         ...
 
     def mark(self) -> None:
@@ -153,9 +145,6 @@ class Alone:
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
         return x
 
-    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
-        return None
-
     def mark(self) -> None: ...
 
     def progress(self) -> int:
@@ -192,20 +181,11 @@ class _Process:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        return self._begin_gather(x)()
-
-    def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begins `gather`; returns a function that waits for its end and returns its result."""
         self.begun += 1
         x, out = x.contiguous(), x.new_empty(self.ranks, *x.shape)
         # Flat: gloo requires the ranks' rows concatenated, NCCL takes any shape.
-        work = self._processes._allgather_base(out.view(-1), x.view(-1))
-
-        def wait(held: Tensor = x) -> Tensor:  # x must live as long as the collective
-            self._wait(work)
-            return out
-
-        return wait
+        self._wait(self._processes._allgather_base(out.view(-1), x.view(-1)))
+        return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
         self.begun += 1
@@ -251,9 +231,6 @@ class Gloo(_Process):
 
     name = "gloo"
 
-    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
-        return Gathered(self.slicing.rank, rows, self._begin_gather)
-
     def abort(self) -> None:
         """Calls in flight end by themselves, because the other processes do."""
 
@@ -266,7 +243,6 @@ class Nccl(_Process):
     def __init__(self, slicing: Slicing, processes: Any) -> None:
         super().__init__(slicing, processes)
         self._memory: peer_memory.PeerMemory | None = None
-        self._landing: peer_memory.Landing | None = None
         self._ended = False
         # Number of layers of long steps that the GPU has computed: on the GPU, and its copy in pinned host memory.
         self._marks: tuple[Tensor, Tensor] | None = None
@@ -284,19 +260,6 @@ class Nccl(_Process):
             self.peers = Peers(rank, ranks, self.gather, found.mailboxes)
         elif rank == 0:
             log.warning("%d ranks add partial outputs through NCCL, not over peer memory: %s", ranks, found)
-
-    def pieces(self, rows: int, width: int, dtype: torch.dtype) -> Pieces | None:
-        if self.peers is None:
-            return None  # the log has said that there is no peer memory
-        rank, ranks = self.slicing.rank, self.slicing.ranks
-        nbytes = SLOTS * (ranks - 1) * rows * width * dtype.itemsize
-        found = peer_memory.landing(rank, ranks, self._device, partial(everyone, self), nbytes)
-        if isinstance(found, str):
-            if rank == 0:
-                log.warning("partial outputs of long steps are exchanged whole: %s", found)
-            return None
-        self._landing = found
-        return Landed(self.peers, found, rows, width, dtype)
 
     def mark(self) -> None:
         if self._marks is None:
@@ -323,10 +286,9 @@ class Nccl(_Process):
         """Aborts NCCL's connections, which needs no other rank: NCCL's orderly end is a collective, and may wait for
         ranks that have ended. A thread runs the destructor of torch's object, which waits for torch's own threads;
         after END_SECONDS it is left to the end of the process."""
-        for memory in (self._landing, self._memory):
-            if memory is not None:
-                memory.close(lambda own: [own])
-        self._landing = self._memory = self.peers = None
+        if self._memory is not None:
+            self._memory.close(lambda own: [own])
+            self._memory = self.peers = None
         held, ended = [self._processes], self._ended  # so that the thread, not this one, runs the destructor
         super().close()
 
@@ -349,9 +311,8 @@ class GlooOnGpu(Gloo):
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(super().sum(x.cpu()))
 
-    def _begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        wait = super()._begin_gather(x.cpu())
-        return lambda: wait().to(x.device)
+    def gather(self, x: Tensor) -> Tensor:
+        return super().gather(x.cpu()).to(x.device)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return super().all_to_all(x.cpu()).to(x.device)

@@ -56,25 +56,11 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
     return swap
 
 
-class _Memory:
-    """Memory on the GPU of every rank, mapped by rank `rank`: rank r's begins at addresses[r]."""
-
-    def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
-        self.addresses = addresses
-        self._rank, self._device = rank, device
-
-    def close(self, swap: Swap) -> None:
-        """Frees the memory, after all ranks have called it, or where the processes of all others have ended."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-        _release(self._rank, self.addresses, self._device, swap)
-
-
-class PeerMemory(_Memory):
-    """The mailboxes of all ranks. Made by `connect`."""
+class PeerMemory:
+    """The mailboxes of all ranks: rank r's begins at addresses[r]. Made by `connect`."""
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device, wait_seconds: float) -> None:
-        super().__init__(rank, addresses, device)
+        self._rank, self.addresses, self._device = rank, addresses, device
         self.mailboxes = Mailboxes(rank, addresses, device, wait_seconds)
 
     def check(self) -> None:
@@ -93,50 +79,19 @@ class PeerMemory(_Memory):
         """Ends all waits for peers; their sums are NaN. Any thread may call it."""
         self.mailboxes.end()
 
+    def close(self, swap: Swap) -> None:
+        """Frees the memory, after all ranks have called it, or where the processes of all others have ended."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+        _release(self._rank, self.addresses, self._device, swap)
+
 
 def connect(
     rank: int, ranks: int, device: torch.device, swap: Swap, wait_seconds: float = WAIT_SECONDS, *, refusal: str = ""
 ) -> PeerMemory | str:
     """Called by every rank: the memory, or the reason (one line, the same on all ranks) why there is none. ConfigError
     on all ranks if two of them use one GPU. `refusal`: why this rank cannot use it; "" if it can."""
-    own = (b"", 0, refusal) if refusal else _create(ranks, device)
-    found = _connected(rank, ranks, device, swap, own)
-    return found if isinstance(found, str) else PeerMemory(rank, found, device, wait_seconds)
-
-
-class _Bytes:
-    """Device memory as torch.as_tensor takes it; the tensor does not own it."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self._address, self._count = address, count
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self._count,), "typestr": "|u1", "data": (self._address, False), "version": 3}
-
-
-class Landing(_Memory):
-    """Memory that the other ranks' copy engines write to. `own` [nbytes] uint8: the part on this rank's GPU. Made by
-    `landing`."""
-
-    def __init__(self, rank: int, addresses: list[int], nbytes: int, device: torch.device) -> None:
-        super().__init__(rank, addresses, device)
-        self.own = torch.as_tensor(_Bytes(addresses[rank], nbytes), device=device)
-        assert self.own.data_ptr() == addresses[rank], "torch has copied it"
-
-
-def landing(rank: int, ranks: int, device: torch.device, swap: Swap, nbytes: int) -> Landing | str:
-    """As `connect`, landing memory of `nbytes` on every rank."""
-    torch.cuda.empty_cache()  # return blocks that loading has freed to the driver, from which this memory comes
-    found = _connected(rank, ranks, device, swap, _allocate(nbytes, device))
-    return found if isinstance(found, str) else Landing(rank, found, nbytes, device)
-
-
-def _connected(
-    rank: int, ranks: int, device: torch.device, swap: Swap, created: tuple[bytes, int, str]
-) -> list[int] | str:
-    """The addresses of all ranks' memory, or the reason why there is none; `created`: this rank's `_create` result."""
-    own, address, why = created
+    own, address, why = (b"", 0, refusal) if refusal else _create(ranks, device)
     given = swap(b"\1" + own if own else b"\0" + why.encode())
     refused = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(given) if text[0] == 0]
     names, handles = [text[1 : 1 + DEVICE_BYTES] for text in given], [text[1 + DEVICE_BYTES :] for text in given]
@@ -164,7 +119,7 @@ def _connected(
     if refused:
         _release(rank, addresses, device, swap)
         return "; ".join(refused)
-    return addresses
+    return PeerMemory(rank, addresses, device, wait_seconds)
 
 
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
@@ -182,12 +137,7 @@ def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
     usable = build.on_hopper(SOURCE, device, (ranks in RANKS, "2, 4 or 8 ranks"))
     if usable is not True:
         return b"", 0, str(usable)
-    return _allocate(_sizes(ranks)[0], device)
-
-
-def _allocate(nbytes: int, device: torch.device) -> tuple[bytes, int, str]:
-    """As `_create`, of `nbytes`. The library of SOURCE must be there."""
-    address = ctypes.c_void_p()
+    address, nbytes = ctypes.c_void_p(), _sizes(ranks)[0]
     handle, name = (ctypes.create_string_buffer(n) for n in (HANDLE_BYTES, DEVICE_BYTES))
     with torch.cuda.device(device):
         create = build.function(SOURCE, "exchange_create", "lppp")

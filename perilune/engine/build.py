@@ -342,9 +342,7 @@ def _allocate(
     grow_segments(device, True)
     model_config, weights = source()
     group = meet()
-    dtype, pieces = getattr(torch, config.dtype), None
-    if config.exchange_piece_tokens is not None:  # before the KV cache, which takes the memory that is left
-        pieces = group.pieces(config.exchange_piece_tokens, model_config.hidden_size, dtype)
+    dtype = getattr(torch, config.dtype)
     if config.kv_dtype == "fp8":
         to_fp8_latents(weights)
     if config.rest_dtype == "fp8":
@@ -386,7 +384,6 @@ def _allocate(
         qk_norm_eps=config.qk_norm_eps,
         group=group,
         kv_shard_tokens=config.block_size // shards if shards > 1 else None,
-        pieces=pieces,
     )
     pages = Pages.allocate(
         model_config.num_hidden_layers,

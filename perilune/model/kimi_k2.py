@@ -20,7 +20,6 @@ from torch import Tensor
 
 from perilune.dist.experts import own as experts_of_rank
 from perilune.dist.group import ALONE, Group, total
-from perilune.dist.pieces import Pieces, add_in_pieces
 from perilune.dist.vocabulary import Vocabulary
 from perilune.model.config import KimiConfig
 from perilune.model.sharded_kv import ShardedKv
@@ -48,13 +47,12 @@ from perilune.ops.attention.mla_rotate_query import mla_rotate_query
 from perilune.ops.exchange.exchange_add_rmsnorm import exchange_add_rmsnorm, reads_owned_rows
 from perilune.ops.exchange.exchange_rows import exchange_rows
 from perilune.ops.exchange.peers import Peers
-from perilune.ops.harness.tensors import Rows
 from perilune.ops.layouts import operands
 from perilune.ops.layouts.operands import Gate, Latents, Norm, Pairs, Rotary, Routing
 from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.add_rmsnorm_quantize import add_rmsnorm_quantize
 from perilune.ops.linear.linear import linear
-from perilune.ops.linear.linear_fp8 import fp8_in_pieces, linear_fp8
+from perilune.ops.linear.linear_fp8 import linear_fp8
 from perilune.ops.linear.linear_int4 import linear_int4
 from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
@@ -66,7 +64,7 @@ from perilune.ops.moe.experts_fp8 import experts_fp8
 from perilune.ops.moe.experts_nvfp4 import experts_nvfp4
 from perilune.ops.moe.mla_decode_router import mla_decode_router
 from perilune.ops.moe.mla_merge_router import mla_merge_router
-from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_in_pieces, moe_int4_pairs
+from perilune.ops.moe.moe_int4 import moe_int4, moe_int4_pairs
 from perilune.ops.moe.router import router
 from perilune.ops.moe.scatter_pairs_add_rmsnorm import scatter_pairs_add_rmsnorm
 from perilune.ops.moe.scatter_pairs_add_rmsnorm_quantize import scatter_pairs_add_rmsnorm_quantize
@@ -124,17 +122,14 @@ class KimiK2:
         qk_norm_eps: float | None = None,
         group: Group = ALONE,
         kv_shard_tokens: int | None = None,
-        pieces: Pieces | None = None,
     ):
         """`config` is the whole model's, `weights` are those of the group's rank. `kv_shard_tokens`: tokens of each
-        block on each rank, where KV is sharded along the sequence; None: each rank has the whole KV. `pieces`: steps of
-        prompts with more rows than one piece exchange partial outputs in pieces; None: whole."""
+        block on each rank, where KV is sharded along the sequence; None: each rank has the whole KV."""
         self.config = config
         self.weights = weights
         self.group = group
         self.vocabulary = Vocabulary(group, config.vocab_size)
         self.peers = group.peers  # exchange over peer memory instead of the group's collectives
-        self.pieces = pieces
         self.eps = config.rms_norm_eps
         # transformers and the DeepSeek reference use 1e-6 here whatever the config says; the served references do not.
         self.qk_norm_eps = config.rms_norm_eps if qk_norm_eps is None else qk_norm_eps
@@ -153,12 +148,11 @@ class KimiK2:
         residual stream at the inputs of `layers`, concatenated. num_hidden_layers means the last layer's output.
         """
         # out: the norm of h; from layer 1 on: the output of the layer before, not yet added to h
-        out: Tensor | Rows | Pairs
+        out: Tensor | Pairs
         h, out, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
         step = self._own_part(step)
         long = len(step.tokens) >= LONG_STEP_TOKENS
-        in_pieces = self.pieces is not None and step.plain is not None and len(step.tokens) > self.pieces.rows
         for i, (layer, pages) in enumerate(zip(self.weights.layers, cache)):
             q_full, latents, w = None, Latents(pages, step.slots), layer.attention
             if long:
@@ -174,9 +168,6 @@ class KimiK2:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is not None:
                 out = self._after_queries(q_full, layer, h, step, pages)
-            elif in_pieces:
-                heads = mla_heads(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
-                out = self._ffn_rows(layer.ffn, self._add(h, _apply_rows(w.o, heads), layer.post_norm))
             else:
                 # Keep no reference to a tensor that the experts do not read: step_memory.py counts its memory as free.
                 x = self._add(h, self._attention(w, qkv, rotary, step, latents), layer.post_norm)
@@ -222,24 +213,21 @@ class KimiK2:
         h[where] = values.to(h.dtype)
         return h, rmsnorm(h, norm, self.eps), rotary
 
-    def _add(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor) -> Tensor:
+    def _add(self, h: Tensor, x: Tensor | Pairs, norm: Tensor) -> Tensor:
         """h += x summed over ranks, in place; returns the norm of h."""
         if isinstance(x, Pairs):
             if self.peers is not None:
                 return exchange_pairs_add_rmsnorm(h, x, norm, self.eps, self.peers)
             return combine_add_rmsnorm(h, x, norm, self.eps)
-        if not isinstance(x, Tensor):
-            assert self.pieces is not None
-            return add_in_pieces(h, x, norm, self.eps, self.pieces)
         return add_parts(h, x, norm, self.eps, self.group, self.peers)
 
-    def _add_project(self, h: Tensor, x: Tensor | Rows | Pairs, norm: Tensor, w: Matrix, whole: bool) -> Tensor:
+    def _add_project(self, h: Tensor, x: Tensor | Pairs, norm: Tensor, w: Matrix, whole: bool) -> Tensor:
         """`_add`, then the product with w. Unless `whole`, h may be updated only in the rows that this rank owns: the
         next `_add` of the step reads no others."""
         peers = self.peers
         if isinstance(x, Pairs) and peers is not None and not whole and reads_owned_rows(h, norm, self.eps, peers):
             return self._scatter_project(h, x, norm, w, peers)
-        if peers is None and isinstance(x, Tensor | Pairs) and linear_w8a8.applies(w, h):
+        if peers is None and linear_w8a8.applies(w, h):
             if isinstance(x, Pairs):
                 rounded = combine_add_rmsnorm_quantize(h, x, norm, self.eps)
             else:
@@ -290,32 +278,15 @@ class KimiK2:
         results of its (token, expert) pairs."""
         if isinstance(w, Mlp):
             return mlp(w, x)
-        chosen, e = self._chosen(w, x), w.experts
+        chosen, e = router(x, w.gate, w.bias, self.routing), w.experts
+        if self.group.slicing.whole_experts:
+            chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
         sums_pairs = self.group.ranks == 1 if self.peers is None else not self.peers.loopback
         if sums_pairs and isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
             pairs = moe_int4_pairs(x, chosen, *e.matrices, w.shared)
             if pairs is not None:
                 return pairs
         return _mixture(w, x, chosen)
-
-    def _ffn_rows(self, w: Mlp | Moe, x: Tensor) -> Rows:
-        """As `_ffn`, with the addends summed, in x's type, computed some rows at a time."""
-        if isinstance(w, Mlp):
-            y = mlp(w, x)  # not in pieces: each would convert its weights again; 1 of K2's 61 layers is dense
-        else:
-            chosen, e = self._chosen(w, x), w.experts
-            if isinstance(e, Int4Experts | Int4CompactExperts) and _fuses_shared(w.shared):
-                rows = moe_int4_in_pieces(x, chosen, *e.matrices, w.shared)
-                if rows is not None:
-                    return rows
-            y = _mixture(w, x, chosen)
-        return lambda some: (y[some] if y.dim() == 2 else y[some].sum(1)).to(x.dtype)
-
-    def _chosen(self, w: Moe, x: Tensor) -> Chosen:
-        chosen = router(x, w.gate, w.bias, self.routing)
-        if self.group.slicing.whole_experts:
-            chosen = experts_of_rank(chosen, self.group.slicing, self.config.n_routed_experts)
-        return chosen
 
 
 def add_parts(h: Tensor, x: Tensor, norm: Tensor, eps: float, group: Group, peers: Peers | None) -> Tensor:
@@ -348,20 +319,6 @@ def mla(
         mla_rotate_query(q, ckv, w.kv_a_norm, rotary, latents, norm_eps)
         rounded = mla_prefill_w8a8(q, latents.pages, w.w_uk, w.w_uv, span, scale)
         return linear_w8a8.linear_w8a8(*rounded, w.o, qkv.dtype == torch.float32)
-    return apply(w.o, mla_heads(w, qkv, rotary, step, latents, norm_eps, scale, sharded))
-
-
-def mla_heads(
-    w: Attention,
-    qkv: Tensor,
-    rotary: Rotary,
-    step: Step,
-    latents: Latents,
-    norm_eps: float,
-    scale: float,
-    sharded: ShardedKv | None,
-) -> Tensor:
-    """As `mla` before the product with `w.o`: the outputs of the heads [T, H v]."""
     pages, out = latents.pages, []
     q, ckv = _queries(w, qkv, norm_eps)
     if (span := step.absorbed) is not None:
@@ -378,7 +335,7 @@ def mla_heads(
             out.append(sharded.prefill(w, q_rows, span, pages, scale))
         else:
             out.append(mla_prefill(q_rows, pages, w.w_uk, w.w_uv, span, scale))
-    return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1)
+    return apply(w.o, (out[0] if len(out) == 1 else torch.cat(out)).flatten(1))
 
 
 def _queries(w: Attention, qkv: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
@@ -387,15 +344,6 @@ def _queries(w: Attention, qkv: Tensor, norm_eps: float) -> tuple[Tensor, Tensor
     q = _norm_apply(w.q_b, q_a, w.q_a_norm, norm_eps)
     heads = len(w.w_uk)
     return q.view(len(qkv), heads, q.shape[1] // heads), ckv
-
-
-def _apply_rows(w: Matrix, x: Tensor) -> Rows:
-    """As `apply`, some rows at a time."""
-    if linear_w8a8.applies(w, x):  # decided by all rows: a short piece must not be rounded otherwise than the whole
-        return lambda some: linear_w8a8.linear(x[some], w)
-    if w.format == "fp8" and w.scale is not None:
-        return fp8_in_pieces(x, w.weight, w.scale)
-    return lambda some: apply(w, x[some])
 
 
 def _rows(

@@ -32,7 +32,7 @@ PERSON = {
 WAYS = [replace(p, max_tokens=8 + 2 * i, ignore_eos=True) for i, p in enumerate(WAYS)]
 
 
-LAYOUTS = {"tp 2": dict(tp=2), "tp 4, prompts in pieces": dict(tp=4, exchange_piece_tokens=9), "ep 2": dict(tp=2, ep=2)}
+LAYOUTS = {"tp 2": dict(tp=2), "tp 4": dict(tp=4), "ep 2": dict(tp=2, ep=2)}
 
 
 @pytest.fixture(scope="module", params=[*LAYOUTS.values()], ids=[*LAYOUTS])

@@ -20,9 +20,7 @@ LONG = "The quick brown fox jumps over the lazy dog, and then it runs home. " * 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
     # As few tokens of KV as preempt requests in test_answers, in blocks of 16 on each rank.
-    more = dict(tp=2, kv_shards=2, exchange_piece_tokens=9)
-    with LLM("kimi-nano", **CONFIG, **more, kv_blocks=10, draft="hybrid", draft_tokens=3) as llm:
-        assert llm._engine is not None and llm._engine.runner.model.pieces is not None
+    with LLM("kimi-nano", **CONFIG, tp=2, kv_shards=2, kv_blocks=10, draft="hybrid", draft_tokens=3) as llm:
         assert (llm.info.tp, llm.info.kv_shards, llm.info.block_size) == (2, 2, 32)
         yield llm
 

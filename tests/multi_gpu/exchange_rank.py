@@ -13,7 +13,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # a re-ex
 
 from perilune.core.errors import EngineError
 from perilune.dist import peer_memory
-from perilune.dist.pieces import SLOTS, Landed, add_in_pieces
 from perilune.ops.exchange.exchange_add_rmsnorm import _partial, exchange_add_rmsnorm, launch, reference
 from perilune.ops.exchange.exchange_rows import exchange_rows
 from perilune.ops.exchange.peers import Peers
@@ -85,46 +84,6 @@ def stress(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) -> N
     print(f"ok {exchanges} exchanges in {rounds} rounds")
 
 
-def landed(rank: int, peers: Peers, swap: peer_memory.Swap, rows: int) -> tuple[peer_memory.Landing, Landed]:
-    nbytes = SLOTS * (RANKS - 1) * rows * K2.hidden * BFLOAT16.itemsize
-    memory = peer_memory.landing(rank, RANKS, torch.device("cuda", rank), swap, nbytes)
-    assert isinstance(memory, peer_memory.Landing), memory
-    return memory, Landed(peers, memory, rows, K2.hidden, BFLOAT16)
-
-
-def in_pieces(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) -> None:
-    """Random numbers of tokens in pieces, whole exchanges between them, a late rank now and then: each sum has the bits
-    of the reference."""
-    rng, late, w = random.Random(7), random.Random(rank), torch.ones(K2.hidden, dtype=BFLOAT16, device="cuda")
-    memory, link = landed(rank, peers, swap, 96)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    exchanges, end = 0, time.monotonic() + seconds
-    while any(int(more) for more in swap(b"1" if rank == 0 and time.monotonic() < end else b"0")):
-        for _ in range(20):
-            T, seed = rng.randint(1, 12 * link.rows), rng.randrange(1 << 30)
-            residual, x = inputs(rank, T, 0, seed)
-            held, want, made = residual.clone(), residual.clone(), []
-
-            def part(some: slice, x: Tensor = x) -> Tensor:
-                if late.random() < 0.1:
-                    torch.cuda._sleep(late.randrange(2_000_000))  # cycles, up to 1 ms
-                return x[some] + 0
-
-            y = add_in_pieces(held, part, w, EPS, link)
-            wanted = reference(want, x, w, EPS, given([inputs(r, T, 0, seed)[1] for r in range(RANKS)]))
-            made.append((held, want, y, wanted))
-            if rng.random() < 0.3:
-                launch(residual, x, w, EPS, peers, False)
-                made.append((residual, want, y, wanted))
-            for held, want, y, wanted in made:
-                wrong += (held != want).sum() + ((y - wanted).abs() > 0.1).sum()
-            exchanges += 1
-        assert int(wrong) == 0, f"{int(wrong)} values are wrong after {exchanges} exchanges"
-    torch.cuda.synchronize()
-    memory.close(swap)
-    print(f"ok {exchanges} exchanges in pieces")
-
-
 def of_experts(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) -> None:
     """Random prompts: all rows of what tokens get from experts, or each rank's own rows and their norms to all; then
     another sum of all rows. Every result is compared with the reference, and the ranks' bits with each other."""
@@ -168,8 +127,7 @@ def of_experts(rank: int, peers: Peers, swap: peer_memory.Swap, seconds: float) 
 
 
 def killed(rank: int, peers: Peers, memory: peer_memory.PeerMemory, swap: peer_memory.Swap) -> None:
-    """Rank 1 ends between two exchanges, without a word; rank 0 goes on, also in pieces."""
-    _, link = landed(rank, peers, swap, 96)
+    """Rank 1 ends between two exchanges, without a word; rank 0 goes on."""
     w = torch.ones(K2.hidden, dtype=BFLOAT16, device="cuda")
     residual, x = inputs(rank, 4, 0, 1)
     for _ in range(100):
@@ -184,7 +142,6 @@ def killed(rank: int, peers: Peers, memory: peer_memory.PeerMemory, swap: peer_m
     begin = time.perf_counter()
     for _ in range(100):
         y = exchange_add_rmsnorm(residual, x, w, EPS, peers)
-    add_in_pieces(residual.repeat(100, 1), lambda some: x.repeat(100, 1)[some].clone(), w, EPS, link)
     torch.cuda.synchronize()
     took = time.perf_counter() - begin
     assert bool(y.isnan().all())
@@ -207,7 +164,7 @@ def main() -> None:
     if mode == "killed":
         killed(rank, peers, memory, swap)
     else:
-        {"pieces": in_pieces, "experts": of_experts, "stress": stress}[mode](rank, peers, swap, seconds)
+        {"experts": of_experts, "stress": stress}[mode](rank, peers, swap, seconds)
         memory.check()
         memory.close(swap)
 

@@ -24,7 +24,6 @@ NO_PEERS = {"exchange_add_rmsnorm": "gathered"}
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {  # and how partial outputs are added
     "two GPUs": (dict(tp=2), "peer"),
     "two GPUs, whole experts": (dict(tp=2, ep=2), "peer"),
-    "two GPUs, prompts in pieces": (dict(tp=2, exchange_piece_tokens=64), "peer"),
     "two GPUs, no peer memory": (dict(tp=2, ops=NO_PEERS), "nccl"),
     "one GPU": (dict(tp=2, gpus="0,0"), "gloo"),
 }

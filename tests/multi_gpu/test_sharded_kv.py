@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not GPUS, reason="needs a CUDA device")
 CONFIG: dict[str, Any] = dict(device="cuda", max_model_len=1024, max_num_seqs=4, kv_blocks=80, seed=1)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two GPUs": dict(tp=2, kv_shards=2),
-    "two GPUs, packed": dict(tp=2, kv_shards=2, kv_dtype="fp8", exchange_piece_tokens=64),
+    "two GPUs, packed": dict(tp=2, kv_shards=2, kv_dtype="fp8"),
     "one GPU": dict(tp=2, kv_shards=2, gpus="0,0"),
 }
 

@@ -92,7 +92,6 @@ def prefill(
     }
     found: list[dict[int, float]] = []
     common: dict[str, Any] = {}
-    piece = 0  # tokens
     for engine in _engines(name, layers, settings, report):
         times = {n: [prompt_seconds(engine, n, turn) for turn in range(PROMPTS)] for n in lengths}
         found.append({n: statistics.median(taken[1:]) for n, taken in times.items()})
@@ -101,7 +100,6 @@ def prefill(
                 for line in step_kernels(engine, [random_prompt(engine, n, PROMPTS + 1)]):
                     report(line)
         common = common or common_keys(engine, name, layers)
-        piece = 0 if engine.runner.model.pieces is None else engine.runner.model.pieces.rows
     rows, apart = [], _apart(layers)
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
@@ -118,12 +116,10 @@ def prefill(
             "ceiling_tflops": CEILING_TFLOP_S,
             "method": f"(step of {layers} layers - step of {layers - apart}) / {apart}, medians of {PROMPTS - 1} "
             "prompts; tflops of one rank; random weights",
-            **({"exchange_piece_tokens": piece} if piece else {}),
             **ledger.circumstances(common["tp"]),
         }
         report(
-            f"tp {row['tp']} ep {row['ep']} ({row['exchange']}{f' in pieces of {piece}' if piece else ''}), "
-            f"prefill {n}: {ms:.2f} ms per layer, {row['tflops']} "
+            f"tp {row['tp']} ep {row['ep']} ({row['exchange']}), prefill {n}: {ms:.2f} ms per layer, {row['tflops']} "
             f"TFLOP/s on each rank ({100 * row['fraction']:.0f} % of {CEILING_TFLOP_S:.0f})"
         )
         rows.append(row)

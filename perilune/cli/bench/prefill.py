@@ -41,11 +41,6 @@ from perilune.ops.harness import registry
 @click.option("--tp", default=1, show_default=True, help="Ranks that share the model, one per GPU.")
 @click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
-@click.option(
-    "--piece-tokens",
-    type=click.IntRange(1),
-    help="With several ranks: tokens per piece of an exchange (exchange_piece_tokens). [default: whole]",
-)
 @click.option("--device", default="auto", show_default=True, help="Device of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="Print each kernel's time.")
 @click.option(
@@ -62,7 +57,6 @@ def command(
     tp: int,
     ep: int,
     gpus: str | None,
-    piece_tokens: int | None,
     device: str,
     kernels: bool,
     chosen: tuple[str, ...],
@@ -79,7 +73,7 @@ def command(
             raise click.BadParameter("goes without --cached and --op", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
-        config |= {"exchange_piece_tokens": piece_tokens} | bench.rest_settings(rest_dtype)
+        config |= bench.rest_settings(rest_dtype)
         finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return
     slices = microscope.Bench(name, layers)

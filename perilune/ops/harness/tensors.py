@@ -1,10 +1,6 @@
 """Helpers for tensors that several rooms of ops share."""
 
-from collections.abc import Callable
-
 from torch import Tensor
-
-Rows = Callable[[slice], Tensor]  # computes these rows of an output [T, D], again at each call
 
 FEW_ROWS_ON_CPU = 64  # up to so many rows this package's float32 kernels are as fast as torch's
 

@@ -19,7 +19,6 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, K2, Make, Sized, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import Rows
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.linear.linear import run_streamed, streamable
 from perilune.ops.linear.scale_columns import scale_columns
@@ -122,12 +121,6 @@ def dequantised(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: f
     # Multiply the sums by the scales, not the weights: e4m3 values are exact in bfloat16, scaled ones are not.
     y = torch.nn.functional.linear(x, widen_fp8(w, x.dtype))
     return scale_columns(y.float() if wide else y, scale)
-
-
-def fp8_in_pieces(x: Tensor, w: Tensor, scale: Tensor) -> Rows:
-    """y as "torch" computes it, in x's type, as a function of a slice of rows. The weights are converted only once."""
-    converted = widen_fp8(w, x.dtype)
-    return lambda some: scale_columns(torch.nn.functional.linear(x[some], converted), scale)
 
 
 def linear_fp8(

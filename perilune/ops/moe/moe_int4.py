@@ -39,7 +39,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, Rows
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp, Pairs
 from perilune.ops.linear import linear_w8a8, skinny_gemm
@@ -369,16 +369,6 @@ def moe_int4(
 ) -> Tensor:
     _check(x, chosen, gate_up, down, shared)
     return op(x, chosen, gate_up, down, shared, partial)
-
-
-def moe_int4_in_pieces(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Rows | None:
-    """y.sum(1) of `moe_int4` in x's type, as a function that sums the experts of a slice of rows at each call. None if
-    the implementation for these arguments sums all rows at once."""
-    _check(x, chosen, gate_up, down, shared)
-    if op.choice(x, chosen, gate_up, down, shared, False) is not cuda_prefill or len(x) > moe_int4_grouped.CHUNK:
-        return None
-    rest = None if shared is None else functools.partial(_shared, w=shared)
-    return moe_int4_grouped.in_pieces(x, chosen, gate_up, down, rest)
 
 
 def moe_int4_pairs(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None) -> Pairs | None:

@@ -1,10 +1,10 @@
 """The CUDA implementation of moe_int4.py for many tokens: grouped products on the tensor cores (moe_int4_grouped.cuh).
 
-Arguments as in moe_int4.py; y [T, 1, D] float32, or with `in_pieces` some rows at a time, in bfloat16. Pairs (token,
-expert) are sorted by expert on the device, without waiting for the host. Compact scales times the row's scale,
-dequantised weights, h and each expert's result are rounded to bfloat16; scales are 0 or between 2^-78 and 2^42. The
-weighted sum of a token's experts is in fp32 and in the order of its choices. A token's result from the routed experts
-does not depend on the batch; the shared expert's may, because its products in torch choose the order of sums by T.
+Arguments as in moe_int4.py; y [T, 1, D] float32. Pairs (token, expert) are sorted by expert on the device, without
+waiting for the host. Compact scales times the row's scale, dequantised weights, h and each expert's result are rounded
+to bfloat16; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order
+of its choices. A token's result from the routed experts does not depend on the batch; the shared expert's may, because
+its products in torch choose the order of sums by T.
 
 Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) bytes for each of T k + 7 E rows.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
-from perilune.ops.harness.tensors import Rows, address, aligned
+from perilune.ops.harness.tensors import address, aligned
 from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
 
@@ -34,11 +34,6 @@ MAX_EXPERTS = 1024
 @functools.cache
 def _kernel(source: str) -> Any:
     return build.function(source, source.removesuffix(".cu"), "pl" + "p" * 14 + "l" * 9 + "p")
-
-
-@functools.cache
-def _combine(source: str) -> Any:
-    return build.function(source, source.removesuffix(".cu") + "_combine", "ppppplllp")
 
 
 @functools.cache
@@ -80,33 +75,6 @@ def prefill(
         part = Chosen(chosen.ids[some].contiguous(), chosen.weights[some].contiguous())
         _chunk(x[some], part, gate_up, down, added, y[some])
     return y
-
-
-def in_pieces(
-    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Callable[[Tensor], Tensor] | None
-) -> Rows:
-    """As `prefill` for at most CHUNK tokens, but returns a function that sums a slice of rows: [n, D] bfloat16, rounded
-    once. The function keeps the workspace alive."""
-    found = unsummed(x, chosen, gate_up, down, shared)
-    combine, D = _combine(source_for(gate_up)), x.shape[1]
-
-    def rows(some: slice) -> Tensor:
-        at, weights = found.position[some], found.weights[some]
-        y = torch.empty(len(at), D, dtype=BFLOAT16, device=x.device)
-        failed = combine(
-            found.part.data_ptr(),
-            at.data_ptr(),
-            weights.data_ptr(),
-            None if found.shared is None else found.shared[some].data_ptr(),
-            y.data_ptr(),
-            *at.shape,
-            D,
-            build.stream(x.device),
-        )
-        assert not failed, f"CUDA error {failed}: {at.shape=} {D=}"
-        return y
-
-    return rows
 
 
 def unsummed(

@@ -65,26 +65,6 @@ def test_a_group_with_peer_memory_adds_over_it_and_ends_its_waits_first(monkeypa
     assert calls == ["end", "abort", "close True"], "NCCL is not aborted twice"
 
 
-def test_partial_outputs_travel_whole_where_there_is_no_landing_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert group(monkeypatch, None, 0, "no peer memory")[0].pieces(4, 8, torch.bfloat16) is None
-    caplog.clear()
-    made, _ = group(monkeypatch, PeerMemory(0, [64, 128], torch.device("cpu"), 1.0))
-    wanted: list[int] = []
-
-    def landing(rank: int, ranks: int, device: torch.device, swap: peer_memory.Swap, nbytes: int) -> str:
-        wanted.append(nbytes)
-        return "rank 1: no 161 MB to share (CUDA error 2)"
-
-    monkeypatch.setattr(peer_memory, "landing", landing)
-    assert made.pieces(2816, 7168, torch.bfloat16) is None and wanted == [4 * 2816 * 7168 * 2]
-    (said,) = caplog.records
-    assert said.getMessage() == (
-        "partial outputs of long steps are exchanged whole: rank 1: no 161 MB to share (CUDA error 2)"
-    )
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_group_without_peer_memory_says_why_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int

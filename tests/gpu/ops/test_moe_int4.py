@@ -136,18 +136,3 @@ def test_a_choice_that_is_published(fp8: bool) -> None:
         torch.cuda.synchronize()
         assert torch.equal(x, given * 2) and y.isfinite().all()
         assert torch.equal(_run({**args, "x": x, "chosen": Chosen(chosen.ids, chosen.weights)}, []), y)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_rows_that_are_summed_later_have_the_bits_of_all_at_once(compact: bool) -> None:
-    T = 5100  # only the kernels of more than 5,000 tokens sum experts later
-    case = moe_int4.Case(T, K2.top_k, 48, K2.hidden, K2.width // 2, S=K2.width // 2, shared_fp8=True, compact=compact)
-    args = moe_int4.inputs(case, Make(torch.bfloat16, CUDA, 6))
-    args["chosen"].ids[5, 2] = -1
-    args.pop("partial")
-    whole = moe_int4.moe_int4(*args.values())
-    rows = moe_int4.moe_int4_in_pieces(*args.values())
-    assert whole.shape[1] == 1 and rows is not None
-    want = whole[:, 0].to(torch.bfloat16)
-    for some in (slice(0, 256), slice(256, 640), slice(640, T), slice(0, T)):
-        assert torch.equal(rows(some), want[some]), some

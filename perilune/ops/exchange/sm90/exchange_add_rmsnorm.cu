@@ -337,7 +337,3 @@ API int exchange_open(const void* handle, void** mailbox) {
 }
 API int exchange_close(void* mailbox) { return static_cast<int>(cudaIpcCloseMemHandle(mailbox)); }
 API int exchange_free(void* mailbox) { return static_cast<int>(cudaFree(mailbox)); }
-// Queues a copy to another GPU's memory by a copy engine, which needs no SM.
-API int exchange_copy(void* to, const void* from, int64_t bytes, void* stream) {
-  return static_cast<int>(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)));
-}

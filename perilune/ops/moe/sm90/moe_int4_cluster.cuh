@@ -214,7 +214,7 @@ int run(const Block& b) {
   a = {static_cast<const uint8_t*>(b.h), {b.slabs, b.groups, D}, static_cast<const bf16*>(b.down_row), plan, I, 0};
   failed = product<false, COMPACT>(a, back, sms, b.stream);
   if (failed || !b.y) return failed;
-  return launch(combine_kernel<true, float>, dim3(tokens, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
+  return launch(combine_kernel<true>, dim3(tokens, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
                 static_cast<const bf16*>(b.slabs), static_cast<const int*>(position),
                 static_cast<const float*>(b.weights), static_cast<const bf16*>(b.shared), k, D,
                 static_cast<float*>(b.y));

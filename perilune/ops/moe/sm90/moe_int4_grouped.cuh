@@ -329,8 +329,8 @@ int products(Args a, uint32_t classes, const Planned::Plan* plan, const Tile* ti
   return 0;
 }
 
-// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: `combine` sums
-// later. classes: plan_kernel's.
+// x [T, D] with rows `stride` apart, ids and weights [T, k], shared [T, D] or null; y [T, D], or null: the pairs'
+// results stay in slabs, unsummed. classes: plan_kernel's.
 // Workspace: plan int32 [93 + 3 * 31 * capacity], position int32 [T k], slabs bf16 [8 groups, D] (of x, then the rows
 // of down), h bf16 [8 groups, I]. capacity >= T k / 256 + E tiles; 8 groups >= T k + 7 min(E, T k) + 256 rows.
 struct Block {
@@ -367,19 +367,10 @@ int run(const Block& b) {
        b.groups, I, D, D / 128, 0};
   failed = products<false, COMPACT>(a, classes, plan, tiles, capacity, sms, b.stream);
   if (failed || !b.y) return failed;
-  return launch(combine_kernel<false, float>, dim3(b.T, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
+  return launch(combine_kernel<false>, dim3(b.T, (D / 8 + 255) / 256), dim3(256), 0, b.stream, 1,
                 static_cast<const bf16*>(b.slabs), static_cast<const int*>(position),
                 static_cast<const float*>(b.weights), static_cast<const bf16*>(b.shared), static_cast<int>(b.k), D,
                 static_cast<float*>(b.y));
-}
-
-// y [T, D] bf16: the results of T tokens, from the rows of down that a run without y left in its slabs. position and
-// weights [T, k] and shared [T, D], or null, are those of the T tokens.
-inline int combine(const void* slabs, const void* position, const void* weights, const void* shared, void* y, int64_t T,
-                   int64_t k, int64_t D, void* stream) {
-  return launch(combine_kernel<false, bf16>, dim3(T, (D / 8 + 255) / 256), dim3(256), 0, stream, 1,
-                static_cast<const bf16*>(slabs), static_cast<const int*>(position), static_cast<const float*>(weights),
-                static_cast<const bf16*>(shared), static_cast<int>(k), static_cast<int>(D), static_cast<bf16*>(y));
 }
 
 }  // namespace

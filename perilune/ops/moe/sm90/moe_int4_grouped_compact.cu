@@ -11,8 +11,3 @@ API int moe_int4_grouped_compact(const void* x, int64_t stride, const void* ids,
                     y, plan, position, slabs, h, T, k, E, D, I, classes, capacity, groups, processors,
                     stream});
 }
-
-API int moe_int4_grouped_compact_combine(const void* slabs, const void* position, const void* weights,
-                                         const void* shared, void* y, int64_t T, int64_t k, int64_t D, void* stream) {
-  return combine(slabs, position, weights, shared, y, T, k, D, stream);
-}

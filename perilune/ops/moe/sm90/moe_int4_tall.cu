@@ -265,7 +265,7 @@ API int moe_int4_tall(const void* x, int64_t stride, const void* ids, const void
   a.to = {part, groups, width};
   failed = products<false>(a, back, used, plan, tiles, room, sms, stream);
   if (failed) return failed;
-  return launch(combine_kernel<true, float>, dim3(tokens, (width / 8 + 255) / 256), dim3(256), 0, stream, 1,
+  return launch(combine_kernel<true>, dim3(tokens, (width / 8 + 255) / 256), dim3(256), 0, stream, 1,
                 static_cast<const bf16*>(part), static_cast<const int*>(position), static_cast<const float*>(weights),
                 static_cast<const bf16*>(shared), choices, width, static_cast<float*>(y));
 }

@@ -113,10 +113,10 @@ __device__ __forceinline__ void permute(const bf16* row, int unit, uint4* to) {
 }
 
 // y[t] = sum over j of weights[t, j] part[position[t, j]] in the order of j, then + shared[t].
-// INTERLEAVED: every 8 of a row of part are columns 0, 4, 1, 5, 2, 6, 3, 7. Y: float, or bf16, rounded once.
-template <bool INTERLEAVED, typename Y>
+// INTERLEAVED: every 8 of a row of part are columns 0, 4, 1, 5, 2, 6, 3, 7.
+template <bool INTERLEAVED>
 __global__ void combine_kernel(const bf16* part, const int* position, const float* weights, const bf16* shared, int k,
-                               int D, Y* y) {
+                               int D, float* y) {
   wait_for_predecessor();
   let_successor_start();
   const int64_t token = blockIdx.x;
@@ -138,14 +138,9 @@ __global__ void combine_kernel(const bf16* part, const int* position, const floa
     if (row >= 0) add(load16(part + static_cast<int64_t>(row) * D + column), weights[token * k + j], INTERLEAVED);
   }
   if (shared) add(load16(shared + token * D + column), 1.0f, false);
-  if constexpr (sizeof(Y) == sizeof(bf16)) {
-    *reinterpret_cast<uint4*>(y + token * D + column) = make_uint4(narrow(sum[0], sum[1]), narrow(sum[2], sum[3]),
-                                                                   narrow(sum[4], sum[5]), narrow(sum[6], sum[7]));
-  } else {
-    float4* to = reinterpret_cast<float4*>(y + token * D + column);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  }
+  float4* to = reinterpret_cast<float4*>(y + token * D + column);
+  to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 }
 
 }  // namespace

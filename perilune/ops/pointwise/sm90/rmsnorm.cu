@@ -1,7 +1,6 @@
 // rmsnorm of many rows, alone or after something is added to the residual stream. Contracts in rmsnorm.py,
-// add_rmsnorm.py, exchange/sum_add_rmsnorm.py, linear/add_rmsnorm_quantize.py, moe/combine_add_rmsnorm.py and
-// moe/combine_add_rmsnorm_quantize.py. A row belongs to a warp, or to a whole CTA, which keeps it in registers from its
-// sum of squares to its result.
+// add_rmsnorm.py, linear/add_rmsnorm_quantize.py, moe/combine_add_rmsnorm.py and moe/combine_add_rmsnorm_quantize.py.
+// A row belongs to a warp, or to a whole CTA, which keeps it in registers from its sum of squares to its result.
 #include "cuda/token_scale.cuh"
 
 using namespace hopper;
@@ -9,9 +8,9 @@ using namespace hopper;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-// Added to x: nothing, a row of bf16, rows of floats, a row of bf16 of each rank, the weighted sum of rows of bf16, the
-// same with columns in moe_int4_cluster.cuh's order.
-enum Added { NOTHING, NARROW, WIDE, RANKS, PAIRS, CLUSTER_PAIRS };
+// Added to x: nothing, a row of bf16, rows of floats, the weighted sum of rows of bf16, the same with columns in
+// moe_int4_cluster.cuh's order.
+enum Added { NOTHING, NARROW, WIDE, PAIRS, CLUSTER_PAIRS };
 __host__ __device__ constexpr bool paired(Added added) { return added == PAIRS || added == CLUSTER_PAIRS; }
 constexpr int BATCH = 2;  // rows of pairs that are loaded at once: with more, an SM has registers for one CTA only
 
@@ -23,11 +22,6 @@ struct Args {
   void* y;  // [T, D] bf16
   int parts, T, D;
   float eps;
-  // RANKS: `added` is the partial sum of rank `rank`; `others` has those of the other `parts` - 1 ranks, in order,
-  // `apart` values apart.
-  const bf16* others;
-  int64_t apart;
-  int rank;
   // QUANTIZED: y is [T, D] e4m3, and `scales` [ceil(D / 128), scale_rows] has the scales of its groups.
   float* scales;
   int scale_rows;
@@ -109,29 +103,19 @@ __global__ void __launch_bounds__(THREADS, paired(ADDED) ? 2 : 0) rmsnorm_kernel
                             plus(value[i].z, sum[i][4], sum[i][5]), plus(value[i].w, sum[i][6], sum[i][7]));
     }
   }
-  if (ADDED == WIDE || ADDED == RANKS) {
+  if (ADDED == WIDE) {
     float4 sum[EACH][2] = {};
     for (int part = 0; part < a.parts; part++) {
       const int64_t at = static_cast<int64_t>(row) * a.parts + part;
       const float4* from = static_cast<const float4*>(a.added) + at * (a.D / 4);
-      const int other = part - (part > a.rank);
-      const bf16* of_rank = part == a.rank ? static_cast<const bf16*>(a.added) : a.others + other * a.apart;
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
         const int p = place + i * 32 * SHARE;
         if (p >= pieces) continue;
-        if constexpr (ADDED == RANKS) {
-          // Bypasses L1: another GPU has written it, maybe after this kernel was launched.
-          const uint4 v = __ldcg(reinterpret_cast<const uint4*>(of_rank + static_cast<int64_t>(row) * a.D + 8 * p));
-          const float2 v0 = widen(v.x), v1 = widen(v.y), v2 = widen(v.z), v3 = widen(v.w);
-          sum[i][0].x += v0.x, sum[i][0].y += v0.y, sum[i][0].z += v1.x, sum[i][0].w += v1.y;
-          sum[i][1].x += v2.x, sum[i][1].y += v2.y, sum[i][1].z += v3.x, sum[i][1].w += v3.y;
-        } else {
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const float4 v = from[2 * p + half];
-            sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
-          }
+        for (int half = 0; half < 2; half++) {
+          const float4 v = from[2 * p + half];
+          sum[i][half].x += v.x, sum[i][half].y += v.y, sum[i][half].z += v.z, sum[i][half].w += v.w;
         }
       }
     }
@@ -221,7 +205,7 @@ int start(const Args& a, void* stream) {
 // D is a multiple of 8 and at most 8,192; rows of x start at 16 bytes.
 API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
   const Args a = {static_cast<bf16*>(const_cast<void*>(x)), stride, nullptr, static_cast<const bf16*>(w),
-                  y, 0, static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
+                  y, 0, static_cast<int>(T), static_cast<int>(D), eps};
   return start<NOTHING>(a, stream);
 }
 
@@ -229,17 +213,8 @@ API int rmsnorm(const void* x, int64_t stride, const void* w, void* y, int64_t T
 API int add_rmsnorm(void* residual, const void* x, int64_t parts, int64_t wide, const void* w, void* y, int64_t T,
                     int64_t D, float eps, void* stream) {
   const Args a = {static_cast<bf16*>(residual), D, x, static_cast<const bf16*>(w), y,
-                  static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps, nullptr, 0, 0};
+                  static_cast<int>(parts), static_cast<int>(T), static_cast<int>(D), eps};
   return wide ? start<WIDE>(a, stream) : start<NARROW>(a, stream);
-}
-
-// residual [T, D] is updated; own [T, D] of `rank`; others [ranks - 1, T, D], `apart` values apart.
-API int sum_add_rmsnorm(void* residual, const void* own, const void* others, int64_t apart, int64_t ranks, int64_t rank,
-                        const void* w, void* y, int64_t T, int64_t D, float eps, void* stream) {
-  const Args a = {static_cast<bf16*>(residual), D, own, static_cast<const bf16*>(w), y,
-                  static_cast<int>(ranks), static_cast<int>(T), static_cast<int>(D), eps,
-                  static_cast<const bf16*>(others), apart, static_cast<int>(rank)};
-  return start<RANKS>(a, stream);
 }
 
 // As add_rmsnorm, with y [T, D] in e4m3 and scales [ceil(D / 128), scale_rows]; scale_rows is a multiple of 8.
