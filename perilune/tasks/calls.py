@@ -1,6 +1,6 @@
 """Tool use: the families `tool_call` (one call) and `tools_multi` (several calls, results, refusals, longer history).
 
-Structure: structural problems ask for tools whose noun, and with it whose name, never occurs in training; half of
+Structure: structural problems ask for tools with a noun, and so a name, that never occurs in training; half of
 their parameters are new as well, and half of the requests are worded anew.
 """
 

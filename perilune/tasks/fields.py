@@ -161,7 +161,7 @@ def named(words: str, camel: bool) -> str:
 
 
 def field(rng: Random, new: bool, camel: bool = False) -> Field:
-    """A random field; with `new`, one whose name never occurs in training."""
+    """A random field; with `new`, one with a name that never occurs in training."""
     roll = rng.random()
     if roll < (0.4 if invents_more() else 0.12) and not new:
         words, kind = made_up(rng), pick(rng, _MADE_UP_KINDS)

@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The assistant's turn; `reasoning` is what stands between `<think>` and `</think>`."""
+    """The assistant's turn; `reasoning` is the text between `<think>` and `</think>`."""
 
     reasoning: str
     content: str

@@ -92,7 +92,7 @@ _NATURAL: Final[dict[str, tuple[str, ...]]] = {
 class Tool:
     """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared.
 
-    `entry`: where it comes from if it is one of the catalog, whose verbs need not have a class (then `verbs` is -1);
+    `entry`: where it comes from if it is one of the catalog: its verbs need not have a class (then `verbs` is -1);
     `iso`: its dates must be YYYY-MM-DD.
     """
 

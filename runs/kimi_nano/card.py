@@ -99,8 +99,8 @@ longer contexts work, but nothing was learnt about them.
 {before}
 {steps:,} steps of {batch:,} tokens, {tokens:.2f} billion in all, of which {learnt:.2f} billion were predicted (the
 assistant's last turn, and plain text), in {minutes:.0f} minutes on {device}, torch {torch}, seed {data_seed}. Muon
-and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward pass, gradients straight through. To
-repeat all of it, this card included:
+and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward pass, gradients straight through.
+{averaged}To repeat all of it, this card included:
 
 ```sh
 sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   # the documentation's sources, TrueType fonts, public data sets
@@ -299,6 +299,16 @@ def stages(trained: Row) -> str:
     return "\n" + "\n".join(lines) + "\n\nThe last stage:"
 
 
+def averaged(fact: Row | None) -> str:
+    """What runs.kimi_nano.average did, if it did."""
+    if not fact:
+        return ""
+    before = 100 * fact["share"]
+    return f"""The weights are a mean: {100 - before:.0f} % of this stage's, {before:.0f} % of those before it, experts
+rounded to INT4 anew. What is said of new fonts above is of the weights before the mean.
+"""
+
+
 def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures: str = "") -> str:
     """given: rows of `newest_given`; pictures: the part about them (eyes_card.part)."""
     mix = trained["mix"]
@@ -315,6 +325,7 @@ def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures:
         tokens=trained["tokens"] / 1e9,
         learnt=trained["tokens_learnt"] / 1e9,
         minutes=trained["minutes"],
+        averaged=averaged(trained.get("averaged")),
         texts=trained["texts"],
         text_tokens=trained["text_tokens"] / 1e6,
         written=others(trained.get("written", {}), trained.get("written_share", 0.3)),

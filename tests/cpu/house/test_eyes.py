@@ -30,7 +30,7 @@ from perilune.server.service import Service
 from perilune.tasks import words as task_words
 from perilune.tasks.families import problems
 from perilune.text.chat import ChatTemplate
-from runs.kimi_nano import export, eyes, eyes_card, feeder, state
+from runs.kimi_nano import average, card, export, eyes, eyes_card, feeder, state
 from runs.kimi_nano.data import CORPUS_FILE, Codec, Corpus
 from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.export import add_eyes
@@ -55,6 +55,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     after = {f.name: hashlib.sha256(f.read_bytes()).digest() for f in path.glob("*.safetensors")}
     assert {name for name, value in after.items() if value != before.get(name)} == {EYES_FILE}
     return path
+
+
+def test_a_mean_of_two_stages(model: Path, tmp_path: Path) -> None:
+    """Of equal text models it is the same text model: INT4 values stay as they are. Shapes that differ are an error."""
+    new = shutil.copytree(model, tmp_path / "new")
+    average.average(new, NANO, 0.25)
+    before, after = export.read_back(NANO).state_dict(), export.read_back(new).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[n], before[n]) for n in after)
+    towers = [load_file(path / EYES_FILE) for path in (model, NANO, new)]
+    for name, tensor in towers[2].items():
+        assert torch.equal(tensor, (0.75 * towers[0][name].float() + 0.25 * towers[1][name].float()).bfloat16())
+    noted = json.loads((new / state.TRAINING_FILE).read_text())
+    assert noted["averaged"] == {"share": 0.25, "with": card.weights_hash(NANO)}
+    assert noted["weights_sha256"] == card.weights_hash(new)
+    found = average.mean({"a": torch.tensor([1.0, 4.0])}, {"a": torch.tensor([5.0, 0.0])}, 0.25)
+    assert found["a"].tolist() == [2.0, 3.0]
+    with pytest.raises(SystemExit, match="differ in names or shapes"):
+        average.mean({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, 0.5)
 
 
 @pytest.fixture(scope="module")
