@@ -22,7 +22,7 @@ from perilune.tasks.problem import SEED, SPLITS, Answer, Problem, answer_of, ass
 from perilune.tasks.programs import same_result, sample_programs
 from perilune.tasks.questions import DocQuestions, same_text
 from perilune.tasks.smalltalk import same_reply, sample_chat
-from perilune.tasks.tools import how_many, others, shuffled
+from perilune.tasks.tools import forget_pools, how_many, others, shuffled
 from perilune.tasks.word_problems import sample_word_problems
 from perilune.tasks.words import NEW_NAMES, NEW_NOUNS, NEW_OBJECTS, learn
 
@@ -46,6 +46,7 @@ def learn_words(passages: Iterable[str]) -> int:
     """For training processes: made-up words now include real ones of these paragraphs (words.learn)."""
     bases = [base for kind in NEW_BASES.values() for base in kind]
     kept = [*NEW_NAMES, *NEW_OBJECTS, *NEW_NOUNS, *bases, *(c for base in bases for c in CHOICES.get(base, ()))]
+    forget_pools()
     # Things are counted in the plural, and the singular would give them away too.
     return learn(passages, [word.lower().split("_")[0].rstrip("s") for word in kept])
 

@@ -203,6 +203,12 @@ def _catalog_pool() -> tuple[Tool, ...]:
     return tuple([catalog_tool(rng, entry) for entry in catalog.ENTRIES for _ in range(25)])
 
 
+def forget_pools() -> None:
+    """Pools are drawn anew: they hold made-up words, which `words.learn` changes."""
+    _pool.cache_clear()
+    _catalog_pool.cache_clear()
+
+
 def others(rng: Random, targets: list[Tool], count: int, split: str) -> list[Tool]:
     """More tools for a prompt, none of which could be meant by a request for one of `targets`, some close to it."""
     taken = {t.name for t in targets}

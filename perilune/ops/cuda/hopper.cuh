@@ -65,11 +65,6 @@ __device__ __forceinline__ void copy16_once(void* shared, const void* global) {
                "l"(global), "l"(ONCE)
                : "memory");
 }
-__device__ __forceinline__ void copy16_or_zero(void* shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending>
 __device__ __forceinline__ void copies_wait() {

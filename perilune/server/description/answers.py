@@ -408,10 +408,6 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class Supported(BaseModel):
-    supported: bool
-
-
 class MessagesModel(BaseModel):
     """A model as Anthropic's clients know it: requests with the header anthropic-version get this form."""
 
