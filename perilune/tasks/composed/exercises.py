@@ -50,7 +50,7 @@ def picked(items: Sequence[str], rest: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _no(found: object) -> str:
+def _yes_or_no(found: object) -> str:
     return "yes" if found else "no"
 
 
@@ -80,7 +80,7 @@ def of_word(rng: Random, w: str) -> list[Task]:
         ("distinct", "how many different letters has {x}?", f"{i}\n{indexed(once)}\n{indexed(once.replace('-', ''))}",
             str(len(set(w)))),
         ("most", "which letter occurs most often in {x}?|most common letter of {x}?", tally, most),
-        ("starts", f"does {{x}} start with {a}? yes or no", f"{i}\n1{w[0]}", _no(a == w[0])),
+        ("starts", f"does {{x}} start with {a}? yes or no", f"{i}\n1{w[0]}", _yes_or_no(a == w[0])),
         ("times", f"write {{x}} {n} times with {name} between|{{x}}, {n} times, {name} between",
             "\n".join([f"{j}:{w}" for j in range(1, n + 1)]), mark.join([w] * n)),
     ]  # fmt: skip
@@ -95,7 +95,8 @@ def of_words(rng: Random, found: list[str], out: Out) -> list[Task]:
     return [
         ("begin", f"which of {{x}} begin with {c}?|only those of {{x}} that start with {c}", heads, out(starts)),
         ("how many", f"how many of {{x}} begin with the letter {c}?", heads, str(len(starts))),
-        ("hold", f"which of {{x}} contain the letter {c} ?", "\n".join([f"{indexed(x)} {_no(c in x)}" for x in found]),
+        ("hold", f"which of {{x}} contain the letter {c} ?",
+            "\n".join([f"{indexed(x)} {_yes_or_no(c in x)}" for x in found]),
             out([x for x in found if c in x])),
         ("big", f"which of {{x}} have {n} letters or more?", "\n".join([f"{indexed(x)} {len(x)}" for x in found]),
             out([x for x in found if len(x) >= n])),
@@ -200,7 +201,7 @@ def _date(rng: Random) -> Small:
         )
     if kind == 2:
         rest = year % 100
-        return f"is {year} a leap year? yes or no", f"{rest}=4*{rest // 4}r{rest % 4}", _no(rest % 4 == 0)
+        return f"is {year} a leap year? yes or no", f"{rest}=4*{rest // 4}r{rest % 4}", _yes_or_no(rest % 4 == 0)
     if kind == 3:
         iso = f"{year}-{i + 1:02d}-{d:02d}"
         return f"write {t} {year} as YYYY-MM-DD|{t} {year} in ISO form?", f"{m}:{i + 1:02d}\n{d:02d}", iso
@@ -218,7 +219,11 @@ def _count(rng: Random) -> Small:
         work += f"\n{n}-{rest}={below}\n{below}+{k}={below + k}"
         return f"what is the next multiple of {k} after {n}?|first multiple of {k} above {n}?", work, f"{below + k}"
     if kind == 1:
-        return f"is {n} divisible by {k}? yes or no|does {k} go into {n} without a rest? yes or no", work, _no(not rest)
+        return (
+            f"is {n} divisible by {k}? yes or no|does {k} go into {n} without a rest? yes or no",
+            work,
+            _yes_or_no(not rest),
+        )
     a, b, c, e = n + k, n + 2 * k, n + 3 * k, n + 4 * k
     row = f"{n}, {a}, {b}, {c}"
     return (
@@ -235,7 +240,7 @@ def _two(rng: Random) -> Small:
     forms = (f"interleave {x} and {y}|{x} and {y}: take one of each by turns", f"what do {x} and {y} have in common?|"
         f"which items of {x} are in {y} too?", f"which items of {x} are not in {y}?|{x} without {y}")[kind]  # fmt: skip
     got = [w for w in a if (w in b) is (kind == 1)] if kind else [w for pair in zip(a, b) for w in pair]
-    trace = ",".join([f"{w}:{_no(w in b)}" for w in a]) if kind else f"{places(a)}\n{places(b)}\n{places(got)}"
+    trace = ",".join([f"{w}:{_yes_or_no(w in b)}" for w in a]) if kind else f"{places(a)}\n{places(b)}\n{places(got)}"
     return forms, trace, f"[{', '.join(got)}]"
 
 
