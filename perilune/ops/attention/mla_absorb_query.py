@@ -92,9 +92,7 @@ def reference(
 op = Op("mla_absorb_query", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "latents"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_absorb_query.cu", "mla_absorb_query", "p" + cache_rows.SIGNATURE + "pplp")
+_kernel = build.launcher("mla_absorb_query.cu", "mla_absorb_query", "p" + cache_rows.SIGNATURE + "pplp")
 
 
 @op.impl(

@@ -153,14 +153,8 @@ def reference(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: fl
 op = Op("mla_decode", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "w_uv"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_decode.cu", "mla_decode", "pplllplpppppp" + "l" * 5 + "fp")
-
-
-@functools.cache
-def _few() -> Any:
-    return build.function("mla_decode.cu", "mla_attend_few", "pplll" + "plpppp" + "lllfp")
+_kernel = build.launcher("mla_decode.cu", "mla_decode", "pplllplpppppp" + "l" * 5 + "fp")
+_few = build.launcher("mla_decode.cu", "mla_attend_few", "pplll" + "plpppp" + "lllfp")
 
 
 def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:

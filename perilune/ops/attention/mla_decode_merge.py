@@ -10,7 +10,6 @@ contiguous, of N <= 8 ranks for this rank's H heads; w_uv [H, R, v]; y [T, H, v]
 "cuda" is one launch: a cluster of CTAs per head and 32 tokens, like the one that merges ranges in mla_decode.cu.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +79,7 @@ def reference(o: Tensor, lse: Tensor, w_uv: Tensor) -> Tensor:
 op = Op("mla_decode_merge", CASES, TOL, inputs, cost, reference, decides=("o", "w_uv"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_decode_merge.cu", "mla_decode_merge", "plplpplllp")
+_kernel = build.launcher("mla_decode_merge.cu", "mla_decode_merge", "plplpplllp")
 
 
 @op.impl(

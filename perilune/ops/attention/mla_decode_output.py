@@ -12,7 +12,6 @@ width too. "cuda" (mla_decode_output_t1.cu) takes one token: of 8 to 64 heads in
 one.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +131,8 @@ def projected_reference(o: Tensor, weights: Attention) -> Tensor:
 op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "weights"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 8 + "pp")
-
-
-@functools.cache
-def _mma() -> Any:
-    return build.function("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" * 12 + "l" * 9 + "pp")
+_kernel = build.launcher("mla_decode_output_t1.cu", "mla_decode_output", "p" * 12 + "l" * 8 + "pp")
+_mma = build.launcher("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" * 12 + "l" * 9 + "pp")
 
 
 @dataclass(frozen=True, slots=True)

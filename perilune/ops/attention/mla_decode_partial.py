@@ -19,7 +19,6 @@ cache rows must be written before the kernel that precedes this op begins; that 
 "torch" reads whole tables: no shape depends on contexts, as a CUDA graph requires.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +138,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 op = Op("mla_decode_partial", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "groups"))
 
 
-@functools.cache
-def _weigh() -> Any:
-    return build.function("mla_decode_partial.cu", "mla_decode_partial", "ppppplpllllllp")
+_weigh = build.launcher("mla_decode_partial.cu", "mla_decode_partial", "ppppplpllllllp")
 
 
 @op.impl(

@@ -13,7 +13,6 @@ are fp32. A request's result does not depend on the values of the others, but cu
 for another number of keys.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -114,14 +113,8 @@ def reference(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, 
 op = Op("mla_prefill", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "w_uv"))
 
 
-@functools.cache
-def _gather() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill_gather", "pplllplplp")
-
-
-@functools.cache
-def _attend() -> Any:
-    return build.function("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp")
+_gather = build.launcher("mla_prefill.cu", "mla_prefill_gather", "pplllplplp")
+_attend = build.launcher("mla_prefill.cu", "mla_prefill", "ppppppllllllllfp")
 
 
 @dataclass(frozen=True, slots=True)

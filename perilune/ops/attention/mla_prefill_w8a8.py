@@ -11,7 +11,6 @@ in keys or values of a tile makes all queries that see a key of the tile NaN. "c
 quantize_tokens.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -56,14 +55,8 @@ def reference(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, 
 op = Op("mla_prefill_w8a8", CASES, TOL, inputs, cost, reference, decides=("q", "w_uk", "w_uv"))
 
 
-@functools.cache
-def _round() -> Any:
-    return build.function(SOURCE, "mla_prefill_w8a8_round", "pppppllp")
-
-
-@functools.cache
-def _attend() -> Any:
-    return build.function(SOURCE, "mla_prefill_w8a8", "pppppppp" + "l" * 9 + "fp")
+_round = build.launcher(SOURCE, "mla_prefill_w8a8_round", "pppppllp")
+_attend = build.launcher(SOURCE, "mla_prefill_w8a8", "pppppppp" + "l" * 9 + "fp")
 
 
 @op.impl(

@@ -9,7 +9,6 @@ q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] de
 result does not depend on the batch. "composed" is the two ops.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +86,7 @@ def reference(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, late
 op = Op("mla_project_query", CASES, TOL, inputs, cost, reference, decides=("q_a", "weights", "latents"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_project_query.cu", "mla_project_query", "pllppp" + cache_rows.SIGNATURE + "pplp")
+_kernel = build.launcher("mla_project_query.cu", "mla_project_query", "pllppp" + cache_rows.SIGNATURE + "pplp")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:

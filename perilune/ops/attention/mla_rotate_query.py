@@ -8,7 +8,6 @@ q [T, H, n + r] contiguous; ckv, kv_norm, rotary and latents as in cache_rows.py
 "cuda" is one launch for Kimi's widths; "composed" is the three ops in turn.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +95,7 @@ def reference(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: 
 op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=("q", "latents"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mla_rotate_query.cu", "mla_rotate_query", "pplppppllpllfp")
+_kernel = build.launcher("mla_rotate_query.cu", "mla_rotate_query", "pplppppllpllfp")
 
 
 @op.impl(

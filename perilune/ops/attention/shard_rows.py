@@ -10,7 +10,6 @@ slots [T] int64, block * (ranks * tokens) + offset; positions [T] int64, not neg
 "cuda" is one launch instead of about twenty.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +54,7 @@ def reference(slots: Tensor, positions: Tensor, rank: int, ranks: int, tokens: i
 op = Op("shard_rows", CASES, TOL, inputs, cost, reference, decides=("slots",), dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("shard_rows.cu", "shard_rows", "ppppllllp")
+_kernel = build.launcher("shard_rows.cu", "shard_rows", "ppppllllp")
 
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("shard_rows.cu", device))

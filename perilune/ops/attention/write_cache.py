@@ -5,7 +5,6 @@ block * block_size + offset, distinct; c [T, R]; k_pe [T, r]. Values are convert
 the cache is an error, and nothing is written.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +63,7 @@ def reference(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
 op = Op("write_cache", CASES, TOL, inputs, cost, reference, decides=("c", "latents"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("write_cache", "write_cache", "plppplll")
+_kernel = build.launcher("write_cache", "write_cache", "plppplll")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:

@@ -11,7 +11,6 @@ or with a draft other than the sampled token. Written in place:
 Stores are distinct, except the padding slot.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +101,7 @@ def reference(
 op = Op("accept_drafts", CASES, TOL, inputs, cost, reference, decides=("drawn", "front"), dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("accept_drafts.cu", "accept_drafts", "ppppppppppllllp")
+_kernel = build.launcher("accept_drafts.cu", "accept_drafts", "ppppppppppllllp")
 
 
 @op.impl(

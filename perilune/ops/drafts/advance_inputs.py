@@ -13,7 +13,6 @@ Other requests, and those with a row outside the buffers, do not change. Positio
 "cuda" is one launch.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +131,7 @@ def reference(ids: Tensor, columns: Columns, requests: Requests, state: Continua
 op = Op("advance_inputs", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("advance_inputs.cu", "advance_inputs", "ppppppppppppppllllllp")
+_kernel = build.launcher("advance_inputs.cu", "advance_inputs", "ppppppppppppppllllllp")
 
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("advance_inputs.cu", device, (a.ids.shape[0] > 0, "a request")))

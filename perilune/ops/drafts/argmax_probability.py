@@ -6,9 +6,6 @@ next kernel start only after its end. A kernel between two steps of a chain must
 latents that were written before its queries without waiting.
 """
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,9 +37,7 @@ def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
 op = Op("argmax_probability", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("argmax_probability.cu", "argmax_probability", "pppllp")
+_kernel = build.launcher("argmax_probability.cu", "argmax_probability", "pppllp")
 
 
 @op.impl(

@@ -7,7 +7,6 @@ rounded once. Ids are rows of the table, positions rows of the rope tables. "cud
 reads the nearest row of the table for an id outside it; "composed" is the ops that it replaces.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +77,7 @@ def reference(
 op = Op("draft_embed", CASES, TOL, inputs, cost, reference, decides=("ids", "features"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("draft_embed.cu", "draft_embed", "p" * 11 + "llllfp")
+_kernel = build.launcher("draft_embed.cu", "draft_embed", "p" * 11 + "llllfp")
 
 
 @op.impl(

@@ -12,7 +12,6 @@ and in place: pages[scratch + ahead b] = pages[tables[b, f]], if f < M. All bloc
 launch in place of about 25. It lets the next kernel start only after its end (see argmax_probability.py).
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +82,7 @@ def reference(tables: Tensor, last: Tensor, pages: Tensor, scratch: int, ahead: 
 op = Op("draft_tables", CASES, TOL, inputs, cost, reference, decides=("tables", "pages"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("draft_tables.cu", "draft_tables", "ppppppplllllllp")
+_kernel = build.launcher("draft_tables.cu", "draft_tables", "ppppppplllllllp")
 
 
 def _block_bytes(pages: Tensor) -> int:

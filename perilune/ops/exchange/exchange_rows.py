@@ -6,7 +6,6 @@ as x, in the order of ranks. Nothing is rounded. Every rank makes the same calls
 "cuda" and "gathered" exchange as in exchange_add_rmsnorm.py, through the same mailboxes.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +65,7 @@ def reference(x: Tensor, peers: Peers) -> Tensor:
 op = Op("exchange_rows", CASES, TOL, inputs, cost, reference, decides=("x", "peers"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "exchange_rows", "pplplp")
+_kernel = build.launcher(SOURCE, "exchange_rows", "pplplp")
 
 
 def takes(x: Tensor) -> bool:

@@ -230,6 +230,11 @@ def function(stem: str, name: str, signature: str) -> Callable[..., int]:
     return launcher
 
 
+def launcher(stem: str, name: str, signature: str) -> Callable[[], Callable[..., int]]:
+    """`function` from the first call on: importing an op compiles nothing."""
+    return functools.cache(lambda: function(stem, name, signature))
+
+
 def _build(source: Path) -> "ctypes.CDLL | str":
     on_gpu = source.suffix == ".cu"
     name = "nvcc" if on_gpu else "g++"

@@ -6,7 +6,6 @@ rounded to the residual's type. "cuda" keeps the norm in registers: that saves 4
 "composed" calls both ops; "cuda" gives its bits.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +62,7 @@ def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tenso
 op = Op("add_rmsnorm_quantize", CASES, TOL, inputs, cost, reference, decides=("residual", "x"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "add_rmsnorm_quantize", "ppllppplllfp")
+_kernel = build.launcher(SOURCE, "add_rmsnorm_quantize", "ppllppplllfp")
 
 
 @op.impl(

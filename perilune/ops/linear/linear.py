@@ -132,9 +132,7 @@ def streamable(x: Tensor, w: Tensor, *, normed: bool = True) -> tuple[tuple[bool
     )
 
 
-@functools.cache
-def _stream() -> Any:
-    return build.function("linear.cu", "linear", "plpppfplllllllp")
+_stream = build.launcher("linear.cu", "linear", "plpppfplllllllp")
 
 
 def k_split(chunks: int, tiles: int, processors: int) -> int:

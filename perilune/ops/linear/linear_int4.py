@@ -5,7 +5,6 @@ once. "cpp" (linear.cpp) reads the packed weights as they are, multiplies exact 
 depend on the number of rows; "torch" dequantises everything each call (in bfloat16 that rounds each weight).
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +51,7 @@ def reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 op = Op("linear_int4", CASES, TOL, inputs, cost, reference, decides=("x", "scale"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("linear", "linear_int4", "plpppllll")
+_kernel = build.launcher("linear", "linear_int4", "plpppllll")
 
 
 @op.impl(

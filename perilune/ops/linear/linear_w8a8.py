@@ -12,7 +12,6 @@ Times in us on an H200 for 10,000 tokens of K2.5, bf16 cuBLAS in brackets: qkv_a
 o 935 (1,445), gate and up 558 (823), down 303 (439). Quantising all their inputs takes 266.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +74,7 @@ def reference(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
 op = Op("linear_w8a8", CASES, TOL, inputs, cost, reference, decides=("x", "w", "wide"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("linear_w8a8.cu", "linear_w8a8", "ppppp" + "l" * 6 + "p")
+_kernel = build.launcher("linear_w8a8.cu", "linear_w8a8", "ppppp" + "l" * 6 + "p")
 
 
 def tall(T: int, o: int, processors: int) -> bool:

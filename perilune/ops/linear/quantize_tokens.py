@@ -7,7 +7,6 @@ T are 0. Normalised or gated values are rounded to x's type first. A group's sca
 group of zeros has scale 1. The error of a value is at most 2^-4 of it, or 2^-10 / 448 of its group's largest.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +96,7 @@ def rows(T: int) -> int:
     return -(-T // ROWS) * ROWS
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("quantize_tokens.cu", "quantize_tokens", "plppp" + "l" * 4 + "fp")
+_kernel = build.launcher("quantize_tokens.cu", "quantize_tokens", "plppp" + "l" * 4 + "fp")
 
 
 @op.impl(

@@ -5,7 +5,6 @@ two ops would; sums in fp32, rounded once. "cuda" (linear.cu) saves a launch and
 from Python, for few rows of float32; "composed" is the two ops.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +62,7 @@ def cuda(x: Tensor, norm: Tensor, w: Tensor, eps: float) -> Tensor:
     return run_streamed(x, w, False, norm=norm, eps=eps)
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("linear", "rmsnorm_linear", "plpppllllf")
+_kernel = build.launcher("linear", "rmsnorm_linear", "plpppllllf")
 
 
 @op.impl(

@@ -5,7 +5,6 @@ so all implementations give the same bits. `linear_fp8` calls it with products o
 "cuda" moves 16 bytes at a time; "torch" is one elementwise kernel of torch, which converts value by value.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +54,7 @@ def reference(y: Tensor, scale: Tensor) -> None:
 op = Op("scale_columns", CASES, TOL, inputs, cost, reference)
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "scale_columns", "pplllp")
+_kernel = build.launcher(SOURCE, "scale_columns", "pplllp")
 
 
 @op.impl(

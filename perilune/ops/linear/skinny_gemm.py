@@ -11,9 +11,6 @@ o 36.3 (34.3), cuBLAS 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.
 gate and up are slower: 21.0 against 17.9 at 64.
 """
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,9 +59,7 @@ def layout(o: int, i: int, stages: int, gated: bool = False) -> tuple[int, int]:
     return 4 if splits == 2 and not gated else splits, splits
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "skinny_gemm", "plpppl" + "l" * 7 + "p")
+_kernel = build.launcher(SOURCE, "skinny_gemm", "plpppl" + "l" * 7 + "p")
 
 
 def run(

@@ -5,7 +5,6 @@ rows, which take far longer. "cuda" reads 8 bytes and writes 16 at a time; "torc
 which converts value by value.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +60,7 @@ def reference(w: Tensor, y: Tensor) -> None:
 op = Op("widen_fp8", CASES, TOL, inputs, cost, reference, decides=("w", "y"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "widen_fp8", "pplp")
+_kernel = build.launcher(SOURCE, "widen_fp8", "pplp")
 
 
 @op.impl(

@@ -6,7 +6,6 @@ rounded once. "cuda" (rmsnorm.cu) gives the bits of the two ops in sequence. It 
 8 D of 32 D bytes per token with 8 experts and a shared one.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +105,7 @@ def needs(residual: Tensor, pairs: Pairs) -> tuple[tuple[bool, str], ...]:
     )
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "combine_add_rmsnorm", "pppppllppplllfp")
+_kernel = build.launcher(SOURCE, "combine_add_rmsnorm", "pppppllppplllfp")
 
 
 def places(residual: Tensor, pairs: Pairs, w: Tensor) -> tuple[int | None, ...]:

@@ -6,8 +6,6 @@ w [D]; y [T, D]. "cuda" (cuda/two_shots.cuh) keeps the sums in registers, and re
 are in transit between ranks.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +89,7 @@ def places(residual: Tensor, pairs: Pairs, w: Tensor, peers: Peers) -> tuple[int
     return peers.mailboxes.table, *of_one_rank.places(residual, pairs, w)
 
 
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    return build.function(SOURCE, "exchange_pairs_add_rmsnorm", "ppppppllppllfp")
+_kernel = build.launcher(SOURCE, "exchange_pairs_add_rmsnorm", "ppppppllppllfp")
 
 
 @op.impl("cuda", when=lambda a, device: fits(SOURCE, a, device), alone=True, waits=(SOURCE,))

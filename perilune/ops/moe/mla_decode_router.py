@@ -17,7 +17,6 @@ in FP8, "cuda" for others. "composed" calls the ops one by one, also if "cuda_mm
 width or the number of SMs.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -162,9 +161,7 @@ op = Op(
 )
 
 
-@functools.cache
-def _choose() -> Any:
-    return build.function("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
+_choose = build.launcher("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:

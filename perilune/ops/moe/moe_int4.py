@@ -178,19 +178,9 @@ def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
         skinny_gemm.run(h, down.weight, scale=down.scale, y=y)
 
 
-@functools.cache
-def _gate_up() -> Any:
-    return build.function(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
-
-
-@functools.cache
-def _down() -> Any:
-    return build.function(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
-
-
-@functools.cache
-def _both() -> Any:
-    return build.function(MMA_TMA, "moe_int4_mma_tma", "p" * 17 + "l" * 9 + "p")
+_gate_up = build.launcher(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
+_down = build.launcher(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
+_both = build.launcher(MMA_TMA, "moe_int4_mma_tma", "p" * 17 + "l" * 9 + "p")
 
 
 def _fits(a: Any, device: torch.device) -> bool | str:
@@ -299,9 +289,7 @@ def cuda_prefill(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, share
     return moe_int4_grouped.prefill(x, chosen, gate_up, down, rest)
 
 
-@functools.cache
-def _on_cpu() -> Any:
-    return build.function("experts", "moe_int4", "p" * 11 + "l" * 7)
+_on_cpu = build.launcher("experts", "moe_int4", "p" * 11 + "l" * 7)
 
 
 @op.impl(

@@ -10,7 +10,6 @@ further tile. Memory beside the arguments: 2 D bytes for each of T tokens, (2 D 
 
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,7 @@ STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function(SOURCE, "moe_int4_tall", "pl" + "p" * 14 + "l" * 9 + "p")
+_kernel = build.launcher(SOURCE, "moe_int4_tall", "pl" + "p" * 14 + "l" * 9 + "p")
 
 
 @functools.cache

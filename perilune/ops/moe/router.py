@@ -12,7 +12,6 @@ may start when x is ready (see moe_int4.py). "cuda_many" computes fp32 logits by
 selects from these.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +111,7 @@ def reference(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen
 op = Op("router", CASES, TOL, inputs, cost, reference, decides=("x", "gate", "routing"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("router", "router", "pppppp" + "l" * 8 + "f")
+_kernel = build.launcher("router", "router", "pppppp" + "l" * 8 + "f")
 
 
 @op.impl(
@@ -160,9 +157,7 @@ def _workers(width: int) -> int:
     return next((n for n in (8, 4, 2) if width % (32 * n) == 0), 1)
 
 
-@functools.cache
-def _launch() -> Any:
-    return build.function("router_mma.cu", "router", "p" * 7 + "l" * 8 + "fp")
+_launch = build.launcher("router_mma.cu", "router", "p" * 7 + "l" * 8 + "fp")
 
 
 @op.impl(
@@ -213,9 +208,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     return Chosen(ids, weights, publication)
 
 
-@functools.cache
-def _choose() -> Any:
-    return build.function("router_topk.cu", "router_topk", "ppppllllfp")
+_choose = build.launcher("router_topk.cu", "router_topk", "ppppllllfp")
 
 
 @op.impl(

@@ -9,8 +9,6 @@ half as many as in an all-reduce, and the work after the norm is done once per r
 No rank waits until owners have read its rows, so ranks must synchronise in exchange_rows.py before the next exchange.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,9 +53,7 @@ def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peer
 op = Op("scatter_pairs_add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "pairs", "peers"))
 
 
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    return build.function(SOURCE, "scatter_pairs_add_rmsnorm", "ppppppllppplllfp")
+_kernel = build.launcher(SOURCE, "scatter_pairs_add_rmsnorm", "ppppppllppplllfp")
 
 
 def run(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers, y: Tensor, scales: Tensor | None) -> None:

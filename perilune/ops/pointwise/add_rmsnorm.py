@@ -6,7 +6,6 @@ y is rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of
 several rows to a CTA.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +63,7 @@ def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
 op = Op("add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "x"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("rmsnorm", "add_rmsnorm", "pppplllf")
+_kernel = build.launcher("rmsnorm", "add_rmsnorm", "pppplllf")
 
 
 @op.impl(
@@ -90,9 +87,7 @@ MOST_CUDA = 8 * 4096  # largest width of "cuda": 8 CTAs, 256 threads of 16 value
 FEW_ROWS = 512  # up to so many rows "cuda" is used, with a cluster for each
 
 
-@functools.cache
-def _cluster() -> Any:
-    return build.function("add_rmsnorm.cu", "add_rmsnorm", "ppllpplllfp")
+_cluster = build.launcher("add_rmsnorm.cu", "add_rmsnorm", "ppllpplllfp")
 
 
 @op.impl(
@@ -125,9 +120,7 @@ def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return y
 
 
-@functools.cache
-def _many() -> Any:
-    return build.function("rmsnorm.cu", "add_rmsnorm", "ppllppllfp")
+_many = build.launcher("rmsnorm.cu", "add_rmsnorm", "ppllppllfp")
 
 
 @op.impl(

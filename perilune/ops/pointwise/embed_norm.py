@@ -7,7 +7,6 @@ and positions rows of the rope tables. "cuda" is one launch in place of eight, a
 for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops that it replaces.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +102,7 @@ MOST_WIDTH = 8192
 FEW_TOKENS = 64
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("embed_norm.cu", "embed_norm", "pppppppppppplllllfp")
+_kernel = build.launcher("embed_norm.cu", "embed_norm", "pppppppppppplllllfp")
 
 
 @op.impl(
@@ -150,9 +147,7 @@ def cuda(
     return h, x, cos_rows, sin_rows
 
 
-@functools.cache
-def _on_cpu() -> Any:
-    return build.function("rmsnorm", "embed_norm", "ppplp" + "p" * 8 + "l" * 6 + "f")
+_on_cpu = build.launcher("rmsnorm", "embed_norm", "ppplp" + "p" * 8 + "l" * 6 + "f")
 
 
 @op.impl(

@@ -6,7 +6,6 @@ first .. first + V / N - 1; cos, sin [P, r] float32 -> zeros [T, D], the residua
 rows of the rope tables. "cuda" is one launch; "composed" is the ops that it replaces.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +70,7 @@ def reference(
 op = Op("embed_part", CASES, TOL, inputs, cost, reference, decides=("ids", "table"))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("embed_part.cu", "embed_part", "p" * 11 + "llllllp")
+_kernel = build.launcher("embed_part.cu", "embed_part", "p" * 11 + "llllllp")
 
 
 @op.impl(

@@ -5,7 +5,6 @@ x [T, H, r], strided in T and H if need be; cos and sin [T, r / 2] float32; y [T
 Computed in fp32, rounded once.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +55,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 op = Op("rope", CASES, TOL, inputs, cost, reference)
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("rope", "rope", "pllpppllll")
+_kernel = build.launcher("rope", "rope", "pllpppllll")
 
 
 @op.impl("cpp", when=lambda a, device: build.on_cpu("rope", device, (a.x.dtype == FLOAT32, "float32")))

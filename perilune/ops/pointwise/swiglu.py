@@ -3,7 +3,6 @@
 gate_up [T, 2 I] with the gate first, rows may be strided; y [T, I] as gate_up. "cuda" is one pass over bfloat16.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +54,7 @@ def reference(gate_up: Tensor) -> Tensor:
 op = Op("swiglu", CASES, TOL, inputs, cost, reference)
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("swiglu", "swiglu", "plplll")
+_kernel = build.launcher("swiglu", "swiglu", "plplll")
 
 
 @op.impl(
@@ -78,9 +75,7 @@ def cpp(gate_up: Tensor) -> Tensor:
     return y
 
 
-@functools.cache
-def _one_pass() -> Any:
-    return build.function("swiglu.cu", "swiglu", "plpllp")
+_one_pass = build.launcher("swiglu.cu", "swiglu", "plpllp")
 
 
 @op.impl(

@@ -7,7 +7,6 @@ A step's inputs and results are a few KB. A copy engine would copy them only aft
 for other requests; a kernel's loads and stores share the link with those copies instead.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +48,7 @@ def reference(here: Tensor, host: Tensor, to_host: bool) -> None:
 op = Op("mapped_copy", CASES, TOL, inputs, cost, reference, decides=("here", "to_host"), dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("mapped_copy.cu", "mapped_copy", "pplp")
+_kernel = build.launcher("mapped_copy.cu", "mapped_copy", "pplp")
 
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("mapped_copy.cu", device, (a.here.numel() > 0, "an element")))

@@ -86,14 +86,8 @@ def processors(rows: int) -> int:
 MOST_IDS = 8 * 30_720  # largest vocabulary of sample.cu, with 8 CTAs sharing a row
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("sample.cu", "argmax", "pplllp")
-
-
-@functools.cache
-def _on_cpu() -> Any:
-    return build.function("sample", "argmax", "ppll")
+_kernel = build.launcher("sample.cu", "argmax", "pplllp")
+_on_cpu = build.launcher("sample", "argmax", "ppll")
 
 
 @op.impl("cpp", when=lambda a, device: build.on_cpu("sample", device))

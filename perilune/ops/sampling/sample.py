@@ -13,7 +13,6 @@ token 28 or more below the largest z has weight 0.
 "cuda" computes a row in a cluster of CTAs and does not sort.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +140,7 @@ def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 op = Op("sample", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
 
 
-@functools.cache
-def _kernel() -> Any:
-    return build.function("sample", "sample", "pppppppll")
+_kernel = build.launcher("sample", "sample", "pppppppll")
 
 
 @op.impl("cpp", when=lambda a, device: build.on_cpu("sample", device))
@@ -155,9 +152,7 @@ def cpp(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p
     return ids
 
 
-@functools.cache
-def _cluster() -> Any:
-    return build.function("sample.cu", "sample", "ppppppplllp")
+_cluster = build.launcher("sample.cu", "sample", "ppppppplllp")
 
 
 @op.impl(
