@@ -30,7 +30,7 @@ from perilune.ops.attention.mla_absorbed import GATHER_BYTES, mla_absorbed
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import address
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
@@ -187,12 +187,7 @@ def attend(
         block_size,
         tables.data_ptr(),
         M,
-        query_start.data_ptr(),
-        context.data_ptr(),
-        address(w_uv),
-        partials.data_ptr(),
-        weights.data_ptr(),
-        address(out),
+        *addresses(query_start, context, w_uv, partials, weights, out),
         B,
         T,
         H,
@@ -232,10 +227,7 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
         block_size,
         tables.data_ptr(),
         M,
-        query_start.data_ptr(),
-        context.data_ptr(),
-        partials.data_ptr(),
-        weights.data_ptr(),
+        *addresses(query_start, context, partials, weights),
         H,
         ranges,
         slots,

@@ -26,7 +26,7 @@ from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import address
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Matrix, Span
 from perilune.ops.linear import linear, linear_fp8
 
@@ -235,18 +235,8 @@ def launch(
     assert uv_scale is None or uv_scale.is_contiguous(), f"{uv_scale.stride()=}"
     y, (residual, fresh, others) = (out, (None, None, None)) if isinstance(out, Tensor) else (None, out)
     failed = (_mma() if mma else _kernel())(
-        ranges.outputs.data_ptr(),
-        ranges.weights.data_ptr(),
-        address(ranges.query_start),
-        address(ranges.context),
-        w_uv.data_ptr(),
-        address(uv_scale),
-        w.o.weight.data_ptr(),
-        address(w.o.scale),
-        mailbox.data_ptr(),
-        address(y),
-        address(residual),
-        address(fresh),
+        *addresses(ranges.outputs, ranges.weights, ranges.query_start, ranges.context),
+        *addresses(w_uv, uv_scale, w.o.weight, w.o.scale, mailbox, y, residual, fresh),
         *ranges.steps,
         ranges.count,
         0 if ranges.context is None else len(ranges.context),

@@ -31,6 +31,7 @@ from perilune.ops.attention.mla_absorbed import GATHER_BYTES
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 
@@ -165,11 +166,7 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, sc
     _, query_start, context = span.contiguous()
     partials, weights = mla_decode.attend(q_full, pages, span, scale, None, None)
     failed = _weigh()(
-        partials.data_ptr(),
-        weights.data_ptr(),
-        query_start.data_ptr(),
-        context.data_ptr(),
-        o.data_ptr(),
+        *addresses(partials, weights, query_start, context, o),
         o.stride(0),
         lse.data_ptr(),
         lse.stride(0),

@@ -27,7 +27,7 @@ from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, rounded, sums
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import address
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Norm, Rotary
 from perilune.ops.linear import linear, linear_fp8
 
@@ -182,11 +182,7 @@ def cuda(
         x.dim() == 3,
         norm.weight.data_ptr(),
         norm.eps,
-        a.weight.data_ptr(),
-        address(a.scale),
-        w.q_a_norm.data_ptr(),
-        q.weight.data_ptr(),
-        address(q.scale),
+        *addresses(a.weight, a.scale, w.q_a_norm, q.weight, q.scale),
         *cache_rows.places(w.kv_a_norm, rotary, latents),
         inner_eps,
         w.w_uk.data_ptr(),

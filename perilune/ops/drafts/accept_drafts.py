@@ -22,6 +22,7 @@ from perilune.ops.drafts.continuation import Continuation
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, Make, Sized, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,16 +113,8 @@ def cuda(
 ) -> None:
     B, W = report.out.shape
     failed = _kernel()(
-        drawn.contiguous().data_ptr(),
-        ids.contiguous().data_ptr(),
-        front.contiguous().data_ptr(),
-        stop.contiguous().data_ptr(),
-        stores.contiguous().data_ptr(),
-        state.last_tokens.data_ptr(),
-        state.shifts.data_ptr(),
-        report.out.data_ptr(),
-        report.following.data_ptr(),
-        report.last.data_ptr(),
+        *addresses(*(t.contiguous() for t in (drawn, ids, front, stop, stores))),
+        *addresses(state.last_tokens, state.shifts, report.out, report.following, report.last),
         B,
         len(drawn) // B,
         W,

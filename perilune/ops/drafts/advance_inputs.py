@@ -24,6 +24,7 @@ from perilune.ops.drafts.continuation import Continuation
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, Make, Sized, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 
 _SEED, _DRAW, _MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ALL = (1 << 64) - 1
@@ -137,20 +138,10 @@ _kernel = build.launcher("advance_inputs.cu", "advance_inputs", "ppppppppppppppl
 @op.impl("cuda", when=lambda a, device: build.on_hopper("advance_inputs.cu", device, (a.ids.shape[0] > 0, "a request")))
 def cuda(ids: Tensor, columns: Columns, requests: Requests, state: Continuation, block_size: int) -> None:
     failed = _kernel()(
-        ids.data_ptr(),
-        columns.positions.data_ptr(),
-        columns.slots.data_ptr(),
-        columns.u.data_ptr(),
-        requests.context.data_ptr(),
-        requests.front.data_ptr(),
-        requests.chained.data_ptr(),
-        requests.tables.data_ptr(),
-        requests.rows.data_ptr(),
-        requests.seeds.data_ptr(),
-        requests.draws.data_ptr(),
-        state.last_tokens.data_ptr(),
-        state.shifts.data_ptr(),
-        state.drafts.data_ptr(),
+        *addresses(ids, columns.positions, columns.slots, columns.u),
+        *addresses(requests.context, requests.front, requests.chained, requests.tables),
+        *addresses(requests.rows, requests.seeds, requests.draws),
+        *addresses(state.last_tokens, state.shifts, state.drafts),
         *ids.shape,
         requests.tables.shape[1],
         *state.drafts.shape,

@@ -17,6 +17,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Rotary
 from perilune.ops.pointwise.embed_norm import MOST_WIDTH, embed_norm
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
@@ -100,17 +101,7 @@ def cuda(
     x = features.new_empty(T, 2 * D)
     cos_rows, sin_rows = cos.new_empty(T, r), cos.new_empty(T, r)
     failed = _kernel()(
-        ids.data_ptr(),
-        positions.data_ptr(),
-        table.data_ptr(),
-        token_norm.data_ptr(),
-        features.data_ptr(),
-        feature_norm.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        x.data_ptr(),
-        cos_rows.data_ptr(),
-        sin_rows.data_ptr(),
+        *addresses(ids, positions, table, token_norm, features, feature_norm, cos, sin, x, cos_rows, sin_rows),
         T,
         V,
         D,

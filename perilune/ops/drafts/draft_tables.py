@@ -22,6 +22,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import NANO, Make, Sized, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 
 Branches = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -104,13 +105,7 @@ def cuda(tables: Tensor, last: Tensor, pages: Tensor, scratch: int, ahead: int, 
     positions, slots = torch.empty(2, k, S, dtype=torch.int64, device=device)
     contexts = torch.empty(k, S, dtype=torch.int32, device=device)
     failed = _kernel()(
-        tables.data_ptr(),
-        last.data_ptr(),
-        pages.data_ptr(),
-        found.data_ptr(),
-        positions.data_ptr(),
-        slots.data_ptr(),
-        contexts.data_ptr(),
+        *addresses(tables, last, pages, found, positions, slots, contexts),
         S,
         M,
         scratch,

@@ -30,6 +30,7 @@ from perilune.ops.exchange import exchange_add_rmsnorm, peers
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Gate, Norm, Routing, Span
 from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
@@ -228,8 +229,7 @@ def run(
     publication = box.publish(x, Source(sums, norm.weight, norm.eps))
     mla_decode_output.launch(read(), 1, attention, values, (residual, sums, norm.peers), mma)
     failed = _choose()(
-        sums.data_ptr(), launches.data_ptr(), norm.weight.data_ptr(), gate.weight.data_ptr(), gate.bias.data_ptr(),
-        x.data_ptr(), scores.data_ptr(), box.words.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        *addresses(sums, launches, norm.weight, gate.weight, gate.bias, x, scores, box.words, ids, weights),
         publication.number, D, E, routing.top_k, routing.normalise, _rows(E, device), norm.eps, routing.factor,
         memory.stream,
     )  # fmt: skip

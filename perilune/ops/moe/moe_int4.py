@@ -39,7 +39,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, dequantized
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU
+from perilune.ops.harness.tensors import FEW_ROWS_ON_CPU, addresses
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp, Pairs
 from perilune.ops.linear import linear_w8a8, skinny_gemm
@@ -245,7 +245,7 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     def places(w: Matrix, of_shared: Matrix | None) -> list[int | None]:
         tensors = [w.weight, w.scale, w.row_scale]
         tensors += (None, None) if of_shared is None else (of_shared.weight, of_shared.scale)
-        return [None if t is None else t.data_ptr() for t in tensors]
+        return addresses(*tensors)
 
     upper, lower = places(gate_up, fused.gate_up if fused else None), places(down, fused.down if fused else None)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared

@@ -18,6 +18,7 @@ from perilune.core.step import PENDING
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, exact, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
@@ -123,18 +124,7 @@ def cuda(
     h, x = table.new_empty(T, D), table.new_empty(T, D)
     cos_rows, sin_rows = cos.new_empty(T, r), cos.new_empty(T, r)
     failed = _kernel()(
-        ids.data_ptr(),
-        None if rows is None else rows.data_ptr(),
-        None if last is None else last.data_ptr(),
-        positions.data_ptr(),
-        table.data_ptr(),
-        norm.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        h.data_ptr(),
-        x.data_ptr(),
-        cos_rows.data_ptr(),
-        sin_rows.data_ptr(),
+        *addresses(ids, rows, last, positions, table, norm, cos, sin, h, x, cos_rows, sin_rows),
         T,
         V,
         D,
@@ -170,19 +160,9 @@ def cpp(
     if rows is not None and last is not None:
         rows, last = rows.contiguous(), last.contiguous()
     failed = _on_cpu()(
-        ids.data_ptr(),
-        None if rows is None else rows.data_ptr(),
-        None if last is None else last.data_ptr(),
+        *addresses(ids, rows, last),
         0 if last is None else len(last),
-        positions.data_ptr(),
-        table.data_ptr(),
-        norm.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        h.data_ptr(),
-        x.data_ptr(),
-        cos_rows.data_ptr(),
-        sin_rows.data_ptr(),
+        *addresses(positions, table, norm, cos, sin, h, x, cos_rows, sin_rows),
         T,
         V,
         D,

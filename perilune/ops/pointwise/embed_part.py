@@ -17,7 +17,7 @@ from perilune.core.step import PENDING
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, exact
 from perilune.ops.harness.registry import Op
-from perilune.ops.harness.tensors import address
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.pointwise import embed_norm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.embed_norm import Rows, check, resolved
@@ -92,17 +92,7 @@ def cuda(
     zeros, part = table.new_empty(T, D), table.new_empty(T, D)
     cos_rows, sin_rows = cos.new_empty(T, r), cos.new_empty(T, r)
     failed = _kernel()(
-        ids.data_ptr(),
-        address(rows),
-        address(last),
-        positions.data_ptr(),
-        table.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        zeros.data_ptr(),
-        part.data_ptr(),
-        cos_rows.data_ptr(),
-        sin_rows.data_ptr(),
+        *addresses(ids, rows, last, positions, table, cos, sin, zeros, part, cos_rows, sin_rows),
         T,
         first,
         V,

@@ -36,6 +36,7 @@ from perilune.core.cost import Cost
 from perilune.ops.harness import build, workspace
 from perilune.ops.harness.case import BFLOAT16, EXACT, K2, NANO, Make, Sized, Tol
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 
 GROUP, BLOCK = 32, 16
 CANDIDATES = 32  # block scales to try: four octaves of eight e4m3 mantissas, from half of s's power of two on
@@ -211,45 +212,47 @@ def _require_sound(scale: Tensor, exponent: int) -> None:
 op = Op("nvfp4_from_int4", CASES, TOL, inputs, cost, reference, dtypes=(BFLOAT16,))
 
 
+def _results(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """values, steps and energy, for a kernel to write."""
+    (o, words), device = packed.shape, packed.device
+    return (
+        torch.empty(o, words * 4, dtype=torch.uint8, device=device),
+        torch.empty(o, words * 8 // BLOCK, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(o, 2, dtype=torch.float64, device=device),
+    )
+
+
+def _arguments(
+    packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None, results: tuple[Tensor, ...]
+) -> tuple[int | None, ...]:
+    """What a kernel takes, without its last argument."""
+    (o, words), t = packed.shape, tables(packed.device)
+    return (
+        *addresses(packed, scale, often), o, words * 8, exponent,
+        *addresses(t.cost if often is None else t.coarse, t.error, t.codes, t.price, t.byte, *results),
+    )  # fmt: skip
+
+
 @op.impl("cpp", when=lambda a, device: build.on_cpu("nvfp4_from_int4", device))
 def cpp(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    o, inputs = packed.shape[0], packed.shape[1] * 8
-    packed, scale, t = packed.contiguous(), scale.contiguous(), tables(packed.device)
-    values = torch.empty(o, inputs // 2, dtype=torch.uint8)
-    steps = torch.empty(o, inputs // BLOCK, dtype=torch.float8_e4m3fn)
-    energy = torch.empty(o, 2, dtype=torch.float64)
+    packed, scale, results = packed.contiguous(), scale.contiguous(), _results(packed)
     run = build.function("nvfp4_from_int4", "nvfp4_from_int4", "ppplllppppppppl")
-    beyond = run(
-        packed.data_ptr(), scale.data_ptr(), None if often is None else often.data_ptr(), o, inputs, exponent,
-        (t.cost if often is None else t.coarse).data_ptr(), t.error.data_ptr(),
-        t.codes.data_ptr(), t.price.data_ptr(), t.byte.data_ptr(), values.data_ptr(), steps.data_ptr(),
-        energy.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    beyond = run(*_arguments(packed, scale, exponent, often, results), torch.get_num_threads())
     assert not beyond, "scales are beyond the exponent"
-    return values, steps, energy
+    return results
 
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper("nvfp4_from_int4.cu", device))
 def cuda(packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    (o, words), device = packed.shape, packed.device
-    inputs = words * 8
-    packed, scale, t = packed.contiguous(), scale.contiguous(), tables(device)
+    packed, scale, results = packed.contiguous(), scale.contiguous(), _results(packed)
     _require_sound(scale, exponent)
-    values = torch.empty(o, inputs // 2, dtype=torch.uint8, device=device)
-    steps = torch.empty(o, inputs // BLOCK, dtype=torch.float8_e4m3fn, device=device)
-    energy = torch.empty(o, 2, dtype=torch.float64, device=device)
-    if not o:
-        return values, steps, energy
+    if not len(packed):
+        return results
     run = build.function("nvfp4_from_int4.cu", "nvfp4_from_int4", "ppplllppppppppp")
-    with torch.cuda.device(device):  # conversions use all GPUs of a machine
-        failed = run(
-            packed.data_ptr(), scale.data_ptr(), None if often is None else often.data_ptr(), o, inputs, exponent,
-            (t.cost if often is None else t.coarse).data_ptr(), t.error.data_ptr(),
-            t.codes.data_ptr(), t.price.data_ptr(), t.byte.data_ptr(), values.data_ptr(), steps.data_ptr(),
-            energy.data_ptr(), build.stream(),
-        )  # fmt: skip
+    with torch.cuda.device(packed.device):  # conversions use all GPUs of a machine
+        failed = run(*_arguments(packed, scale, exponent, often, results), build.stream())
     assert not failed, f"CUDA error {failed}: {packed.shape=}"
-    return values, steps, energy
+    return results
 
 
 def nvfp4_from_int4(
