@@ -30,6 +30,7 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Norm, Rotary
 from perilune.ops.linear import linear, linear_fp8
+from perilune.ops.pointwise import add_rmsnorm
 
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
 PROCESSORS = OUTER // 16  # SMs that "cuda" needs: each computes two tiles of 8 rows
@@ -223,11 +224,9 @@ def mla_pre_attention(
     inner_eps: float,
 ) -> Tensor:
     (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
-    fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
-    assert fits and x.shape[0] == T and x.shape[-1] == D and residual.is_contiguous(), f"{residual.shape=} {x.shape=}"
+    add_rmsnorm.check(residual, x, norm.weight)
     outputs = weights.q_a_norm.shape[0] + weights.kv_a_norm.shape[0] + r
     assert a.weight.shape == (outputs, D), f"{a.weight.shape=} {outputs=} {D=}"
-    assert norm.weight.shape == (D,) and norm.weight.dtype == residual.dtype, f"{norm.weight.shape=}"
     mla_project_query.check_matrix(a, residual.dtype)
     mla_project_query.check_weights(weights, r, residual.dtype)
     cache_rows.check_places(T, r, weights.kv_a_norm, rotary, latents)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.exchange.peers import Mailboxes, Peers, needs
+from perilune.ops.exchange.peers import Peers, beside, needs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
@@ -49,19 +49,12 @@ CASES = [
     Case(0, NANO.hidden, ranks=2),
 ]
 TOL = {"y": rounded(), "residual": rounded()}
-WAIT_SECONDS = 1.0
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Inputs of rank 0. The partial outputs of the other ranks are given as tensors: a case runs on one rank."""
     x = g.randn(c.T, c.parts, c.D, dtype=FLOAT32) if c.parts else g.randn(c.T, c.D)
-    others = g.randn(c.ranks - 1, c.T, c.D)
-
-    def gather(own: Tensor) -> Tensor:
-        return torch.cat([own[None], others.to(own.dtype)])
-
-    mailboxes = Mailboxes(0, [0], g.device, WAIT_SECONDS) if c.ranks == 1 else None
-    peers = Peers(0, c.ranks, gather, mailboxes)
+    peers = beside(g.randn(c.ranks - 1, c.T, c.D))
     return {"residual": g.randn(c.T, c.D), "x": x, "w": g.randn(c.D), "eps": 1e-5, "peers": peers}
 
 
@@ -74,9 +67,7 @@ def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) 
     whole = torch.zeros_like(residual, dtype=FLOAT32)
     for part in gathered:
         whole += part.float()
-    residual.copy_((residual.float() + whole).to(residual.dtype))
-    f = residual.float()
-    return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(residual.dtype)
+    return of_one_rank.reference(residual, whole.unsqueeze(1), w, eps)
 
 
 def _partial(residual: Tensor, x: Tensor) -> Tensor:
@@ -162,10 +153,7 @@ def gathered(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -
 
 
 def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
-    T, D = residual.shape
-    fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
-    assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
-    assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
+    of_one_rank.check(residual, x, w)
     return op(residual, x, w, eps, peers)
 
 

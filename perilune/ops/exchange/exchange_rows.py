@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE, WAIT_SECONDS
-from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.exchange.exchange_add_rmsnorm import SOURCE
+from perilune.ops.exchange.peers import Peers, beside, needs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import Make, Sized, exact
 from perilune.ops.harness.registry import Op
@@ -44,13 +44,8 @@ TOL = {"y": exact()}
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Inputs of rank 0. The rows of the other ranks are given as tensors: a case runs on one rank."""
-    others = g.randn(c.ranks - 1, c.S, c.W)
-
-    def gather(own: Tensor) -> Tensor:
-        return torch.cat([own[None], others.to(own.dtype)])
-
-    mailboxes = Mailboxes(0, [0], g.device, WAIT_SECONDS) if c.ranks == 1 else None
-    return {"x": g.randn(c.S, c.W), "peers": Peers(0, c.ranks, gather, mailboxes)}
+    peers = beside(g.randn(c.ranks - 1, c.S, c.W))
+    return {"x": g.randn(c.S, c.W), "peers": peers}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -78,8 +73,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
     return build.on_hopper(
         SOURCE,
         device,
-        (a.peers.mailboxes is not None, "memory that all ranks can write to"),
-        (a.peers.ranks in (1, 2, 4, 8), "1, 2, 4 or 8 ranks"),
+        *needs(a.peers),
         (a.x.numel() > 0 and a.x[0].nbytes % WORD_BYTES == 0, f"rows of {WORD_BYTES}s of bytes"),
     )
 

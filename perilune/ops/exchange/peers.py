@@ -113,3 +113,13 @@ def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Pe
         return own.expand(ranks, *own.shape)
 
     return Peers(0, ranks, gather, Mailboxes(0, addresses, device, wait_seconds, owner=mailbox), True)
+
+
+def beside(others: Tensor) -> Peers:
+    """Rank 0 for a test on one rank: the other ranks' rows are `others` [ranks - 1, T, D]. It has mailboxes only if
+    there are none."""
+
+    def gather(own: Tensor) -> Tensor:
+        return torch.cat([own[None], others.to(own.dtype)])
+
+    return Peers(0, 1 + len(others), gather, None if len(others) else Mailboxes(0, [0], others.device, 1.0))

@@ -105,8 +105,5 @@ def composed(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor
 
 
 def add_rmsnorm_quantize(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    T, D = residual.shape
-    fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
-    assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
-    assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
+    plain.check(residual, x, w)
     return op(residual, x, w, eps)

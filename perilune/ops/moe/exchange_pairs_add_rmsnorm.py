@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.exchange import exchange_add_rmsnorm as of_sums
-from perilune.ops.exchange.peers import Mailboxes, Peers
+from perilune.ops.exchange.peers import Peers, beside
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol, rounded
 from perilune.ops.harness.registry import Op
@@ -54,13 +54,7 @@ TOL = {
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     """Inputs of rank 0. A case runs on one rank: the partial outputs of the others are tensors."""
     made = of_one_rank.inputs(c, g)
-    others = g.randn(c.ranks - 1, c.T, c.D)
-
-    def gather(own: Tensor) -> Tensor:
-        return torch.cat([own[None], others.to(own.dtype)])
-
-    mailboxes = Mailboxes(0, [0], g.device, of_sums.WAIT_SECONDS) if c.ranks == 1 else None
-    return {**made, "peers": Peers(0, c.ranks, gather, mailboxes)}
+    return {**made, "peers": beside(g.randn(c.ranks - 1, c.T, c.D))}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:

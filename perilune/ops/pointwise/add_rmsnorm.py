@@ -16,6 +16,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
+from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     whole = x.float() if x.dim() == 2 else x.sum(1)
     residual.copy_((residual.float() + whole).to(residual.dtype))
-    f = residual.float()
-    return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt() * w.float()).to(residual.dtype)
+    return norm_reference(residual, w, eps)
 
 
 op = Op("add_rmsnorm", CASES, TOL, inputs, cost, reference, decides=("residual", "x"))
@@ -162,9 +162,13 @@ def two_calls(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(residual, (residual.shape[-1],), w, eps)
 
 
-def add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
+def check(residual: Tensor, x: Tensor, w: Tensor) -> None:
     T, D = residual.shape
     fits = x.dtype == residual.dtype if x.dim() == 2 else x.dtype == FLOAT32
     assert fits and x.shape[0] == T and x.shape[-1] == D, f"{residual.shape=} {x.shape=} {x.dtype=}"
     assert w.shape[0] == D and residual.dtype == w.dtype and residual.is_contiguous(), f"{w.shape=} {w.dtype=}"
+
+
+def add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
+    check(residual, x, w)
     return op(residual, x, w, eps)

@@ -98,21 +98,17 @@ def cpp(logits: Tensor) -> Tensor:
     return ids
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: build.on_hopper(
-        "sample.cu",
-        device,
-        (a.logits.shape[0] > 0, "a row"),
-        (0 < a.logits.shape[1] <= MOST_IDS, f"1 to {MOST_IDS} ids"),
-    ),
-)
+def fits(a: Any, device: torch.device) -> bool | str:
+    """`when` of an implementation in sample.cu."""
+    S, V = a.logits.shape
+    return build.on_hopper("sample.cu", device, (S > 0, "a row"), (0 < V <= MOST_IDS, f"1 to {MOST_IDS} ids"))
+
+
+@op.impl("cuda", when=fits)
 def cuda(logits: Tensor) -> Tensor:
     (S, V), logits = logits.shape, logits.contiguous()
     ids = torch.empty(S, dtype=torch.int64, device=logits.device)
-    failed = _kernel()(
-        logits.data_ptr(), ids.data_ptr(), S, V, processors(S), build.stream()
-    )  # fmt: skip
+    failed = _kernel()(logits.data_ptr(), ids.data_ptr(), S, V, processors(S), build.stream())
     assert not failed, f"CUDA error {failed}: {logits.shape=}"
     return ids
 

@@ -23,7 +23,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, K2, NANO, Make, Sized, exact
 from perilune.ops.harness.registry import Op
-from perilune.ops.sampling.argmax import MOST_IDS, processors, spoil
+from perilune.ops.sampling.argmax import fits, processors, spoil
 
 ONE = 36  # the largest weight is 2^36: sums of 2^17 such weights are exact in float64, too
 LEAST = -28.0  # tokens with a smaller z have weight 0
@@ -155,15 +155,7 @@ def cpp(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p
 _cluster = build.launcher("sample.cu", "sample", "ppppppplllp")
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: build.on_hopper(
-        "sample.cu",
-        device,
-        (a.logits.shape[0] > 0, "a row"),
-        (0 < a.logits.shape[1] <= MOST_IDS, f"1 to {MOST_IDS} ids"),
-    ),
-)
+@op.impl("cuda", when=fits)
 def cuda(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     logits, *rows = (x.contiguous() for x in (logits, temperature, top_k, top_p, min_p, u))
     S, V = logits.shape
