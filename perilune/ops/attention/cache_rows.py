@@ -19,21 +19,23 @@ from perilune.ops.attention.write_cache import write_cache
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
+from perilune.ops.pointwise.rmsnorm import rmsnorm
+from perilune.ops.pointwise.rope import rope
 
 SIGNATURE = "plpppp" + "llp" + "lf"  # types of `arguments`, for build.function
 
 
 def inputs(
-    g: Make, T: int, R: int, r: int, *, blocks: int = 2, block_size: int = 64, padding: int = 0
+    g: Make, T: int, R: int, r: int, *, blocks: int = 2, block_size: int = 64, padding: int = 0, narrow: bool = False
 ) -> dict[str, Any]:
-    """Test inputs but ckv. The last `padding` rows have no slot."""
+    """Test inputs but ckv. The last `padding` rows have no slot; if `narrow`, the cache is bfloat16."""
     slots = g.permutation(blocks * block_size)[:T]
     slots[T - padding :] = -1
-    angles = g.rand(T, r // 2) * 6.0
+    angles, pages = g.rand(T, r // 2) * 6.0, g.nan(blocks, block_size, R + r)
     return {
         "kv_norm": g.randn(R),
         "rotary": Rotary(angles.cos(), angles.sin()),
-        "latents": Latents(g.nan(blocks, block_size, R + r), slots),
+        "latents": Latents(pages.to(BFLOAT16) if narrow else pages, slots),
     }
 
 
@@ -76,6 +78,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., r] float32, pairs rotated."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def composed(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
+    """As `reference`, by the ops in turn."""
+    R = kv_norm.shape[0]
+    c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), rotary.cos, rotary.sin)
+    write(latents, c, k_pe.squeeze(1))
 
 
 def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:

@@ -11,7 +11,7 @@ depend on the batch. "cpp" is one call for few tokens of float32. "composed" run
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
 from perilune.ops.layouts.operands import Latents, Rotary
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
-from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 
 
@@ -59,18 +58,13 @@ TOL = {"q_full": sums(), "latents.pages": rounded()}
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
     before, blocks = 8 if c.strided else 0, c.T // c.block_size + 2
-    rows = cache_rows.inputs(g, c.T, c.R, c.r, blocks=blocks, block_size=c.block_size, padding=c.padding)
-    if c.narrow:
-        rows["latents"] = replace(rows["latents"], pages=rows["latents"].pages.to(BFLOAT16))
-    return {
-        "q": g.randn(c.T, c.H, c.n + c.r),
-        "ckv": g.randn(c.T, before + c.R + c.r, scale=3.0)[:, before:],
-        "kv_norm": rows["kv_norm"],
-        "rotary": rows["rotary"],
-        "w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5),
-        "latents": rows["latents"],
-        "eps": 1e-5,
-    }
+    rows = cache_rows.inputs(
+        g, c.T, c.R, c.r, blocks=blocks, block_size=c.block_size, padding=c.padding, narrow=c.narrow
+    )
+    rows["q"] = g.randn(c.T, c.H, c.n + c.r)
+    rows["ckv"] = g.randn(c.T, before + c.R + c.r, scale=3.0)[:, before:]
+    rows |= {"w_uk": g.randn(c.H, c.n, c.R, scale=c.n**-0.5), "eps": 1e-5}
+    return {name: rows[name] for name in op.parameters}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -173,10 +167,9 @@ def cpp(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, l
 def composed(
     q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, latents: Latents, eps: float
 ) -> Tensor:
-    _, n, R = w_uk.shape
-    cos, sin = rotary.cos, rotary.sin
-    cache_rows.write(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
-    return torch.cat([per_head_matmul(q[..., :n], w_uk), rope(q[..., n:], cos, sin)], -1)
+    n = w_uk.shape[1]
+    cache_rows.composed(ckv, kv_norm, rotary, latents, eps)
+    return torch.cat([per_head_matmul(q[..., :n], w_uk), rope(q[..., n:], rotary.cos, rotary.sin)], -1)
 
 
 def mla_absorb_query(

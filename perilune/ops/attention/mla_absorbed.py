@@ -70,14 +70,12 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    pages = paged_inputs.cache(g, c.contexts, c.block_size, c.R + c.r)
-    if c.packed:
-        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
+    pages, span = paged_inputs.inputs(g, c, c.counts)
     return {
         "q_lat": g.randn(sum(c.counts), c.H, c.R, scale=1 / 16 if c.packed else 1.0),
         "q_pe": g.randn(sum(c.counts), c.H, c.r),
-        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), pages["context"]),
+        "pages": pages,
+        "span": span,
         "scale": c.scale * (c.R + c.r) ** -0.5,
     }
 
@@ -88,12 +86,11 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: float) -> Tensor:
     out = torch.empty_like(q_lat)
-    R, flat = q_lat.shape[2], pages.view(-1, pages.shape[2])
+    R = q_lat.shape[2]
     starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
-        positions = torch.arange(length, device=pages.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
+        latent = paged_inputs.latents(pages, span, b, R)
         for i in range(count):
             seen = latent[: length - count + i + 1]
             q = torch.cat([q_lat[first + i], q_pe[first + i]], -1).float()

@@ -110,17 +110,14 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    pages = paged_inputs.cache(g, [max(length, 1) for length in c.contexts], c.block_size, c.R + c.r)
-    context = g.tensor(list(c.contexts), torch.int32)
-    pages["tables"][context == 0] = pages["tables"][:, -1:][context == 0]  # a block of nans
+    pages, span = paged_inputs.inputs(g, c, c.counts)
     q_full = g.randn(sum(c.counts) + c.rows, c.H, c.R + c.r)
     if c.packed:
-        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
         q_full[..., : c.R] /= 16
     return {
         "q_full": q_full,
-        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), context),
+        "pages": pages,
+        "span": span,
         "w_uv": g.randn(c.H, c.R, c.v, scale=c.R**-0.5 / (16 if c.packed else 1)),
         "scale": c.scale * (c.R + c.r) ** -0.5,
     }
@@ -134,15 +131,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
-    (T, H, _), R, flat = q_full.shape, w_uv.shape[1], pages.view(-1, pages.shape[2])
+    (T, H, _), R = q_full.shape, w_uv.shape[1]
     out = torch.zeros(T, H, w_uv.shape[2], dtype=q_full.dtype, device=q_full.device)
     starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if length == 0 or count == 0:
             continue
-        positions = torch.arange(length, device=pages.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
+        latent = paged_inputs.latents(pages, span, b, R)
         for i in range(count):
             seen = latent[: length - count + i + 1]
             weights = torch.softmax(scale * (q_full[first + i].float() @ seen.T), -1)

@@ -162,9 +162,11 @@ def attend(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> Ranges:
 
 def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
     """Whether `launch` with `mma` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
-    (T, H), D = counts, len(weights.o.weight)
-    found = build.on_hopper(
+    (T, H), D, processors = counts, len(weights.o.weight), build.sm_count(device)
+    return _fits(
         "mla_decode_output_mma.cu",
+        H,
+        D,
         device,
         (1 <= T <= MMA_TOKENS, f"1 to {MMA_TOKENS} tokens"),
         *needs,
@@ -173,45 +175,41 @@ def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *n
             f"{', '.join(map(str, MMA_HEADS))} heads, more from 2 tokens on",
         ),
         (weights.uv_fp8 is not None, "FP8 weights"),
-        (D % 8 == 0, "an output width in 8s"),
-    )
-    if found is not True:
-        return found
-    processors = build.sm_count(device)
-    return build.on_hopper(
-        "mla_decode.cu",
-        device,
-        (H <= processors <= MOST_PROCESSORS, f"a processor for each head, and at most {MOST_PROCESSORS}"),
         (D <= MOST_TILES * 8 * (processors - OWNERS), f"at most {MOST_TILES * 8} outputs for a processor"),
     )
 
 
-def mma_mailbox(H: int, T: int) -> int:
-    """Words of the mailbox of `launch` with `mma`; one token and more of them have different ones."""
-    return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
-
-
 def fits(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
     """Whether `launch` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
-    (T, H), D = counts, len(weights.o.weight)
-    found = build.on_hopper(
+    (T, H), D, processors = counts, len(weights.o.weight), build.sm_count(device)
+    return _fits(
         "mla_decode_output_t1.cu",
+        H,
+        D,
         device,
         (T == 1, "one token"),
         *needs,
         (H in HEADS, f"{', '.join(map(str, HEADS))} heads"),
         (H not in MMA_HEADS or weights.uv_fp8 is None, "bfloat16 weights for 8 or 16 heads"),
-        (D % 8 == 0, "an output width in 8s"),
-    )
-    if found is not True:
-        return found
-    processors = build.sm_count(device)
-    return build.on_hopper(
-        "mla_decode.cu",
-        device,
-        (H <= processors <= MOST_PROCESSORS, f"a processor for each head, and at most {MOST_PROCESSORS}"),
         (D >= LEAST_ROWS * processors, f"{LEAST_ROWS} outputs for each processor"),
     )
+
+
+def _fits(source: str, H: int, D: int, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
+    processors = build.sm_count(device)
+    found = build.on_hopper(
+        source,
+        device,
+        *needs,
+        (D % 8 == 0, "an output width in 8s"),
+        (H <= processors <= MOST_PROCESSORS, f"a processor for each head, and at most {MOST_PROCESSORS}"),
+    )
+    return build.on_hopper("mla_decode.cu", device) if found is True else found
+
+
+def mma_mailbox(H: int, T: int) -> int:
+    """Words of the mailbox of `launch` with `mma`; one token and more of them have different ones."""
+    return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
 
 
 def launch(

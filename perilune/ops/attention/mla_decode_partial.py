@@ -92,17 +92,14 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    pages = paged_inputs.cache(g, [max(length, 1) for length in c.contexts], c.block_size, c.R + c.r)
-    context = g.tensor(list(c.contexts), torch.int32)
-    pages["tables"][context == 0] = pages["tables"][:, -1:][context == 0]  # a block of nans
+    pages, span = paged_inputs.inputs(g, c, [1] * len(c.contexts))
     q_full = g.randn(len(c.contexts), c.H, c.R + c.r)
     if c.packed:
-        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
         q_full[..., : c.R] /= 16
     return {
         "q_full": q_full,
-        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
-        "span": Span(pages["tables"], paged_inputs.query_start(g, [1] * len(c.contexts)), context),
+        "pages": pages,
+        "span": span,
         "latent": c.R,
         "groups": c.groups,
         "scale": c.scale * (c.R + c.r) ** -0.5,
@@ -117,13 +114,12 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(
     q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    (T, H, _), flat = q_full.shape, pages.view(-1, pages.shape[2])
+    T, H, _ = q_full.shape
     o = torch.zeros(T, H, latent, dtype=q_full.dtype, device=q_full.device)
     lse = torch.full((T, H), float("-inf"), device=q_full.device)
     for t, length in enumerate(span.context.tolist()):
         if length:
-            positions = torch.arange(length, device=pages.device)
-            rows = latent_cache.unpack(flat[paged_inputs.slots(span.tables[t], positions, pages.shape[1])], latent)
+            rows = paged_inputs.latents(pages, span, t, latent)
             scores = scale * (q_full[t].float() @ rows.T)
             o[t] = (torch.softmax(scores, -1) @ rows[:, :latent]).to(o.dtype)
             lse[t] = scores.logsumexp(-1) * LOG2_E

@@ -75,16 +75,14 @@ TOL = {
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    pages = paged_inputs.cache(g, c.contexts, c.block_size, c.R + c.r)
-    if c.packed:
-        pages["cache"] = paged_inputs.packed(pages["cache"], c.R)
+    pages, span = paged_inputs.inputs(g, c, c.counts)
     size = c.R**-0.5 / (16 if c.packed else 1)
     return {
         "q": g.randn(sum(c.counts), c.H, c.n + c.r),
-        "pages": pages["cache"].to(BFLOAT16) if c.narrow else pages["cache"],
+        "pages": pages,
         "w_uk": g.randn(c.H, c.n, c.R, scale=size),
         "w_uv": g.randn(c.H, c.R, c.v, scale=size),
-        "span": Span(pages["tables"], paged_inputs.query_start(g, c.counts), pages["context"]),
+        "span": span,
         "scale": (c.n + c.r) ** -0.5,
     }
 
@@ -96,11 +94,11 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 def reference(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
     (T, H, _), R = q.shape, w_uk.shape[2]
     out = torch.empty(T, H, w_uv.shape[2], dtype=q.dtype, device=q.device)
-    flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()
+    starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         rows, count = slice(starts[b], starts[b + 1]), starts[b + 1] - starts[b]
         positions = torch.arange(length, device=q.device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
+        latent = paged_inputs.latents(pages, span, b, R)
         own = positions[length - count :]
         for h in range(H):
             k = torch.cat([latent[:, :R] @ w_uk[h].float().T, latent[:, R:]], -1)
@@ -237,13 +235,13 @@ def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, 
     block is multiplied only by the keys that its last query may see."""
     device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, device=device)
-    flat, starts, lengths = pages.view(-1, pages.shape[2]), span.query_start.tolist(), span.context.tolist()
+    starts, lengths = span.query_start.tolist(), span.context.tolist()
     for b, length in enumerate(lengths):
         first, count = starts[b], starts[b + 1] - starts[b]
         if count == 0:
             continue
         positions = torch.arange(length, device=device)
-        latent = latent_cache.unpack(flat[paged_inputs.slots(span.tables[b], positions, pages.shape[1])], R)
+        latent = paged_inputs.latents(pages, span, b, R)
         c, k_pe = latent[:, :R], latent[:, R:]
         heads = max(1, min(H, PIECE_BYTES // (4 * length * (size + v))))
         for h in range(0, H, heads):

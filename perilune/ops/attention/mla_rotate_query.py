@@ -20,9 +20,7 @@ from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, K2, NANO, Make, Sized, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import aligned
-from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Latents, Rotary
-from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.rope import rope
 
 
@@ -54,20 +52,11 @@ TOL = {"q": rounded(), "latents.pages": rounded()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    width = c.R + c.r
-    blocks = c.T // c.block_size + 2
-    before = 8 if c.strided else 0
-    cache = g.nan(blocks, c.block_size, width)
-    angles = g.rand(c.T, c.r // 2) * 6.0
-    args = {
-        "q": g.randn(c.T, c.H, c.n + c.r),
-        "ckv": g.randn(c.T, before + width, scale=3.0)[:, before:],
-        "kv_norm": g.randn(c.R),
-        "rotary": Rotary(angles.cos(), angles.sin()),
-    }
-    slots = g.permutation(blocks * c.block_size)[: c.T]
-    slots[torch.arange(c.T, device=g.device) % c.elsewhere > 0] = -1
-    return {**args, "latents": Latents(cache.to(BFLOAT16) if c.narrow else cache, slots), "eps": 1e-5}
+    before, blocks = 8 if c.strided else 0, c.T // c.block_size + 2
+    rows = cache_rows.inputs(g, c.T, c.R, c.r, blocks=blocks, block_size=c.block_size, narrow=c.narrow)
+    rows["latents"].slots[torch.arange(c.T, device=g.device) % c.elsewhere > 0] = -1
+    ckv = g.randn(c.T, before + c.R + c.r, scale=3.0)[:, before:]
+    return {"q": g.randn(c.T, c.H, c.n + c.r), "ckv": ckv, **rows, "eps": 1e-5}
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -77,19 +66,9 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
-    (R,), pages, cos, sin = kv_norm.shape, latents.pages, rotary.cos, rotary.sin
-    r = 2 * cos.shape[1]
-
-    def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * c - odd * s, odd * c + even * s), -1).flatten(-2).to(x.dtype)
-
-    latent = ckv[:, :R].float()
-    c = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt() * kv_norm.float()
-    rows = latent_cache.pack(c.to(q.dtype), rotated(ckv[:, R:], cos, sin), pages.dtype)
-    real = latents.slots >= 0
-    pages.view(-1, pages.shape[2])[latents.slots[real]] = rows[real]
-    q[..., -r:] = rotated(q[..., -r:], cos.unsqueeze(1), sin.unsqueeze(1))
+    cache_rows.reference(ckv, kv_norm, rotary, latents, eps)
+    pe = q[..., -2 * rotary.cos.shape[1] :]
+    pe.copy_(cache_rows.rotated(pe.float(), rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1)))
 
 
 op = Op("mla_rotate_query", CASES, TOL, inputs, cost, reference, decides=("q", "latents"))
@@ -109,19 +88,13 @@ _kernel = build.launcher("mla_rotate_query.cu", "mla_rotate_query", "pplppppllpl
     ),
 )
 def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
-    (T, H, _), (N, block_size, _), dtype = q.shape, latents.pages.shape, latents.pages.dtype
+    T, H, _ = q.shape
     ckv = aligned(ckv)
     failed = _kernel()(
         q.data_ptr(),
         ckv.data_ptr(),
         ckv.stride(0),
-        kv_norm.data_ptr(),
-        rotary.cos.contiguous().data_ptr(),
-        rotary.sin.contiguous().data_ptr(),
-        latents.pages.data_ptr(),
-        N * block_size,
-        dtype == latent_cache.PACKED,
-        latents.slots.contiguous().data_ptr(),
+        *cache_rows.places(kv_norm, rotary, latents),
         T,
         H,
         eps,
@@ -132,10 +105,9 @@ def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Laten
 
 @op.impl("composed")
 def composed(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
-    (R,), cos, sin = kv_norm.shape, rotary.cos, rotary.sin
-    r = 2 * cos.shape[1]
-    cache_rows.write(latents, rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), cos, sin).squeeze(1))
-    q[..., -r:] = rope(q[..., -r:], cos, sin)
+    cache_rows.composed(ckv, kv_norm, rotary, latents, eps)
+    r = 2 * rotary.cos.shape[1]
+    q[..., -r:] = rope(q[..., -r:], rotary.cos, rotary.sin)
 
 
 def mla_rotate_query(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:

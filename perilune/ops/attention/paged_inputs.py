@@ -2,11 +2,12 @@
 requests' contexts is NaN."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from perilune.ops.harness.case import Make
+from perilune.ops.harness.case import BFLOAT16, Make
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 
@@ -38,6 +39,17 @@ def packed(cache: Tensor, R: int) -> Tensor:
     return latent_cache.pack(cache[..., :R] * 16.0, cache[..., R:], latent_cache.PACKED)
 
 
+def inputs(g: Make, c: Any, counts: Sequence[int]) -> tuple[Tensor, Span]:
+    """Pages and span of a case with contexts, block_size, R, r, packed and narrow. A request without context has a
+    block of NaNs."""
+    made = cache(g, [max(length, 1) for length in c.contexts], c.block_size, c.R + c.r)
+    pages, tables, context = made["cache"], made["tables"], g.tensor(list(c.contexts), torch.int32)
+    tables[context == 0] = tables[:, -1:][context == 0]
+    if c.packed:
+        pages = packed(pages, c.R)
+    return pages.to(BFLOAT16) if c.narrow else pages, Span(tables, query_start(g, counts), context)
+
+
 def query_start(g: Make, counts: Sequence[int]) -> Tensor:
     return g.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], torch.int32)
 
@@ -46,6 +58,12 @@ def slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Flat cache rows of `positions` [..., L] of the requests with block tables [..., M]."""
     blocks = tables.long().gather(-1, positions // block_size)
     return blocks * block_size + positions % block_size
+
+
+def latents(pages: Tensor, span: Span, b: int, R: int) -> Tensor:
+    """Latents and rope keys [context, R + r] of request b, in float32."""
+    positions = torch.arange(int(span.context[b]), device=pages.device)
+    return latent_cache.unpack(pages.view(-1, pages.shape[2])[slots(span.tables[b], positions, pages.shape[1])], R)
 
 
 def check(pages: Tensor, span: Span, R: int, r: int) -> None:
