@@ -17,7 +17,7 @@ in FP8, "cuda" for others. "composed" calls the ops one by one, also if "cuda_mm
 width or the number of SMs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,19 +165,16 @@ op = Op(
 _choose = build.launcher("mla_decode_router_t1.cu", "mla_decode_router", "p" * 10 + "l" * 6 + "ffp")
 
 
-def _fits(a: Any, device: torch.device) -> bool | str:
-    found = mla_decode_output.fits(a.q_full.shape[:2], a.attention, device, *mla_decode.needs(a.q_full, a.pages))
-    return found if found is not True else chooses(a, device)
+def _fits(a: Any, device: torch.device, mma: bool) -> bool | str:
+    return fits(a.q_full.shape[:2], a, device, mma, *mla_decode.needs(a.q_full, a.pages))
 
 
-def _fits_mma(a: Any, device: torch.device) -> bool | str:
-    needs = (len(a.q_full) == 1, "one token"), *mla_decode.needs(a.q_full, a.pages)
-    found = mla_decode_output.fits_mma(a.q_full.shape[:2], a.attention, device, *needs)
-    return found if found is not True else chooses(a, device)
-
-
-def chooses(a: Any, device: torch.device) -> bool | str:
-    """Whether mla_decode_router_t1.cu takes these arguments, if `mla_decode_output`'s launches do."""
+def fits(counts: Sequence[int], a: Any, device: torch.device, mma: bool, *needs: tuple[bool, str]) -> bool | str:
+    """Whether `run` takes so many (tokens, heads) and these arguments, if `needs` hold."""
+    takes = mla_decode_output.fits_mma if mma else mla_decode_output.fits
+    found = takes(counts, a.attention, device, (counts[0] == 1, "one token"), *needs)
+    if found is not True:
+        return found
     (E, D), routing = a.gate.weight.shape, a.gate.routing
     return build.on_hopper(
         "mla_decode_router_t1.cu",
@@ -239,7 +236,7 @@ def run(
 
 @op.impl(
     "cuda_mma",
-    when=_fits_mma,
+    when=lambda a, device: _fits(a, device, mma=True),
     alone=True,
     waits=("mla_decode_output_mma.cu", "mla_decode_router_t1.cu"),
 )
@@ -256,7 +253,12 @@ def cuda_mma(
     return run(True, lambda: mla_decode_output.attend(q_full, pages, span, scale), attention, residual, norm, gate)
 
 
-@op.impl("cuda", when=_fits, alone=True, waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"))
+@op.impl(
+    "cuda",
+    when=lambda a, device: _fits(a, device, mma=False),
+    alone=True,
+    waits=("mla_decode_output_t1.cu", "mla_decode_router_t1.cu"),
+)
 def cuda(
     q_full: Tensor,
     pages: Tensor,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
-from perilune.ops.attention import mla_decode_output, mla_merge_output
+from perilune.ops.attention import mla_merge_output
 from perilune.ops.exchange import exchange_add_rmsnorm
 from perilune.ops.harness.case import K2, NANO, Make
 from perilune.ops.harness.registry import Op
@@ -63,10 +63,7 @@ op = Op("mla_merge_router", CASES, TOL, inputs, cost, reference, decides=("o", "
 
 
 def _fits(a: Any, device: torch.device, mma: bool) -> bool | str:
-    fits = mla_decode_output.fits_mma if mma else mla_decode_output.fits
-    one = (a.o.shape[1] == 1, "one token")
-    found = fits(a.o.shape[1:3], a.attention, device, one, *mla_merge_output.needs(a.o))
-    return found if found is not True else mla_decode_router.chooses(a, device)
+    return mla_decode_router.fits(a.o.shape[1:3], a, device, mma, *mla_merge_output.needs(a.o))
 
 
 @op.impl(
