@@ -10,7 +10,6 @@ other.
 depend on the batch. "cpp" is one call for few tokens of float32. "composed" runs the four ops one after the other.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +115,7 @@ def cuda(q: Tensor, ckv: Tensor, kv_norm: Tensor, rotary: Rotary, w_uk: Tensor, 
     return out
 
 
-@functools.cache
-def _on_cpu(dtype: torch.dtype) -> Any:
-    name = "mla_query_f32" if dtype == FLOAT32 else "mla_query_bf16"
-    return build.function("mla_absorb_query", name, "pplpppppl" + "pp" + "l" * 6 + "f")
+_on_cpu = build.launcher_by_type("mla_absorb_query", "mla_query", "pplpppppl" + "pp" + "l" * 6 + "f")
 
 
 @op.impl(

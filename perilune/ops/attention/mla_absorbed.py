@@ -10,7 +10,6 @@ context are never read: they may hold anything, nan included.
 request's result does not depend on the batch.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -101,10 +100,7 @@ def reference(q_lat: Tensor, q_pe: Tensor, pages: Tensor, span: Span, scale: flo
 op = Op("mla_absorbed", CASES, TOL, inputs, cost, reference, decides=("q_lat", "pages"))
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype) -> Any:
-    name = "mla_absorbed_f32" if dtype == FLOAT32 else "mla_absorbed_bf16"
-    return build.function("mla_absorbed", name, "p" * 7 + "l" * 8 + "f")
+_kernel = build.launcher_by_type("mla_absorbed", "mla_absorbed", "p" * 7 + "l" * 8 + "f")
 
 
 @op.impl(

@@ -17,7 +17,6 @@ writer must have finished before `mla_absorb_query` begins, as an ordinary kerne
 Packed rows are widened while they are copied to shared memory. `perilune bench decode --kernels` times it in a step.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,10 +245,7 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) 
     return out
 
 
-@functools.cache
-def _on_cpu(dtype: torch.dtype) -> Any:
-    name = "mla_decode_f32" if dtype == FLOAT32 else "mla_decode_bf16"
-    return build.function("mla_absorbed", name, "p" * 7 + "l" * 10 + "f")
+_on_cpu = build.launcher_by_type("mla_absorbed", "mla_decode", "p" * 7 + "l" * 10 + "f")
 
 
 @op.impl(

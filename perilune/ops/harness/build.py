@@ -235,6 +235,13 @@ def launcher(stem: str, name: str, signature: str) -> Callable[[], Callable[...,
     return functools.cache(lambda: function(stem, name, signature))
 
 
+def launcher_by_type(stem: str, name: str, signature: str) -> Callable[[torch.dtype], Callable[..., int]]:
+    """As `launcher`, of two functions: `name`_f32 for float32 and `name`_bf16."""
+    return functools.cache(
+        lambda dtype: function(stem, f"{name}_{'f32' if dtype == torch.float32 else 'bf16'}", signature)
+    )
+
+
 def _build(source: Path) -> "ctypes.CDLL | str":
     on_gpu = source.suffix == ".cu"
     name = "nvcc" if on_gpu else "g++"

@@ -6,29 +6,19 @@ rounded to the residual's type. "cuda" keeps the norm in registers: that saves 4
 "composed" calls both ops; "cuda" gives its bits.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.linear import quantize_tokens as to_e4m3
-from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens, rows
+from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens
 from perilune.ops.pointwise import add_rmsnorm as plain
-from perilune.ops.pointwise.add_rmsnorm import FEW_ROWS, add_rmsnorm
+from perilune.ops.pointwise.add_rmsnorm import FEW_ROWS, Case, add_rmsnorm
 
 SOURCE = "rmsnorm.cu"
-
-
-@dataclass(frozen=True)
-class Case(Sized):
-    T: int
-    D: int
-    parts: int = 0  # 0: x has no parts
 
 
 CASES = [
@@ -44,10 +34,7 @@ CASES = [
     Case(0, NANO.hidden),
 ]
 TOL = {"values": to_e4m3.TOL["values"], "scale": to_e4m3.TOL["scale"], "residual": rounded()}
-
-
-def inputs(c: Case, g: Make) -> dict[str, Any]:
-    return plain.inputs(plain.Case(c.T, c.D, c.parts), g)
+inputs = plain.inputs
 
 
 def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
@@ -78,8 +65,7 @@ _kernel = build.launcher(SOURCE, "add_rmsnorm_quantize", "ppllppplllfp")
 )
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     (T, D), x = residual.shape, x.contiguous()
-    values = torch.empty(T, D, dtype=torch.float8_e4m3fn, device=residual.device)
-    scale = torch.empty(-(-D // GROUP), rows(T), dtype=FLOAT32, device=residual.device)
+    values, scale = to_e4m3.empty(T, D, residual.device)
     wide = x.dim() == 3
     failed = _kernel()(
         residual.data_ptr(),

@@ -7,7 +7,6 @@ does not depend on the others. For 5 to 8 rows, or very wide ones, two CTAs spli
 (skinny_gemm.cu) is for up to 64 rows and large weights; there, too, a row's result does not depend on the others.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +81,7 @@ def reference(x: Tensor, w: Tensor, wide: bool) -> Tensor:
 op = Op("linear", CASES, TOL, inputs, cost, reference, decides=("x", "w"))
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype) -> Any:
-    return build.function("linear", "linear_f32" if dtype == FLOAT32 else "linear_bf16", "plppllll")
+_kernel = build.launcher_by_type("linear", "linear", "plppllll")
 
 
 @op.impl(

@@ -4,7 +4,6 @@ x [T, H, a], strided in T and H if need be; w [H, a, b]; y [T, H, b] as x. Sums 
 "cpp" is no slower than torch on CPU for few tokens, and there a token's result does not depend on the batch.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +55,7 @@ def reference(x: Tensor, w: Tensor) -> Tensor:
 op = Op("per_head_matmul", CASES, TOL, inputs, cost, reference, decides=("x", "w"))
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype) -> Any:
-    return build.function(
-        "per_head_matmul", "head_matmul_f32" if dtype == FLOAT32 else "head_matmul_bf16", "pllpplllll"
-    )
+_kernel = build.launcher_by_type("per_head_matmul", "head_matmul", "pllpplllll")
 
 
 @op.impl(

@@ -80,11 +80,11 @@ def reference(x: Tensor, norm: Tensor | None, eps: float, gated: bool) -> tuple[
     padded = torch.nn.functional.pad(y.float(), (0, groups * GROUP - i)).view(T, groups, GROUP)
     largest = padded.abs().amax(-1)
     largest = torch.where(largest > 0, largest.clamp(min=LEAST), largest)
-    empty = largest == 0
-    factor = torch.where(empty, 1.0, LARGEST / largest)
+    zeros = largest == 0
+    factor = torch.where(zeros, 1.0, LARGEST / largest)
     values = (padded * factor.unsqueeze(-1)).clamp(-LARGEST, LARGEST).view(T, groups * GROUP)[:, :i]
     scale = torch.zeros(groups, rows(T), device=x.device)
-    scale[:, :T] = torch.where(empty, 1.0, largest / LARGEST).T
+    scale[:, :T] = torch.where(zeros, 1.0, largest / LARGEST).T
     return values.to(torch.float8_e4m3fn), scale
 
 
@@ -94,6 +94,12 @@ op = Op("quantize_tokens", CASES, TOL, inputs, cost, reference, decides=("x", "n
 def rows(T: int) -> int:
     """Rows of scales for T rows of values."""
     return -(-T // ROWS) * ROWS
+
+
+def empty(T: int, i: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """values and scale, for a kernel to write."""
+    values = torch.empty(T, i, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(-(-i // GROUP), rows(T), dtype=FLOAT32, device=device)
 
 
 _kernel = build.launcher("quantize_tokens.cu", "quantize_tokens", "plppp" + "l" * 4 + "fp")
@@ -113,8 +119,7 @@ _kernel = build.launcher("quantize_tokens.cu", "quantize_tokens", "plppp" + "l" 
 def cuda(x: Tensor, norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor]:
     x = aligned(x)
     T, i = x.shape[0], x.shape[1] // (2 if gated else 1)
-    values = torch.empty(T, i, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(-(-i // GROUP), rows(T), dtype=FLOAT32, device=x.device)
+    values, scale = empty(T, i, x.device)
     stream = build.stream(x.device)
     failed = _kernel()(
         x.data_ptr(),

@@ -3,26 +3,19 @@
 values and scale are those of linear/add_rmsnorm_quantize.py. "cuda" gives the bits of the two ops in sequence.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.harness import build
-from perilune.ops.harness.case import FLOAT32, Make
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Pairs
 from perilune.ops.linear import quantize_tokens as to_e4m3
-from perilune.ops.linear.quantize_tokens import GROUP, rows
+from perilune.ops.linear.quantize_tokens import GROUP
 from perilune.ops.moe import combine_add_rmsnorm as plain
 
-CASES = plain.CASES
+CASES, inputs = plain.CASES, plain.inputs
 TOL = {"values": to_e4m3.TOL["values"], "scale": to_e4m3.TOL["scale"], "residual": plain.TOL["residual"]}
-
-
-def inputs(c: plain.Case, g: Make) -> dict[str, Any]:
-    return plain.inputs(c, g)
 
 
 def cost(c: plain.Case, dtype: torch.dtype) -> costs.Cost:
@@ -39,9 +32,7 @@ op = Op("combine_add_rmsnorm_quantize", CASES, TOL, inputs, cost, reference, dec
 
 @op.impl("cuda", when=lambda a, device: build.on_hopper(plain.SOURCE, device, *plain.needs(a.residual, a.pairs)))
 def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    T, D = residual.shape
-    values = torch.empty(T, D, dtype=torch.float8_e4m3fn, device=residual.device)
-    scale = torch.empty(-(-D // GROUP), rows(T), dtype=FLOAT32, device=residual.device)
+    values, scale = to_e4m3.empty(len(residual), residual.shape[1], residual.device)
     plain.run(residual, pairs, w, eps, values, scale)
     return values, scale
 

@@ -9,38 +9,25 @@ half as many as in an all-reduce, and the work after the norm is done once per r
 No rank waits until owners have read its rows, so ranks must synchronise in exchange_rows.py before the next exchange.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from perilune.core import cost as costs
 from perilune.ops.exchange.peers import Peers
 from perilune.ops.harness import build
-from perilune.ops.harness.case import Make
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import address
 from perilune.ops.layouts.operands import Pairs
 from perilune.ops.moe import combine_add_rmsnorm as of_one_rank
 from perilune.ops.moe import exchange_pairs_add_rmsnorm as whole
-from perilune.ops.moe.exchange_pairs_add_rmsnorm import Case
 
 SOURCE = "scatter_pairs_add_rmsnorm.cu"
-CASES, TOL = whole.CASES, whole.TOL
+CASES, TOL, inputs, cost = whole.CASES, whole.TOL, whole.inputs, whole.cost
 
 
 def owned(T: int, peers: Peers) -> slice:
     """This rank's rows of T."""
     block = -(-T // peers.ranks)
     return slice(min(T, peers.rank * block), min(T, (peers.rank + 1) * block))
-
-
-def inputs(c: Case, g: Make) -> dict[str, Any]:
-    return whole.inputs(c, g)
-
-
-def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
-    return whole.cost(c, dtype)
 
 
 def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> Tensor:

@@ -4,25 +4,19 @@ values and scale of the n owned rows are those of linear/add_rmsnorm_quantize.py
 in sequence.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from perilune.core import cost as costs
 from perilune.ops.exchange.peers import Peers
-from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make, Tol
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Pairs
 from perilune.ops.linear import quantize_tokens as to_e4m3
-from perilune.ops.linear.quantize_tokens import GROUP, rows
 from perilune.ops.moe import combine_add_rmsnorm as of_one_rank
 from perilune.ops.moe import combine_add_rmsnorm_quantize as quantized
 from perilune.ops.moe import exchange_pairs_add_rmsnorm as whole
 from perilune.ops.moe import scatter_pairs_add_rmsnorm as plain
-from perilune.ops.moe.exchange_pairs_add_rmsnorm import Case
 
-CASES = plain.CASES
+CASES, inputs, cost = plain.CASES, plain.inputs, quantized.cost
 _STEP = to_e4m3.TOL["values"][BFLOAT16]
 # Where a sum is rounded the other way, the residual is off by an ulp of a partial sum, y by up to 0.1, and values by
 # 448 / 4 times as much (4: the smallest of the groups' largest magnitudes).
@@ -33,14 +27,6 @@ TOL = {
     "scale": {FLOAT32: _SCALE, BFLOAT16: _SCALE},
     "residual": plain.TOL["residual"],
 }
-
-
-def inputs(c: Case, g: Make) -> dict[str, Any]:
-    return plain.inputs(c, g)
-
-
-def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
-    return quantized.cost(c, dtype)
 
 
 def reference(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
@@ -54,10 +40,8 @@ op = Op(
 
 @op.impl("cuda", when=lambda a, device: whole.fits(plain.SOURCE, a, device), alone=True, waits=(plain.SOURCE,))
 def cuda(residual: Tensor, pairs: Pairs, w: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor]:
-    own, D = plain.owned(len(residual), peers), residual.shape[1]
-    n = own.stop - own.start
-    values = torch.empty(n, D, dtype=torch.float8_e4m3fn, device=residual.device)
-    scale = torch.empty(-(-D // GROUP), rows(n), dtype=FLOAT32, device=residual.device)
+    own = plain.owned(len(residual), peers)
+    values, scale = to_e4m3.empty(own.stop - own.start, residual.shape[1], residual.device)
     plain.run(residual, pairs, w, eps, peers, values, scale)
     return values, scale
 
