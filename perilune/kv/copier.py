@@ -7,7 +7,7 @@ numpy: torch would start a second team of OpenMP threads, which halves the speed
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -71,19 +71,20 @@ class CpuCopier:
         self._pages = [view.numpy() for view in page_views(caches)]
 
     def out(self, pairs: Sequence[Pair]) -> None:
-        for block, row in pairs:
-            at = 0
-            for pages in self._pages:
-                layers, _, size = pages.shape
-                np.copyto(row[at : at + layers * size].reshape(layers, size), pages[:, block])
-                at += layers * size
+        for page, stored in self._parts(pairs):
+            np.copyto(stored, page)
 
     def into(self, pairs: Sequence[Pair]) -> None:
+        for page, stored in self._parts(pairs):
+            np.copyto(page, stored)
+
+    def _parts(self, pairs: Sequence[Pair]) -> Iterator[tuple[Bytes, Bytes]]:
+        """A block's pages in each cache, and their place in its row."""
         for block, row in pairs:
             at = 0
             for pages in self._pages:
                 layers, _, size = pages.shape
-                np.copyto(pages[:, block], row[at : at + layers * size].reshape(layers, size))
+                yield pages[:, block], row[at : at + layers * size].reshape(layers, size)
                 at += layers * size
 
     def mark(self) -> object:

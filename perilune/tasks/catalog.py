@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
-from perilune.tasks.records import Shown, iso_of, lines
+from perilune.tasks.records import Shown, iso_of, lines, same
 from perilune.tasks.records import drawn as drawn_for_record
 from perilune.tasks.wordings import enumerated, in_words
 from perilune.tasks.words import NAMES, any_word, listed, made_up
@@ -157,33 +157,25 @@ def _date(rng: Random) -> Shown:
     return (day := pick(rng, _DAYS), day) if rng.random() < 0.3 else drawn_for_record(rng, "date")
 
 
-def _text(draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
-    def both(rng: Random) -> Shown:
-        text = draw(rng)
-        return text, text
-
-    return both
-
-
 _MINUTES: Final = ("00", "15", "30", "45", "10", "20", "05")
 _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
-    "message": _text(_message),
-    "first": _text(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng,
+    "message": same(_message),
+    "first": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng,
         (*NAMES, "mum", "dad", "my boss", "my sister"))),
     "cur": lambda rng: _currency(rng, True), "cur2": lambda rng: _currency(rng, False),
-    "unit": _text(lambda rng: pick(rng, _UNITS[:9])), "unit2": _text(lambda rng: pick(rng, _UNITS[9:])),
+    "unit": same(lambda rng: pick(rng, _UNITS[:9])), "unit2": same(lambda rng: pick(rng, _UNITS[9:])),
     "count1": lambda rng: _count(rng, 14), "count": lambda rng: _count(rng, 100),
     "minutes": lambda rng: _count(rng, 90), "date": _date,
-    "clock24": _text(lambda rng: f"{int(rng.random() * 24):02d}:{pick(rng, _MINUTES)}"),
-    "broken": _text(lambda rng: pick(rng, _BROKEN).format(t=pick(rng,
+    "clock24": same(lambda rng: f"{int(rng.random() * 24):02d}:{pick(rng, _MINUTES)}"),
+    "broken": same(lambda rng: pick(rng, _BROKEN).format(t=pick(rng,
         _THINGS) if rng.random() < 0.6 else made_up(rng))),
-    "account": _text(lambda rng: pick(rng, _ACCOUNTS)), "door": _text(lambda rng: pick(rng, _DOORS)),
+    "account": same(lambda rng: pick(rng, _ACCOUNTS)), "door": same(lambda rng: pick(rng, _DOORS)),
     "place": lambda rng: (bare(room := pick(rng, _ROOMS)), room),
-    "noun": _text(any_word), "errand": _text(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
+    "noun": same(any_word), "errand": same(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
         o=any_word(rng))),
-    "path": _text(lambda rng: pick(rng, ("{a}.txt", "/tmp/{a}", "{a}/{b}.py", "notes/{a}.md", "/home/{a}/{b}.csv",
+    "path": same(lambda rng: pick(rng, ("{a}.txt", "/tmp/{a}", "{a}/{b}.py", "notes/{a}.md", "/home/{a}/{b}.csv",
         "{a}.json", "docs/{a}.pdf", "/var/log/{a}.log", "src/{a}.rs")).format(a=any_word(rng), b=any_word(rng))),
-    "command": _text(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
+    "command": same(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
     "bool": lambda rng: (rng.random() < 0.5, ""),
     "warm": lambda rng: (n := 15 + int(rng.random() * 11), str(n)),
 }  # fmt: skip

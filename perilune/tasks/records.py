@@ -268,7 +268,7 @@ def _foods(rng: Random) -> Shown:
     return found, enumerated(found, pick(rng, (" and ", ", ", ", and ")))
 
 
-def _same(draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
+def same(draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
     def both(rng: Random) -> Shown:
         text = draw(rng)
         return text, text
@@ -299,12 +299,12 @@ def _version(rng: Random) -> str:
 
 
 _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
-    "person": _same(_person), "person2": _same(_person),
-    "city": _same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng, CITIES)),
-    "city2": _same(lambda rng: pick(rng, CITIES)), "company": _same(lambda rng: _named(rng) + pick(rng, _SUFFIXES)),
-    "code": _same(_code),
-    "email": _same(_email),
-    "phone": _same(_phone), "date": _date, "clock": _same(_clock), "money": _money, "foods": _foods,
+    "person": same(_person), "person2": same(_person),
+    "city": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng, CITIES)),
+    "city2": same(lambda rng: pick(rng, CITIES)), "company": same(lambda rng: _named(rng) + pick(rng, _SUFFIXES)),
+    "code": same(_code),
+    "email": same(_email),
+    "phone": same(_phone), "date": _date, "clock": same(_clock), "money": _money, "foods": _foods,
     "age": lambda rng: _whole(rng, 2, 99, 0.05), "count": lambda rng: _whole(rng, 2, 400, 0.05),
     "few": lambda rng: _whole(rng, 2, 12, 0.6),
     "small": lambda rng: _whole(rng, 1, 12, 0.2), "small2": lambda rng: _whole(rng, 0, 9, 0.1),
@@ -315,35 +315,35 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "memory": lambda rng: (n := 2 ** (1 + int(rng.random() * 9)), str(n)),
     "weight": lambda rng: _decimal(rng, 0.5, 90), "decimal": lambda rng: _decimal(rng, 0.5, 60),
     "rating": lambda rng: _decimal(rng, 1, 9.9),
-    "product": _same(lambda rng: pick(rng, OBJECTS) if rng.random() < 0.7 else f"{any_word(rng)} {pick(rng, OBJECTS)}"),
-    "product_name": _same(lambda rng: _named(rng) + pick(rng,
+    "product": same(lambda rng: pick(rng, OBJECTS) if rng.random() < 0.7 else f"{any_word(rng)} {pick(rng, OBJECTS)}"),
+    "product_name": same(lambda rng: _named(rng) + pick(rng,
         ("", f" {1 + int(rng.random() * 900)}", " Pro", " X", " Mini", " Plus", ""))),
-    "event": _same(lambda rng: f"{any_word(rng)} {pick(rng, _EVENTS)}" if rng.random() < 0.6 else f"{_named(rng)} "
+    "event": same(lambda rng: f"{any_word(rng)} {pick(rng, _EVENTS)}" if rng.random() < 0.6 else f"{_named(rng)} "
     f"{pick(rng, _EVENTS)}"),
-    "place": _same(lambda rng: _filled(rng, _PLACES)), "room": _same(lambda rng: _filled(rng, _ROOMS)),
-    "street": _same(lambda rng: _filled(rng, _STREETS)),
-    "hotel": _same(lambda rng: pick(rng, _HOTELS).format(_named(rng))),
-    "restaurant": _same(lambda rng: pick(rng, ("{}", "Cafe {}", "{} Grill", "Chez {}", "Trattoria {}",
+    "place": same(lambda rng: _filled(rng, _PLACES)), "room": same(lambda rng: _filled(rng, _ROOMS)),
+    "street": same(lambda rng: _filled(rng, _STREETS)),
+    "hotel": same(lambda rng: pick(rng, _HOTELS).format(_named(rng))),
+    "restaurant": same(lambda rng: pick(rng, ("{}", "Cafe {}", "{} Grill", "Chez {}", "Trattoria {}",
         "the {} House")).format(_named(rng))),
-    "book": _same(lambda rng: pick(rng, ("The {}", "{}", "The {} of {c}", "A {} in {c}",
+    "book": same(lambda rng: pick(rng, ("The {}", "{}", "The {} of {c}", "A {} in {c}",
         "{} and {}")).format(_named(rng), _named(rng), c=pick(rng, CITIES))),
-    "flight_code": _same(_flight),
-    "seat": _same(lambda rng: f"{1 + int(rng.random() * 40)}{pick(rng, 'ABCDEF')}"),
-    "pet": _same(lambda rng: pick(rng, ("Bello", "Minka", "Rex", "Luna", "Felix", "Coco", "Balu", "Tiger", "Snowy",
+    "flight_code": same(_flight),
+    "seat": same(lambda rng: f"{1 + int(rng.random() * 40)}{pick(rng, 'ABCDEF')}"),
+    "pet": same(lambda rng: pick(rng, ("Bello", "Minka", "Rex", "Luna", "Felix", "Coco", "Balu", "Tiger", "Snowy",
         "Lady")) if rng.random() < 0.6 else made_up(rng).capitalize()),
-    "version": _same(_version),
+    "version": same(_version),
     "line_number": lambda rng: _whole(rng, 3, 900), "calories": lambda rng: _whole(rng, 90, 2900),
     "percent": lambda rng: _whole(rng, 5, 100),
-    "path": _same(lambda rng: pick(rng, ("{a}.py", "src/{a}.c", "{a}/{b}.js", "lib/{a}.rs",
+    "path": same(lambda rng: pick(rng, ("{a}.py", "src/{a}.c", "{a}/{b}.js", "lib/{a}.rs",
         "{a}_{b}.go")).format(a=any_word(rng), b=any_word(rng))),
-        "letter": _same(lambda rng: pick(rng, ("A", "B", "C", "D", "A-", "B+", "C+", "A+"))),
-    "topic": _same(lambda rng: pick(rng, _TOPICS) if rng.random() < 0.6 else f"{any_word(rng)} project"),
-    "team": _same(lambda rng: f"{pick(rng, CITIES)} {pick(rng, _CLUBS)}" if rng.random() < 0.4 else _named(rng)),
-    "team2": _same(lambda rng: f"FC {pick(rng, CITIES)}" if rng.random() < 0.3 else made_up(rng).capitalize()),
-    "project": _same(_named), "band": _same(lambda rng: f"The {_named(rng)}s"),
-    "host": _same(lambda rng: any_word(rng) + pick(rng, ("-", "", ".", "")) + pick(rng, ("01", "7", "db", "web"))),
-    "ip": _same(lambda rng: "10." + ".".join([str(int(rng.random() * 255)) for _ in range(3)])),
-    "errand": _same(lambda rng: (verb := pick(rng, _TASKS)) + " " + (pick(rng,
+        "letter": same(lambda rng: pick(rng, ("A", "B", "C", "D", "A-", "B+", "C+", "A+"))),
+    "topic": same(lambda rng: pick(rng, _TOPICS) if rng.random() < 0.6 else f"{any_word(rng)} project"),
+    "team": same(lambda rng: f"{pick(rng, CITIES)} {pick(rng, _CLUBS)}" if rng.random() < 0.4 else _named(rng)),
+    "team2": same(lambda rng: f"FC {pick(rng, CITIES)}" if rng.random() < 0.3 else made_up(rng).capitalize()),
+    "project": same(_named), "band": same(lambda rng: f"The {_named(rng)}s"),
+    "host": same(lambda rng: any_word(rng) + pick(rng, ("-", "", ".", "")) + pick(rng, ("01", "7", "db", "web"))),
+    "ip": same(lambda rng: "10." + ".".join([str(int(rng.random() * 255)) for _ in range(3)])),
+    "errand": same(lambda rng: (verb := pick(rng, _TASKS)) + " " + (pick(rng,
         NAMES) if verb == "call" else any_word(rng) + pick(rng, (" report", " page", " list", "", " order")))),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, EXACT, FLOAT32, K2, NANO, Make, Sized, rounded
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, exact, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Rotary
@@ -43,8 +43,8 @@ CASES = [
 ]
 TOL = {
     "x": rounded(),
-    "cos_rows": {FLOAT32: EXACT, BFLOAT16: EXACT},
-    "sin_rows": {FLOAT32: EXACT, BFLOAT16: EXACT},
+    "cos_rows": exact(),
+    "sin_rows": exact(),
 }
 
 
