@@ -11,8 +11,6 @@ in keys or values of a tile makes all queries that see a key of the tile NaN. "c
 quantize_tokens.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from perilune.core import cost as costs
 from perilune.ops.attention import mla_prefill as exact
 from perilune.ops.attention.mla_prefill import TILE, keys_and_values, mla_prefill, needs, rows_apart
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol, sums
+from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Tol, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Span
 from perilune.ops.linear import quantize_tokens as to_e4m3
@@ -28,7 +26,7 @@ from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens, rows
 
 SOURCE = "mla_prefill_w8a8.cu"
 
-CASES = exact.CASES
+CASES, inputs = exact.CASES, exact.inputs
 _VALUES = Tol(60.0, 0.126, 7e-2, "steps of e4m3, of 448 for the largest of a row; products of 8 bits")
 TOL = {
     "values": {FLOAT32: to_e4m3.TOL["values"][FLOAT32], BFLOAT16: _VALUES},
@@ -37,10 +35,6 @@ TOL = {
         BFLOAT16: Tol(1e-4, 0.3, 6e-2, "the largest of 128 values, products of 8 bits"),
     },
 }
-
-
-def inputs(c: exact.Case, g: Make) -> dict[str, Any]:
-    return exact.inputs(c, g)
 
 
 def cost(c: exact.Case, dtype: torch.dtype) -> costs.Cost:

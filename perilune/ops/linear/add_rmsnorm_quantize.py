@@ -11,15 +11,12 @@ from torch import Tensor
 
 from perilune.core import cost as costs
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, rounded
+from perilune.ops.harness.case import FLOAT32, K2, NANO, rounded
 from perilune.ops.harness.registry import Op
 from perilune.ops.linear import quantize_tokens as to_e4m3
 from perilune.ops.linear.quantize_tokens import GROUP, quantize_tokens
 from perilune.ops.pointwise import add_rmsnorm as plain
-from perilune.ops.pointwise.add_rmsnorm import FEW_ROWS, Case, add_rmsnorm
-
-SOURCE = "rmsnorm.cu"
-
+from perilune.ops.pointwise.add_rmsnorm import Case, add_rmsnorm
 
 CASES = [
     *(Case(t, K2.hidden, 1, big=True) for t in (129, 1000, 4000, 10_000)),
@@ -49,20 +46,11 @@ def reference(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tenso
 op = Op("add_rmsnorm_quantize", CASES, TOL, inputs, cost, reference, decides=("residual", "x"))
 
 
-_kernel = build.launcher(SOURCE, "add_rmsnorm_quantize", "ppllppplllfp")
+_kernel = build.launcher("rmsnorm.cu", "add_rmsnorm_quantize", "ppllppplllfp")
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: build.on_hopper(
-        SOURCE,
-        device,
-        (a.residual.dtype == BFLOAT16, "bfloat16"),
-        # With fewer rows add_rmsnorm adds squares in another order, so the bits would not be those of "composed".
-        (a.residual.shape[0] > FEW_ROWS, f"more than {FEW_ROWS} rows"),
-        (a.residual.shape[1] % 8 == 0 and a.residual.shape[1] <= 8192, "a width in 8s up to 8,192"),
-    ),
-)
+# With fewer rows add_rmsnorm adds squares in another order, so the bits would not be those of "composed".
+@op.impl("cuda", when=plain.fits_many)
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     (T, D), x = residual.shape, x.contiguous()
     values, scale = to_e4m3.empty(T, D, residual.device)

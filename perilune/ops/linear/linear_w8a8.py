@@ -65,10 +65,14 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
     assert w.scale is not None
-    T, i = x.shape
-    x32 = x.float() * x_scale[:, :T].T.repeat_interleave(GROUP, 1)[:, :i]
-    y = x32 @ w.weight.float().T * w.scale
+    y = _whole(x, x_scale) @ w.weight.float().T * w.scale
     return y if wide else y.to(BFLOAT16)
+
+
+def _whole(x: Tensor, x_scale: Tensor) -> Tensor:
+    """x times its scales, in float32."""
+    T, i = x.shape
+    return x.float() * x_scale[:, :T].T.repeat_interleave(GROUP, 1)[:, :i]
 
 
 op = Op("linear_w8a8", CASES, TOL, inputs, cost, reference, decides=("x", "w", "wide"))
@@ -123,9 +127,7 @@ def cuda(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
 @op.impl("torch")
 def widened(x: Tensor, x_scale: Tensor, w: Matrix, wide: bool) -> Tensor:
     assert w.scale is not None
-    T, i = x.shape
-    x32 = x.float() * x_scale[:, :T].T.repeat_interleave(GROUP, 1)[:, :i]
-    y = torch.nn.functional.linear(x32, w.weight.float()).mul_(w.scale)
+    y = torch.nn.functional.linear(_whole(x, x_scale), w.weight.float()).mul_(w.scale)
     return y if wide else y.to(BFLOAT16)
 
 

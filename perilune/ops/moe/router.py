@@ -22,6 +22,7 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build, threads, workspace
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, Tol, exact
 from perilune.ops.harness.registry import Op
+from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Routing
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.moe.chosen import Chosen, mailbox
@@ -186,13 +187,7 @@ def cuda(x: Tensor, gate: Tensor, bias: Tensor, routing: Routing) -> Chosen:
     sums = memory.zeros("router.sums", 8 * MAX_ROWS * MOST_EXPERTS)
     x = x.contiguous()
     failed = _launch()(
-        x.data_ptr(),
-        gate.data_ptr(),
-        bias.data_ptr(),
-        sums.data_ptr(),
-        box.words.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
+        *addresses(x, gate, bias, sums, box.words, ids, weights),
         publication.number if publication else 0,
         T,
         D,

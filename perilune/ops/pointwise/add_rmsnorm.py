@@ -123,16 +123,19 @@ def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
 _many = build.launcher("rmsnorm.cu", "add_rmsnorm", "ppllppllfp")
 
 
-@op.impl(
-    "cuda_many",
-    when=lambda a, device: build.on_hopper(
+def fits_many(a: Any, device: torch.device) -> bool | str:
+    """`when` of an implementation in rmsnorm.cu."""
+    T, D = a.residual.shape
+    return build.on_hopper(
         "rmsnorm.cu",
         device,
         (a.residual.dtype == BFLOAT16, "bfloat16"),
-        (a.residual.shape[0] > FEW_ROWS, f"more than {FEW_ROWS} rows"),
-        (a.residual.shape[1] % 8 == 0 and a.residual.shape[1] <= 8192, "a width in 8s up to 8,192"),
-    ),
-)
+        (T > FEW_ROWS, f"more than {FEW_ROWS} rows"),
+        (D % 8 == 0 and D <= 8192, "a width in 8s up to 8,192"),
+    )
+
+
+@op.impl("cuda_many", when=fits_many)
 def cuda_many(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     (T, D), x = residual.shape, x.contiguous()
     y = torch.empty_like(residual)
