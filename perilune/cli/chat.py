@@ -348,7 +348,7 @@ class Chat:
 @click.option("--system", help="System prompt.")
 @image_option
 @video_option
-@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
+@click.option("--thinking/--no-thinking", default=True, help="Think before answering.")
 @click.option(
     "--tools",
     "tools_file",

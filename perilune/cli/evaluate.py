@@ -33,7 +33,6 @@ WIDTH = 120  # of the table where there is no terminal
     "--count",
     type=click.IntRange(2),
     default=500,
-    show_default=True,
     help="Problems per family and mode: half held out by hash, half by structure.",
 )
 @click.option(
@@ -41,23 +40,21 @@ WIDTH = 120  # of the table where there is no terminal
     type=click.Path(dir_okay=False, path_type=Path),
     help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
 )
-@click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
+@click.option("--thinking", type=click.Choice(list(MODES)), default="both", help="Modes to measure.")
 @click.option(
     "--pictures",
     type=click.Choice(SHOWN),
     default="real",
-    show_default=True,
     help="What families with pictures show: blank or none measure what a model gets without looking.",
 )
-@click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
+@click.option("--concurrency", type=click.IntRange(1, 256), default=16, help="Requests at once.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     default=1024,
-    show_default=True,
     help="Tokens of an answer, at most; large models think longer.",
 )
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are sampled.")
+@click.option("--seed", type=int, default=SEED, help="Which problems are sampled.")
 @click.option(
     "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
 )

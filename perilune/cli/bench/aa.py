@@ -17,22 +17,10 @@ POSITIVE = click.IntRange(1)
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--prompt-tokens",
-    type=POSITIVE,
-    default=10_000,
-    show_default=True,
-    help="Prompt length; less where the context is short.",
-)
-@click.option(
-    "--output-tokens", type=click.IntRange(2), default=1_500, show_default=True, help="Output length, at most."
-)
-@click.option(
-    "--runs", type=POSITIVE, default=8, show_default=True, help="Rounds of --parallel requests; medians of all count."
-)
-@click.option(
-    "--parallel", type=POSITIVE, default=1, show_default=True, help="Requests at once; the protocol has 1 and 10."
-)
+@click.option("--prompt-tokens", type=POSITIVE, default=10_000, help="Prompt length; less where the context is short.")
+@click.option("--output-tokens", type=click.IntRange(2), default=1_500, help="Output length, at most.")
+@click.option("--runs", type=POSITIVE, default=8, help="Rounds of --parallel requests; medians of all count.")
+@click.option("--parallel", type=POSITIVE, default=1, help="Requests at once; the protocol has 1 and 10.")
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=None,

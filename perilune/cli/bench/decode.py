@@ -22,10 +22,7 @@ shape_option = click.option(
     help="Time a layer of exactly this model's shapes, with random weights, on a GPU.",
 )
 layers_option = click.option(
-    "--layers",
-    default=9,
-    show_default=True,
-    help="Layers of --shape to run; the difference to fewer is a layer's time.",
+    "--layers", default=9, help="Layers of --shape to run; the difference to fewer is a layer's time."
 )
 
 
@@ -33,15 +30,12 @@ layers_option = click.option(
 @click.argument("model", default="kimi-nano")
 @shape_option
 @layers_option
-@click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
-@click.option(
-    "--context", default="128", show_default=True, help="Tokens in each request's cache at first, separated by commas."
-)
+@click.option("--batch", default="1,4,16", help="Requests decoding together, separated by commas.")
+@click.option("--context", default="128", help="Tokens in each request's cache at first, separated by commas.")
 @click.option(
     "--draft",
     type=click.IntRange(0, MAX_DRAFTS),
     default=0,
-    show_default=True,
     help="Drafts per step, at most, from matches with earlier text; with --shape from a random draft model.",
 )
 @click.option(
@@ -53,21 +47,18 @@ layers_option = click.option(
     "--rest-dtype",
     type=click.Choice(["dtype", "fp8"]),
     default="dtype",
-    show_default=True,
     help="With --shape: weights besides the routed experts in bfloat16, or in FP8.",
 )
 @click.option(
     "--kv-dtype",
     type=click.Choice(["auto", "fp8"]),
     default="auto",
-    show_default=True,
     help="With --shape: the KV cache in bfloat16, or in FP8.",
 )
 @click.option(
     "--draft-dtype",
     type=click.Choice(["dtype", "fp8"]),
     default="fp8",
-    show_default=True,
     help="With --shape and --draft: the draft model's weights in bfloat16, or in FP8.",
 )
 @click.option(
@@ -80,7 +71,6 @@ layers_option = click.option(
     "--expert-format",
     type=click.Choice(["int4-g32", "int4-compact"]),
     default="int4-g32",
-    show_default=True,
     help="With --shape: format of routed experts.",
 )
 @click.option("--kernels", is_flag=True, help="With --shape: print each kernel's time.")
@@ -93,11 +83,11 @@ layers_option = click.option(
 @click.option(
     "--kv-shards", help="With --tp N: KV layouts to compare, separated by commas: 1 (whole on each rank), N (sharded)."
 )
-@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes; not with --shape alone.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
-@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
-@click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
+@click.option("--tokens", default=256, help="Tokens each request decodes; not with --shape alone.")
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", help="auto, float32 or bfloat16.")
+@click.option("--tp", default=1, help="Ranks that share the model, a process and a GPU each.")
+@click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
 @click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 @click.option("--threads", type=int, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")

@@ -35,12 +35,11 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.argument("model", default="kimi-nano")
 @click.option("--sessions", type=click.IntRange(1), help="Sessions, at most.  [default: all; agents: 8]")
 @click.option("--turns", type=click.IntRange(1), help="Turns of a session, at most.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated sessions (TRACE `agents`).")
+@click.option("--seed", type=int, default=0, help="Seed of generated sessions (TRACE `agents`).")
 @click.option(
     "--scale",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    show_default=True,
     help="Factor on lengths of prompts and answers: 0.02 fits a session of 80k tokens into 2k.",
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Sessions at once.  [default: as the trace has]")
@@ -48,19 +47,10 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     "--speed",
     type=click.FloatRange(0),
     default=1.0,
-    show_default=True,
     help="Speed of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
 )
-@click.option(
-    "--ttft-limit", type=float, default=5.0, show_default=True, help="Goodput: seconds to the first token, at most."
-)
-@click.option(
-    "--inter-token-limit",
-    type=float,
-    default=0.1,
-    show_default=True,
-    help="Goodput: mean seconds per later token, at most.",
-)
+@click.option("--ttft-limit", type=float, default=5.0, help="Goodput: seconds to the first token, at most.")
+@click.option("--inter-token-limit", type=float, default=0.1, help="Goodput: mean seconds per later token, at most.")
 @click.option(
     "--begin-after",
     type=click.IntRange(1),
@@ -76,7 +66,7 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     "--compare", is_flag=True, help="Replay once more without KV tiers. They help only if sessions outgrow the cache."
 )
 @click.option("--shape", help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU.")
-@click.option("--layers", type=click.IntRange(1), default=9, show_default=True, help="With --shape: layers to run.")
+@click.option("--layers", type=click.IntRange(1), default=9, help="With --shape: layers to run.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write TTFT by prompt length as SVG.")
 @click.option(
     "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that was played as JSONL."

@@ -25,19 +25,16 @@ WIDTH = 120  # of the table where there is no terminal
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--schemas", "different", type=click.IntRange(1), default=400, show_default=True, help="Different schemas."
-)
-@click.option("--calls", type=click.IntRange(1), default=2_000, show_default=True, help="Requests in all.")
-@click.option("--concurrency", type=click.IntRange(1, 1024), default=64, show_default=True, help="Requests at once.")
+@click.option("--schemas", "different", type=click.IntRange(1), default=400, help="Different schemas.")
+@click.option("--calls", type=click.IntRange(1), default=2_000, help="Requests in all.")
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=64, help="Requests at once.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     default=320,
-    show_default=True,
     help="Tokens of an answer; one that is cut off there counts as invalid.",
 )
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which schemas and requests are drawn.")
+@click.option("--seed", type=int, default=SEED, help="Which schemas and requests are drawn.")
 @click.option(
     "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every invalid answer to this JSON file."
 )

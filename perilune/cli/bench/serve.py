@@ -22,18 +22,12 @@ MILLISECONDS = click.FloatRange(0, min_open=True)
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--streams", default="1,2,4,8,16,32,64", show_default=True, help="Users at once, separated by commas.")
-@click.option(
-    "--rounds", type=POSITIVE, default=2, show_default=True, help="Requests of each user, one after the other."
-)
-@click.option("--prompt-tokens", type=POSITIVE, default=128, show_default=True, help="Prompt length, about.")
-@click.option("--output-tokens", type=click.IntRange(2), default=256, show_default=True, help="Output length.")
-@click.option(
-    "--ttft-ms", type=MILLISECONDS, default=1000.0, show_default=True, help="Goodput: ms to the first text, at most."
-)
-@click.option(
-    "--gap-ms", type=MILLISECONDS, default=50.0, show_default=True, help="Goodput: mean ms between tokens, at most."
-)
+@click.option("--streams", default="1,2,4,8,16,32,64", help="Users at once, separated by commas.")
+@click.option("--rounds", type=POSITIVE, default=2, help="Requests of each user, one after the other.")
+@click.option("--prompt-tokens", type=POSITIVE, default=128, help="Prompt length, about.")
+@click.option("--output-tokens", type=click.IntRange(2), default=256, help="Output length.")
+@click.option("--ttft-ms", type=MILLISECONDS, default=1000.0, help="Goodput: ms to the first text, at most.")
+@click.option("--gap-ms", type=MILLISECONDS, default=50.0, help="Goodput: mean ms between tokens, at most.")
 @click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the rows as SVG.")
 @click.option("--server-pid", type=POSITIVE, help="Process id of a local server, for its CPU time per token.")
 @click.option("--engine-name", help="Engine name in the rows.  [default: what the server calls itself]")

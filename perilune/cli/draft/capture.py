@@ -40,20 +40,13 @@ CAPTURED = 65536  # tokens in a step, and roughly in a file
     help="Directory of `draft collect` or `draft mine`; repeatable, in the order that `draft train` will name them.",
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the states.")
-@click.option(
-    "--gb",
-    type=click.FloatRange(0, min_open=True),
-    default=50.0,
-    show_default=True,
-    help="GB of states in --out, at most.",
-)
+@click.option("--gb", type=click.FloatRange(0, min_open=True), default=50.0, help="GB of states in --out, at most.")
 @click.option("--aux-layers", help="Layers whose outputs are kept, as for `draft train`.  [default: three, spread]")
 @click.option("--by-layer", is_flag=True, help="Hold one layer of MODEL in memory at a time, if no device holds all.")
 @click.option(
     "--at-once",
     type=click.IntRange(CAPTURED),
     default=8 * CAPTURED,
-    show_default=True,
     help="Tokens for which --by-layer reads MODEL once; in Kimi K2 each takes 57 kB of host memory.",
 )
 @options.engine_options("device")

@@ -51,18 +51,17 @@ ASKED = 64  # requests to a server at once
     metavar="LIST",
     help=f"Ask about topics, a comma-separated list of {', '.join(DOMAINS)}, or all; for models that know the world.",
 )
-@click.option("--rows", type=click.IntRange(1), default=40_000, show_default=True, help="Answers, at most.")
-@click.option("--shard-rows", type=click.IntRange(1), default=8192, show_default=True, help="Answers per file.")
+@click.option("--rows", type=click.IntRange(1), default=40_000, help="Answers, at most.")
+@click.option("--shard-rows", type=click.IntRange(1), default=8192, help="Answers per file.")
 @click.option(
     "--minutes",
     type=click.FloatRange(0),
     default=0.0,
+    show_default=False,
     help="Minutes after which no file is begun.  [default: no limit]",
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(4), default=1024, show_default=True, help="Tokens of an answer, at most."
-)
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Seed of problems and of sampled answers.")
+@click.option("--max-tokens", type=click.IntRange(4), default=1024, help="Tokens of an answer, at most.")
+@click.option("--seed", type=int, default=SEED, help="Seed of problems and of sampled answers.")
 @click.option("--workers", type=click.IntRange(0), help="Processes that make prompts.  [default: CPUs - 1, at most 16]")
 @click.option(
     "--forced",

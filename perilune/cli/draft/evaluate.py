@@ -22,32 +22,24 @@ WIDTH = 200  # of the table where there is no terminal
 
 @click.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--model", default="kimi-nano", show_default=True, help="Target model of DRAFT.")
-@click.option("--count", type=click.IntRange(2), default=64, show_default=True, help="Problems per family.")
-@click.option(
-    "--lengths", default="3", show_default=True, help="Drafts per verify step to measure, 1 to 8, separated by commas."
-)
+@click.option("--model", default="kimi-nano", help="Target model of DRAFT.")
+@click.option("--count", type=click.IntRange(2), default=64, help="Problems per family.")
+@click.option("--lengths", default="3", help="Drafts per verify step to measure, 1 to 8, separated by commas.")
 @click.option(
     "--splits",
     default=",".join(report.SPLITS),
-    show_default=True,
     help="Problem sets: heldout, drawn as in training; structural, with words and layouts that training never had.",
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(4), default=1024, show_default=True, help="Tokens of an answer, at most."
-)
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are drawn.")
+@click.option("--max-tokens", type=click.IntRange(4), default=1024, help="Tokens of an answer, at most.")
+@click.option("--seed", type=int, default=SEED, help="Which problems are drawn.")
 @click.option(
     "--speed",
     "timed",
     type=click.IntRange(0),
     default=8,
-    show_default=True,
     help="Problems per family (of the first split) on which the engine is timed, with and without drafts; 0: none.",
 )
-@click.option(
-    "--users", default="1,8", show_default=True, help="Requests at once while --speed times, separated by commas."
-)
+@click.option("--users", default="1,8", help="Requests at once while --speed times, separated by commas.")
 @click.option(
     "--plot",
     "drawing",

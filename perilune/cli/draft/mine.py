@@ -49,55 +49,34 @@ WIDTH = 140  # of the table where there is no terminal
 )
 @click.option("--rejected", "logs", type=FOLDER, multiple=True, help="Directory of `serve --log-rejected`; repeatable.")
 @click.option(
-    "--tokens",
-    type=click.IntRange(1),
-    default=DEFAULTS.tokens,
-    show_default=True,
-    help="Tokens to train on in all windows, about.",
+    "--tokens", type=click.IntRange(1), default=DEFAULTS.tokens, help="Tokens to train on in all windows, about."
 )
+@click.option("--length", type=click.IntRange(1, 8), default=3, help="Drafts per chain when --drafter is evaluated.")
 @click.option(
-    "--length",
-    type=click.IntRange(1, 8),
-    default=3,
-    show_default=True,
-    help="Drafts per chain when --drafter is evaluated.",
-)
-@click.option(
-    "--unroll",
-    type=click.IntRange(1, 8),
-    default=DEFAULTS.after,
-    show_default=True,
-    help="The --unroll of the later `draft train`.",
+    "--unroll", type=click.IntRange(1, 8), default=DEFAULTS.after, help="The --unroll of the later `draft train`."
 )
 @click.option(
     "--focus",
     type=click.FloatRange(0),
     default=DEFAULTS.focus,
-    show_default=True,
     help="A domain's share of the tokens grows with this power of its loss per chain.",
 )
 @click.option(
     "--balance",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.balance,
-    show_default=True,
     help="0: a domain's share also grows with its part of the text; 1: rare domains get as much.",
 )
 @click.option(
     "--guard",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.guard,
-    show_default=True,
     help="Share of the tokens divided among domains by their part of the text alone, against forgetting.",
 )
 @click.option(
-    "--groups",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Domains into which texts of --rejected are grouped.",
+    "--groups", type=click.IntRange(1, 64), default=8, help="Domains into which texts of --rejected are grouped."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of windows.")
+@click.option("--seed", type=int, default=0, help="Seed of the choice of windows.")
 @device_option
 def command(
     model: str,

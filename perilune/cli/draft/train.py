@@ -131,9 +131,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 )
 @click.option("--intermediate-size", type=click.IntRange(8), help="Width of the draft's MLP.  [default: the target's]")
 @device_option
-@click.option(
-    "--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs of this machine that share the work."
-)
+@click.option("--gpus", type=click.IntRange(1), default=1, help="GPUs of this machine that share the work.")
 def command(
     model: str,
     corpora: tuple[Path, ...],

@@ -24,7 +24,6 @@ device_option = click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    show_default=True,
     help="Where to compute; auto: on a GPU if there is one.",
 )
 

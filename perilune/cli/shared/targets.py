@@ -21,7 +21,6 @@ def target_options(function: F) -> F:
             "--timeout",
             type=click.FloatRange(0, min_open=True),
             default=READ_SECONDS,
-            show_default=True,
             help="Seconds without a byte from the server after which to give up.",
         ),
         click.option(
