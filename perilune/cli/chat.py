@@ -352,7 +352,7 @@ class Chat:
 @click.option(
     "--tools",
     "tools_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="File with a JSON list of OpenAI tools the model may call; you type their results.",
 )
 @click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]")

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import click
 import torch
 
-from perilune.cli.shared.options import device_option
+from perilune.cli.shared.options import FILE, OUT_FOLDER, device_option
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
@@ -25,7 +25,7 @@ GB = 1e9
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
-@click.argument("directory", metavar="DST", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("directory", metavar="DST", type=OUT_FOLDER)
 @click.option("--to", type=click.Choice(get_args(To)), required=True, help="Format of the result.")
 @click.option("--layout", type=click.Choice(get_args(Layout)), default="modelopt", help="Tensor layout of nvfp4.")
 @click.option(
@@ -65,7 +65,7 @@ GB = 1e9
 )
 @click.option(
     "--text",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="JSONL of chats (messages, tools) or texts (text) for --calibrate and --report.  [default: bundled problems]",
 )
 @click.option(

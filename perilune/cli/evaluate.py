@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perilune.bench.ledger import origin
-from perilune.cli.shared import options, targets
+from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
 from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
@@ -23,7 +20,6 @@ from perilune.tasks.pictures.problems import SHOWN
 from perilune.tasks.problem import SEED
 
 MODES = {"on": [True], "off": [False], "both": [True, False]}
-WIDTH = 120  # of the table where there is no terminal
 
 
 @click.command()
@@ -37,7 +33,7 @@ WIDTH = 120  # of the table where there is no terminal
 )
 @click.option(
     "--problems",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
 )
 @click.option("--thinking", type=click.Choice(list(MODES)), default="both", help="Modes to measure.")
@@ -55,9 +51,7 @@ WIDTH = 120  # of the table where there is no terminal
     help="Tokens of an answer, at most; large models think longer.",
 )
 @click.option("--seed", type=int, default=SEED, help="Which problems are sampled.")
-@click.option(
-    "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
-)
+@click.option("--failures", type=options.FILE, help="Write every wrong answer to this JSON file.")
 @targets.target_options
 @options.engine_options(*options.COMMON)
 @ledger_option("evaluate")
@@ -99,7 +93,6 @@ def command(
     else:
         cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
         settings |= {"seed": seed} | ({} if pictures == "real" else {"pictures": pictures})
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
         async with open_target(
@@ -109,7 +102,7 @@ def command(
             timeout=timeout,
             serve_options=targets.serve_options(engine, assignments),
         ) as endpoint:
-            with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+            with display.progress() as bar:
                 task = bar.add_task(endpoint.model, total=sum(len(c.problems) for c in cells))
                 tallies, wrong = await evaluate.evaluate(
                     endpoint, cells, concurrency=concurrency, max_tokens=max_tokens, advance=lambda: bar.advance(task)
@@ -119,7 +112,7 @@ def command(
     name, tallies, wrong = asyncio.run(ask())
     settings |= origin(model, assignments)
     rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))
+    display.show(evaluate.table(rows))
     for remark in evaluate.remarks(rows):
         click.echo(remark)
     if failures is not None:

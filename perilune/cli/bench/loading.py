@@ -8,7 +8,7 @@ import click
 import torch
 
 from perilune.bench import loading
-from perilune.cli.shared.options import device_option
+from perilune.cli.shared.options import FOLDER, device_option
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.core.errors import ConfigError
 
@@ -19,7 +19,7 @@ MARK = 0.8  # goal: this share of the disk's sequential bandwidth
 @click.option(
     "--directory",
     "parent",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=FOLDER,
     default=Path(tempfile.gettempdir()),
     help="Where to write the checkpoint, on the disk to measure. It is removed afterwards.",
 )

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.cli.shared import options, targets
+from perilune.cli.shared import display, options, targets
 from perilune.client.endpoint import Endpoint
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
@@ -40,7 +38,7 @@ ASKED = 64  # requests to a server at once
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the corpus.")
+@click.option("--out", type=options.OUT_FOLDER, required=True, help="Directory of the corpus.")
 @click.option(
     "--chats",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -116,7 +114,6 @@ def command(
     )
     if worst > free:
         raise ConfigError(f"{out} has no room for the corpus: lower --rows or --max-tokens")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     began = time.monotonic()
     # Large batches gain nothing by speculation.
     values = options.engine_values(engine, assignments, {} if url is not None else {"draft": "off"})
@@ -127,7 +124,7 @@ def command(
     )
     with (
         _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,
-        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
+        display.progress() as bar,
     ):
         task = bar.add_task("answers", total=wanted, completed=len(corpus.shards) * shard_rows)
         before = len(corpus.shards)

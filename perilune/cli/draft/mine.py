@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from perilune.cli.shared.options import FOLDER, device_option
+from perilune.cli.shared import display
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row
@@ -29,14 +28,11 @@ from perilune.text.tokenizer import Tokenizer
 DEFAULTS = Rule(tokens=1_000_000)
 CAPTURED = 65536  # tokens in a pass, or one text
 SHARD_ROWS = 16384
-WIDTH = 140  # of the table where there is no terminal
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the windows."
-)
+@click.option("--out", type=OUT_FOLDER, required=True, help="Directory of the windows.")
 @click.option(
     "--corpus",
     "corpora",
@@ -115,7 +111,7 @@ def command(
     if logs:
         found += _logged(logs, path, groups, domains)
     windows, summary = mine(found, domains, rule)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table(summary))
+    display.show(table(summary), width=140)
     if not windows:
         raise CheckpointError("no draft was wrong anywhere: there is nothing to learn")
     written = Corpus(out, {"source": "mined", "families": domains, "rule": asdict(rule)})
@@ -145,8 +141,7 @@ def _evaluated(
         numbers += [domains.index(corpus.families[row.family]) for row in own]
     longest = max((len(row.ids) for row in rows), default=0)
     capture = Capture(model, trainee.config.aux_layers(config.num_hidden_layers), tokens=max(CAPTURED, longest))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with display.progress() as bar:
         task = bar.add_task("answers", total=len(rows))
         lost = score(trainee, capture, rows, length, advance=lambda count: bar.advance(task, count))
     return [Scored(row, some, number) for row, some, number in zip(rows, lost, numbers) if some], domains
