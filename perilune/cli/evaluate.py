@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from perilune.bench.ledger import origin
 from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
@@ -66,9 +65,7 @@ def command(
     max_tokens: int,
     seed: int,
     failures: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -95,13 +92,7 @@ def command(
         settings |= {"seed": seed} | ({} if pictures == "real" else {"pictures": pictures})
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
+        async with access.target(model, engine, assignments) as endpoint:
             with display.progress() as bar:
                 task = bar.add_task(endpoint.model, total=sum(len(c.problems) for c in cells))
                 tallies, wrong = await evaluate.evaluate(

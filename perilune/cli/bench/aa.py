@@ -10,7 +10,6 @@ from perilune.bench import aa
 from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
-from perilune.client.target import open_target
 
 POSITIVE = click.IntRange(1)
 
@@ -38,9 +37,7 @@ def command(
     parallel: int,
     ignore_eos: bool | None,
     thinking: bool | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -51,13 +48,7 @@ def command(
     """
 
     async def measure() -> dict[str, Any]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
+        async with access.target(model, engine, assignments) as endpoint:
             return await aa.measure(
                 endpoint,
                 prompt_tokens=prompt_tokens,

@@ -91,9 +91,7 @@ def command(
     layers: int,
     plot: Path | None,
     write: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -127,7 +125,7 @@ def command(
     if is_url(model):
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
-        row, calls = asyncio.run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+        row, calls = asyncio.run(_remote(access.endpoint(model), made, limits))
         _require_answers(row, calls)
         say(replay.describe(row))
         where = origin(model)
@@ -203,11 +201,8 @@ def _require_answers(row: dict[str, Any], calls: Sequence[replay.Call]) -> None:
         raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
 
 
-async def _remote(
-    url: str, made: Sequence[traces.Session], limits: replay.Options, access: tuple[str | None, str | None, float]
-) -> Measured:
-    name, key, timeout = access
-    async with Endpoint(url, model=name, api_key=key, timeout=timeout) as endpoint:
+async def _remote(opened: Endpoint, made: Sequence[traces.Session], limits: replay.Options) -> Measured:
+    async with opened as endpoint:
         return await replay.measure(replay.Remote(endpoint), made, limits, say)
 
 

@@ -11,7 +11,6 @@ import click
 from perilune.bench.ledger import origin
 from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals.schema_maker import schemas as draw
@@ -43,9 +42,7 @@ def command(
     max_tokens: int,
     seed: int,
     failures: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -61,16 +58,9 @@ def command(
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
     drawn = draw(different, seed)
     cases = schemas.plan(drawn, calls, seed)
-    serve_options = targets.serve_options(engine, assignments)
 
     async def ask() -> tuple[str, schemas.Outcome, float]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=serve_options,
-        ) as endpoint:
+        async with access.target(model, engine, assignments) as endpoint:
             with display.progress() as bar:
                 task = bar.add_task(endpoint.model, total=len(cases))
                 begun = perf_counter()

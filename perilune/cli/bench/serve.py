@@ -12,7 +12,6 @@ from perilune.bench.load import Client
 from perilune.bench.serve_plot import plot
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_text
 
@@ -45,9 +44,7 @@ def command(
     picture: Path | None,
     server_pid: int | None,
     engine_name: str | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -59,17 +56,10 @@ def command(
     counts = numbers(streams, "--streams")
     load = serve.Load(prompt_tokens, output_tokens, rounds, ttft_ms / 1e3, gap_ms / 1e3)
     serve.cpu_seconds(server_pid)  # a wrong number must not cost a measurement
-    key = targets.key(api_key_file)
 
     async def measure() -> list[dict[str, Any]]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=key,
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
-            client = Client(endpoint.base, api_key=key, timeout=timeout)
+        async with access.target(model, engine, assignments) as endpoint:
+            client = Client(endpoint.base, api_key=access.key, timeout=access.timeout)
             rows = await serve.sweep(endpoint, client, counts, load, server_pid=server_pid, report=say)
             name = engine_name or endpoint.owner or "unknown"
             return [{**row, "engine": name} for row in rows]

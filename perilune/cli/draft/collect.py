@@ -82,9 +82,7 @@ def command(
     workers: int | None,
     forced: bool,
     url: str | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     **engine: Any,
 ) -> None:
@@ -117,11 +115,9 @@ def command(
     began = time.monotonic()
     # Large batches gain nothing by speculation.
     values = options.engine_values(engine, assignments, {} if url is not None else {"draft": "off"})
-    if url is None and (model_name is not None or api_key_file is not None):
+    if url is None and access.given:
         raise ConfigError("--model-name and --api-key-file belong to a running server: give its address with --url")
-    remote = (
-        None if url is None else Endpoint(url, model=model_name, api_key=targets.key(api_key_file), timeout=timeout)
-    )
+    remote = None if url is None else access.endpoint(url)
     with (
         _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,
         display.progress() as bar,
