@@ -23,7 +23,7 @@ from perilune.server.conversation import spelled
 from perilune.server.errors import GenerationError
 from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE_STATUS, ClientGone, EventStream, named_event, race
+from perilune.server.sse import EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
@@ -196,10 +196,7 @@ async def messages(request: Request) -> Response:
             release = held.pop_all().close
             events = answer.events()
             return EventStream(events, service.stopping, release, failure=describe, encode=named_event, ping=PING)
-        try:
-            return json_response(await race(answer.whole(), request.receive, service.stopping))
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        return json_response(await race(answer.whole(), request.receive, service.stopping))
 
 
 async def count_tokens(request: Request) -> Response:
