@@ -124,13 +124,16 @@ def command(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
+    where: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp}
+    shared = {**where, "ep": ep, "gpus": gpus}
+    scales = "compact" if expert_format == "int4-compact" else "checkpoint"
+    form: dict[str, Any] = {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
     if kv_shards is not None:
         if tp < 2 or draft or kernels or ranks is not None:
             raise click.BadParameter("goes with --tp, without --draft, --kernels and --slice", param_hint="--kv-shards")
-        values: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp, "draft": "off"}
+        values = {**where, "draft": "off"}
         if shape is not None:
-            scales = "compact" if expert_format == "int4-compact" else "checkpoint"
-            values |= {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype, "expert_scales": scales}
+            values |= {**form, "expert_scales": scales}
         turns, cells = numbers(kv_shards, "--kv-shards"), (batches, contexts)
         with synthetic.directory(shape, layers) if shape else nullcontext(resolve_model(model)) as path:
             rows = kv_layouts.measure(path, values, turns, cells, tokens, say)
@@ -149,23 +152,13 @@ def command(
     if tried and (shape is None or several):
         raise click.BadParameter("goes with --shape, without --tp and --ep", param_hint="--try")
     if shape is not None and several:
-        settings: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "threads": threads,
-            "tp": tp,
-            "ep": ep,
-            "gpus": gpus,
-            "rest_dtype": rest_dtype,
-            "kv_dtype": kv_dtype,
-            "expert_scales": "compact" if expert_format == "int4-compact" else "checkpoint",
-        }
+        settings = {**shared, **form, "expert_scales": scales}
         measured = (over_ranks.measure(shape, layers, settings, batches, c, say, kernels=kernels) for c in contexts)
         finish([row for found in measured for row in found], directory)
         return
     if shape is not None:
         bench = microscope.Bench(shape, layers, ranks=int(ranks or 1), expert_format=expert_format)
-        form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
+        form["kernels"] = kernels
         rows = []
         for c in contexts:
             for b in batches:
@@ -184,12 +177,7 @@ def command(
         config = build(
             EngineConfig,
             {
-                "device": device,
-                "dtype": dtype,
-                "threads": threads,
-                "tp": tp,
-                "ep": ep,
-                "gpus": gpus,
+                **shared,
                 "max_num_seqs": max(batches),
                 "max_model_len": length + tokens + 1,
                 "prefix_cache": False,  # every prompt must be computed
