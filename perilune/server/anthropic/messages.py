@@ -184,7 +184,6 @@ class Answer:
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, MessagesBody)
-    body.check_supported()
     chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
@@ -202,7 +201,6 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, CountBody)
-    body.check_supported()
     chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with spelled(FIELDS):
         return json_response({"input_tokens": await prompt_tokens(service, request, size, chat)})

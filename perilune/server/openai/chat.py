@@ -21,7 +21,6 @@ from perilune.text.tokenizer import Tokenizer
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, ChatBody)
-    body.check_supported()
     tokenizer = service.text.tokenizer
     with contextlib.ExitStack() as held:
         turns = await begin(service, request, size, body)

@@ -152,7 +152,6 @@ class Choice:
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, CompletionBody)
-    body.check_supported()
     prompts = await service.offload(size, lambda: split_prompts(body.prompt))
     text, info = service.text, service.engine.info
     count = candidates(body.wanted, body.best_of)

@@ -307,7 +307,6 @@ async def create_response(request: Request) -> Response:
     store: ResponseStore = request.app.state.responses
     jobs: Jobs = request.app.state.jobs
     body, size = await service.receive(request, ResponsesBody)
-    body.check_supported()
     stored = _before(body.previous_response_id, store, jobs)
     size += sum(len(turn) for turn in stored)
 
@@ -338,7 +337,6 @@ async def input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens: how many tokens the prompt of such a request has."""
     service: Service = request.app.state.service
     body, size = await service.receive(request, InputTokensBody)
-    body.check_supported()
     stored = _before(body.previous_response_id, request.app.state.responses, request.app.state.jobs)
     size += sum(len(turn) for turn in stored)
     chat = await service.offload(size, lambda: body.chat(decoded(stored))[0])
