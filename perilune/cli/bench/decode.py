@@ -24,6 +24,8 @@ shape_option = click.option(
 layers_option = click.option(
     "--layers", default=9, help="Layers of --shape to run; the difference to fewer is a layer's time."
 )
+ep_option = click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
+gpus_option = click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 
 
 @click.command()
@@ -87,8 +89,8 @@ layers_option = click.option(
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", help="auto, float32 or bfloat16.")
 @click.option("--tp", default=1, help="Ranks that share the model, a process and a GPU each.")
-@click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
-@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
+@ep_option
+@gpus_option
 @click.option("--threads", type=int, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(

@@ -8,7 +8,7 @@ from perilune.bench import microscope
 from perilune.bench import prefill as bench
 from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
-from perilune.cli.bench.decode import layers_option, shape_option
+from perilune.cli.bench.decode import ep_option, gpus_option, layers_option, shape_option
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.ops.harness import registry
 
@@ -31,8 +31,8 @@ from perilune.ops.harness import registry
     help="Weights besides the routed experts; w8a8: fp8, with fp8_activations of `serve`.",
 )
 @click.option("--tp", default=1, help="Ranks that share the model, one per GPU.")
-@click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
-@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
+@ep_option
+@gpus_option
 @click.option("--device", default="auto", help="Device of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="Print each kernel's time.")
 @click.option(
