@@ -198,6 +198,18 @@ class Reply:
         assert frames[-2:] == ["data: [DONE]", ""]
         return [json.loads(f.removeprefix("data: ")) for f in frames[:-2]]
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Of a stream whose events have names: their types."""
+        assert self.status == 200, self.text
+        assert self.headers["content-type"].startswith("text/event-stream")
+        events = []
+        for frame in self.text.removesuffix("\n\n").split("\n\n"):
+            name, data = frame.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
+
 
 @dataclass
 class Client:

@@ -348,11 +348,11 @@ class Chat:
 @click.option("--system", help="System prompt.")
 @image_option
 @video_option
-@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Think before answering.")
+@click.option("--thinking/--no-thinking", default=True, help="Think before answering.")
 @click.option(
     "--tools",
     "tools_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="File with a JSON list of OpenAI tools the model may call; you type their results.",
 )
 @click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]")
@@ -368,9 +368,7 @@ def command(
     videos: tuple[Path, ...],
     thinking: bool,
     tools_file: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     **values: Any,
 ) -> None:
@@ -387,8 +385,8 @@ def command(
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")
-        opened = remote(model, model_name, targets.key(api_key_file), timeout, wanted)
-    elif model_name is not None or api_key_file is not None:
+        opened = remote(access.endpoint(model), wanted)
+    elif access.given:
         raise ConfigError(
             "--model-name and --api-key-file belong to a running server: give its http:// address as MODEL"
         )
@@ -428,10 +426,8 @@ async def local(model: str, config: EngineConfig, sampling: Mapping[str, Any]) -
 
 
 @contextlib.asynccontextmanager
-async def remote(
-    url: str, name: str | None, api_key: str | None, timeout: float, sampling: Mapping[str, Any]
-) -> AsyncIterator[Backend]:
-    async with Endpoint(url, model=name, api_key=api_key, timeout=timeout) as endpoint:
+async def remote(opened: Endpoint, sampling: Mapping[str, Any]) -> AsyncIterator[Backend]:
+    async with opened as endpoint:
         yield Remote(endpoint.model, endpoint, sampling)
 
 

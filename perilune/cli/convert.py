@@ -7,7 +7,7 @@ from typing import Any, get_args
 import click
 import torch
 
-from perilune.cli.shared.options import device_option
+from perilune.cli.shared.options import FILE, OUT_FOLDER, device_option
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
@@ -25,41 +25,28 @@ GB = 1e9
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
-@click.argument("directory", metavar="DST", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("directory", metavar="DST", type=OUT_FOLDER)
 @click.option("--to", type=click.Choice(get_args(To)), required=True, help="Format of the result.")
-@click.option(
-    "--layout",
-    type=click.Choice(get_args(Layout)),
-    default="modelopt",
-    show_default=True,
-    help="Tensor layout of nvfp4.",
-)
+@click.option("--layout", type=click.Choice(get_args(Layout)), default="modelopt", help="Tensor layout of nvfp4.")
 @click.option(
     "--recipe",
     type=click.Choice(get_args(Recipe)),
     default="optimal",
-    show_default=True,
     help="Block scales of nvfp4: with the least squared error, or the usual largest value / 6.",
 )
 @click.option(
     "--scales",
     type=click.Choice(get_args(Scales)),
     default="row",
-    show_default=True,
     help="Scales of fp8-dense: one per output row, or per 128 x 128 block.",
 )
 @click.option(
     "--sidecar/--no-sidecar",
     default=True,
-    show_default=True,
     help="With bf16: keep the INT4 scales beside the weights, so that int4 gives the same bits again.",
 )
 @click.option(
-    "--shard-gb",
-    type=click.FloatRange(0.001),
-    default=SHARD_BYTES / GB,
-    show_default=True,
-    help="GB per safetensors file, about.",
+    "--shard-gb", type=click.FloatRange(0.001), default=SHARD_BYTES / GB, help="GB per safetensors file, about."
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads that convert.  [default: one per CPU, at most 16]")
 @device_option
@@ -74,12 +61,11 @@ GB = 1e9
     "--calibrate-tokens",
     type=click.IntRange(64),
     default=8192,
-    show_default=True,
     help="Tokens of text over which --calibrate measures activations.",
 )
 @click.option(
     "--text",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="JSONL of chats (messages, tools) or texts (text) for --calibrate and --report.  [default: bundled problems]",
 )
 @click.option(
@@ -92,18 +78,18 @@ GB = 1e9
     "--report-tokens",
     type=click.IntRange(64),
     default=20_480,
-    show_default=True,
     help="Tokens of text on which --report compares outputs.",
 )
 @click.option(
     "--problems",
     type=click.IntRange(0),
     default=16,
-    show_default=True,
     help="Problems per task family that both answer for --report; 0: none.",
 )
 @click.option("--lm-eval", "tasks", help="With --report: lm-eval tasks to score, separated by commas (needs lm_eval).")
-@click.option("--lm-eval-args", default="", help="More arguments for lm_eval, such as '--limit 100'.")
+@click.option(
+    "--lm-eval-args", default="", show_default=False, help="More arguments for lm_eval, such as '--limit 100'."
+)
 @click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR is below this many dB.")
 @click.option(
     "--max-kl", type=float, help="With --report: exit with 1 if the mean KL is above this many nats per token."

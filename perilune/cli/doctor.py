@@ -58,7 +58,6 @@ class Report:
 @click.option(
     "--checksums/--no-checksums",
     default=True,
-    show_default=True,
     help="Read all bytes of the files and compare the SHA-256s in conversion.json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a page.")

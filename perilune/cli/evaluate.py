@@ -2,19 +2,15 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perilune.bench.ledger import origin
-from perilune.cli.shared import options, targets
+from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals import evaluate
@@ -23,7 +19,6 @@ from perilune.tasks.pictures.problems import SHOWN
 from perilune.tasks.problem import SEED
 
 MODES = {"on": [True], "off": [False], "both": [True, False]}
-WIDTH = 120  # of the table where there is no terminal
 
 
 @click.command()
@@ -33,34 +28,29 @@ WIDTH = 120  # of the table where there is no terminal
     "--count",
     type=click.IntRange(2),
     default=500,
-    show_default=True,
     help="Problems per family and mode: half held out by hash, half by structure.",
 )
 @click.option(
     "--problems",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
 )
-@click.option("--thinking", type=click.Choice(list(MODES)), default="both", show_default=True, help="Modes to measure.")
+@click.option("--thinking", type=click.Choice(list(MODES)), default="both", help="Modes to measure.")
 @click.option(
     "--pictures",
     type=click.Choice(SHOWN),
     default="real",
-    show_default=True,
     help="What families with pictures show: blank or none measure what a model gets without looking.",
 )
-@click.option("--concurrency", type=click.IntRange(1, 256), default=16, show_default=True, help="Requests at once.")
+@click.option("--concurrency", type=click.IntRange(1, 256), default=16, help="Requests at once.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     default=1024,
-    show_default=True,
     help="Tokens of an answer, at most; large models think longer.",
 )
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are sampled.")
-@click.option(
-    "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every wrong answer to this JSON file."
-)
+@click.option("--seed", type=int, default=SEED, help="Which problems are sampled.")
+@click.option("--failures", type=options.FILE, help="Write every wrong answer to this JSON file.")
 @targets.target_options
 @options.engine_options(*options.COMMON)
 @ledger_option("evaluate")
@@ -75,9 +65,7 @@ def command(
     max_tokens: int,
     seed: int,
     failures: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -102,17 +90,10 @@ def command(
     else:
         cells = evaluate.plan(evaluate.chosen(families), MODES[thinking], count, seed, pictures)
         settings |= {"seed": seed} | ({} if pictures == "real" else {"pictures": pictures})
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def ask() -> tuple[str, list[evaluate.Tally], list[evaluate.Failure]]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
-            with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        async with access.target(model, engine, assignments) as endpoint:
+            with display.progress() as bar:
                 task = bar.add_task(endpoint.model, total=sum(len(c.problems) for c in cells))
                 tallies, wrong = await evaluate.evaluate(
                     endpoint, cells, concurrency=concurrency, max_tokens=max_tokens, advance=lambda: bar.advance(task)
@@ -122,7 +103,7 @@ def command(
     name, tallies, wrong = asyncio.run(ask())
     settings |= origin(model, assignments)
     rows = [evaluate.row(name, cell, tally, **settings) for cell, tally in zip(cells, tallies)]
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(evaluate.table(rows))
+    display.show(evaluate.table(rows))
     for remark in evaluate.remarks(rows):
         click.echo(remark)
     if failures is not None:

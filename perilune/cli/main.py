@@ -30,7 +30,7 @@ VERBS = {
     cls=Verbs,
     verbs=VERBS,
     package="perilune.cli",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(package_name="perilune")
 def cli() -> None:

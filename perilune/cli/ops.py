@@ -20,10 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @click.argument("name", required=False)
 @click.option("--impl", "impls", multiple=True, help="only this implementation; may be repeated")
 @click.option("--case", "pattern", help="only cases with this in their text, e.g. 'T=1,'")
-@click.option(
-    "--dtype", type=click.Choice([*DTYPES, "all"]), default="all", show_default=True, help="type of activations"
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@click.option("--dtype", type=click.Choice([*DTYPES, "all"]), default="all", help="type of activations")
+@click.option("--device", default="auto", help="auto, cpu or cuda")
 @click.option("--check-only", is_flag=True, help="do not time")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document instead of tables")
 @click.option("--build", is_flag=True, help="compile every kernel source for which a compiler is here, and stop")

@@ -108,7 +108,7 @@ T = TypeVar("T")
 @click.option(
     "--config",
     "config_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     help="TOML file with the tables [engine] and [server]; options on the command line win over it.",
 )
 def command(

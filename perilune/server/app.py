@@ -129,7 +129,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """Handles ClientGone: the client left while it sent its body, or while its pictures were decoded."""
+    """Handles ClientGone: the client left before its answer was made."""
     return Response(status_code=CLIENT_GONE_STATUS)
 
 

@@ -72,6 +72,9 @@ class RequestBody(Body):
 
     model: str | None = None
 
+    def check_supported(self) -> None:
+        """RequestError for what would otherwise be silently ignored."""
+
 
 B = TypeVar("B", bound=Body)
 

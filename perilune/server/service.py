@@ -161,6 +161,7 @@ class Service:
         request.scope["body_share"].release()
         self.check_model(body.model)
         current().account.check_model(self.model)
+        body.check_supported()
         return body, size
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:

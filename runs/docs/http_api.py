@@ -64,9 +64,7 @@ def objects() -> str:
 def curl(o: Operation) -> str:
     """A command that sends the operation's example."""
     implied = "GET" if o.example is None and not o.form_example else "POST"
-    parts = ["curl", *([] if o.method == implied else ["-X", o.method]), BASE + (o.path_example or o.path)]
-    for name, value in o.example_headers.items():
-        parts += ["-H", f"{name}: {value}"]
+    parts = ["curl", *([] if o.method == implied else ["-X", o.method]), BASE + o.example_path]
     if o.example is not None:
         parts += ["-H", f"Content-Type: {JSON}", "-d", json.dumps(o.example)]
     for field in o.form_example:

@@ -1,4 +1,5 @@
-"""What engines under test do not do for themselves: measure what their steps cost, before the first and at each.
+"""Fixtures of many tests, and what engines under test do not do for themselves: measure what their steps cost, before
+the first and at each.
 
 What they measured would decide which steps have drafts, how prompts are cut and which requests are preempted: a busy
 machine would run other steps than an idle one, and once in a while a test would find another number of them.
@@ -6,13 +7,18 @@ machine would run other steps than an idle one, and once in a while a test would
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perilune.engine.step_times.pacing import Pacer
+from perilune.formats.hub import resolve_model
 from perilune.kv.worth import Worth
 from perilune.speculation.step_cost import Costs, Curve
+from perilune.text.tokenizer import Tokenizer
+from tests import fake_endpoint
+from tests.fake_endpoint import FakeEndpoint
 
 ALONE = Costs(  # kimi-nano's on two cores, once
     base=Curve(
@@ -56,3 +62,30 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     restored = Worth.restored
     monkeypatch.setattr(Worth, "pays", lambda self, tier: True)
     monkeypatch.setattr(Worth, "restored", lambda self, host, disk, seconds: restored(self, host, disk, 0.0))
+
+
+@pytest.fixture(scope="session")
+def nano() -> Tokenizer:
+    return Tokenizer.from_directory(resolve_model("kimi-nano"))
+
+
+@pytest.fixture(scope="session")
+def kimi(kimi_k26: Path) -> Tokenizer:
+    return Tokenizer.from_directory(kimi_k26)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEndpoint]:
+    with fake_endpoint.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The machine that runs tests is shared: waiting for a second core costs more than it brings."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -10,29 +10,16 @@ from perilune.bench import aa
 from perilune.bench.ledger import origin
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, say
-from perilune.client.target import open_target
 
 POSITIVE = click.IntRange(1)
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--prompt-tokens",
-    type=POSITIVE,
-    default=10_000,
-    show_default=True,
-    help="Prompt length; less where the context is short.",
-)
-@click.option(
-    "--output-tokens", type=click.IntRange(2), default=1_500, show_default=True, help="Output length, at most."
-)
-@click.option(
-    "--runs", type=POSITIVE, default=8, show_default=True, help="Rounds of --parallel requests; medians of all count."
-)
-@click.option(
-    "--parallel", type=POSITIVE, default=1, show_default=True, help="Requests at once; the protocol has 1 and 10."
-)
+@click.option("--prompt-tokens", type=POSITIVE, default=10_000, help="Prompt length; less where the context is short.")
+@click.option("--output-tokens", type=click.IntRange(2), default=1_500, help="Output length, at most.")
+@click.option("--runs", type=POSITIVE, default=8, help="Rounds of --parallel requests; medians of all count.")
+@click.option("--parallel", type=POSITIVE, default=1, help="Requests at once; the protocol has 1 and 10.")
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=None,
@@ -50,9 +37,7 @@ def command(
     parallel: int,
     ignore_eos: bool | None,
     thinking: bool | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -63,13 +48,7 @@ def command(
     """
 
     async def measure() -> dict[str, Any]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
+        async with access.target(model, engine, assignments) as endpoint:
             return await aa.measure(
                 endpoint,
                 prompt_tokens=prompt_tokens,

@@ -15,15 +15,9 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
 @click.command()
 @click.argument("model", default="kimi-nano")
 @click.option(
-    "--tokens",
-    type=click.IntRange(64),
-    default=20_480,
-    show_default=True,
-    help="Tokens of text that compare MODEL's outputs, at least.",
+    "--tokens", type=click.IntRange(64), default=20_480, help="Tokens of text that compare MODEL's outputs, at least."
 )
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Timings of each matrix; medians count."
-)
+@click.option("--rounds", type=click.IntRange(1), default=5, help="Timings of each matrix; medians count.")
 @click.option(
     "--stream-gb", type=click.FloatRange(1), help="Instead: time the conversion of a made-up checkpoint of so many GB."
 )
@@ -31,6 +25,7 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
     "--scratch",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("."),
+    show_default=False,
     help="With --stream-gb: directory with room for 2.1 times as much.  [default: here]",
 )
 @ledger_option("convert")

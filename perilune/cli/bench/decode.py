@@ -22,26 +22,22 @@ shape_option = click.option(
     help="Time a layer of exactly this model's shapes, with random weights, on a GPU.",
 )
 layers_option = click.option(
-    "--layers",
-    default=9,
-    show_default=True,
-    help="Layers of --shape to run; the difference to fewer is a layer's time.",
+    "--layers", default=9, help="Layers of --shape to run; the difference to fewer is a layer's time."
 )
+ep_option = click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
+gpus_option = click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
 @shape_option
 @layers_option
-@click.option("--batch", default="1,4,16", show_default=True, help="Requests decoding together, separated by commas.")
-@click.option(
-    "--context", default="128", show_default=True, help="Tokens in each request's cache at first, separated by commas."
-)
+@click.option("--batch", default="1,4,16", help="Requests decoding together, separated by commas.")
+@click.option("--context", default="128", help="Tokens in each request's cache at first, separated by commas.")
 @click.option(
     "--draft",
     type=click.IntRange(0, MAX_DRAFTS),
     default=0,
-    show_default=True,
     help="Drafts per step, at most, from matches with earlier text; with --shape from a random draft model.",
 )
 @click.option(
@@ -53,21 +49,18 @@ layers_option = click.option(
     "--rest-dtype",
     type=click.Choice(["dtype", "fp8"]),
     default="dtype",
-    show_default=True,
     help="With --shape: weights besides the routed experts in bfloat16, or in FP8.",
 )
 @click.option(
     "--kv-dtype",
     type=click.Choice(["auto", "fp8"]),
     default="auto",
-    show_default=True,
     help="With --shape: the KV cache in bfloat16, or in FP8.",
 )
 @click.option(
     "--draft-dtype",
     type=click.Choice(["dtype", "fp8"]),
     default="fp8",
-    show_default=True,
     help="With --shape and --draft: the draft model's weights in bfloat16, or in FP8.",
 )
 @click.option(
@@ -80,7 +73,6 @@ layers_option = click.option(
     "--expert-format",
     type=click.Choice(["int4-g32", "int4-compact"]),
     default="int4-g32",
-    show_default=True,
     help="With --shape: format of routed experts.",
 )
 @click.option("--kernels", is_flag=True, help="With --shape: print each kernel's time.")
@@ -93,12 +85,12 @@ layers_option = click.option(
 @click.option(
     "--kv-shards", help="With --tp N: KV layouts to compare, separated by commas: 1 (whole on each rank), N (sharded)."
 )
-@click.option("--tokens", default=256, show_default=True, help="Tokens each request decodes; not with --shape alone.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
-@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, a process and a GPU each.")
-@click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
-@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
+@click.option("--tokens", default=256, help="Tokens each request decodes; not with --shape alone.")
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", help="auto, float32 or bfloat16.")
+@click.option("--tp", default=1, help="Ranks that share the model, a process and a GPU each.")
+@ep_option
+@gpus_option
 @click.option("--threads", type=int, help="CPU threads. [default: torch's choice]")
 @ledger_option("decode")
 def command(
@@ -134,13 +126,16 @@ def command(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
+    where: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp}
+    shared = {**where, "ep": ep, "gpus": gpus}
+    scales = "compact" if expert_format == "int4-compact" else "checkpoint"
+    form: dict[str, Any] = {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
     if kv_shards is not None:
         if tp < 2 or draft or kernels or ranks is not None:
             raise click.BadParameter("goes with --tp, without --draft, --kernels and --slice", param_hint="--kv-shards")
-        values: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp, "draft": "off"}
+        values = {**where, "draft": "off"}
         if shape is not None:
-            scales = "compact" if expert_format == "int4-compact" else "checkpoint"
-            values |= {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype, "expert_scales": scales}
+            values |= {**form, "expert_scales": scales}
         turns, cells = numbers(kv_shards, "--kv-shards"), (batches, contexts)
         with synthetic.directory(shape, layers) if shape else nullcontext(resolve_model(model)) as path:
             rows = kv_layouts.measure(path, values, turns, cells, tokens, say)
@@ -159,23 +154,13 @@ def command(
     if tried and (shape is None or several):
         raise click.BadParameter("goes with --shape, without --tp and --ep", param_hint="--try")
     if shape is not None and several:
-        settings: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "threads": threads,
-            "tp": tp,
-            "ep": ep,
-            "gpus": gpus,
-            "rest_dtype": rest_dtype,
-            "kv_dtype": kv_dtype,
-            "expert_scales": "compact" if expert_format == "int4-compact" else "checkpoint",
-        }
+        settings = {**shared, **form, "expert_scales": scales}
         measured = (over_ranks.measure(shape, layers, settings, batches, c, say, kernels=kernels) for c in contexts)
         finish([row for found in measured for row in found], directory)
         return
     if shape is not None:
         bench = microscope.Bench(shape, layers, ranks=int(ranks or 1), expert_format=expert_format)
-        form: dict[str, Any] = {"kernels": kernels, "rest_dtype": rest_dtype, "kv_dtype": kv_dtype}
+        form["kernels"] = kernels
         rows = []
         for c in contexts:
             for b in batches:
@@ -194,12 +179,7 @@ def command(
         config = build(
             EngineConfig,
             {
-                "device": device,
-                "dtype": dtype,
-                "threads": threads,
-                "tp": tp,
-                "ep": ep,
-                "gpus": gpus,
+                **shared,
                 "max_num_seqs": max(batches),
                 "max_model_len": length + tokens + 1,
                 "prefix_cache": False,  # every prompt must be computed

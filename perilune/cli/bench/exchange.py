@@ -11,10 +11,8 @@ from perilune.dist.peer_memory import RANKS
 
 
 @click.command()
-@click.option("--tp", type=int, default=2, show_default=True, help="Ranks, one per GPU: 2, 4 or 8.")
-@click.option(
-    "--tokens", default="1,2,4,8,16,64,256,2048,8192", show_default=True, help="Tokens of a step, separated by commas."
-)
+@click.option("--tp", type=int, default=2, help="Ranks, one per GPU: 2, 4 or 8.")
+@click.option("--tokens", default="1,2,4,8,16,64,256,2048,8192", help="Tokens of a step, separated by commas.")
 @ledger_option("exchange")
 def command(tp: int, tokens: str, directory: Path | None) -> None:
     """The exchange of tensor-parallel ranks at Kimi K2's width, over peer memory and over NCCL, in CUDA graphs."""

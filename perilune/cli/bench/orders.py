@@ -8,14 +8,9 @@ from perilune.core.errors import ConfigError
 
 
 @click.command()
-@click.option("--tp", type=int, default=2, show_default=True, help="Ranks, this process included.")
-@click.option("--batch", default="1,8,64", show_default=True, help="Requests of a step, separated by commas.")
-@click.option(
-    "--polling/--sleeping",
-    default=True,
-    show_default=True,
-    help="Ranks wait by polling, as on GPUs, or asleep, as on CPUs.",
-)
+@click.option("--tp", type=int, default=2, help="Ranks, this process included.")
+@click.option("--batch", default="1,8,64", help="Requests of a step, separated by commas.")
+@click.option("--polling/--sleeping", default=True, help="Ranks wait by polling, as on GPUs, or asleep, as on CPUs.")
 def command(tp: int, batch: str, polling: bool) -> None:
     """What it costs to send a decode step to other ranks: microseconds, medians; no model, no GPU."""
     if not 2 <= tp <= 64:

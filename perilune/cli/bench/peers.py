@@ -22,7 +22,6 @@ MARK, BATCH_MARK = 3.0, 4.0  # goals on two CPU cores: times transformers; 16 us
 @click.option(
     "--tokens",
     default="1,4,16,64,128,256,512,1000,2000,4000,10000",
-    show_default=True,
     help="Tokens to compute experts for, separated by commas. Without --cpu.",
 )
 @click.option("--width", type=click.IntRange(1), help="Columns of each expert, a slice. Without --cpu.  [default: all]")
@@ -32,26 +31,10 @@ MARK, BATCH_MARK = 3.0, 4.0  # goals on two CPU cores: times transformers; 16 us
     "--impl", "impls", multiple=True, help="Time this implementation of moe_int4 too; repeatable. Without --cpu."
 )
 @click.option("--threads", type=click.IntRange(1), help="With --cpu: threads of each.  [default: torch's choice]")
-@click.option(
-    "--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="With --cpu: prompt length."
-)
-@click.option(
-    "--output-tokens", type=click.IntRange(8), default=256, show_default=True, help="With --cpu: tokens to decode."
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(2),
-    default=16,
-    show_default=True,
-    help="With --cpu: users at once in the batched run.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Timings of each side, in turns; medians count.",
-)
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128, help="With --cpu: prompt length.")
+@click.option("--output-tokens", type=click.IntRange(8), default=256, help="With --cpu: tokens to decode.")
+@click.option("--batch", type=click.IntRange(2), default=16, help="With --cpu: users at once in the batched run.")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="Timings of each side, in turns; medians count.")
 @click.option(
     "--llama-cpp",
     type=click.Path(path_type=Path, file_okay=False),

@@ -8,7 +8,7 @@ from perilune.bench import microscope
 from perilune.bench import prefill as bench
 from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
-from perilune.cli.bench.decode import layers_option, shape_option
+from perilune.cli.bench.decode import ep_option, gpus_option, layers_option, shape_option
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.ops.harness import registry
 
@@ -16,32 +16,24 @@ from perilune.ops.harness import registry
 @click.command()
 @shape_option
 @layers_option
-@click.option("--tokens", default="1000,4000,10000", show_default=True, help="Prompt lengths, separated by commas.")
+@click.option("--tokens", default="1000,4000,10000", help="Prompt lengths, separated by commas.")
 @click.option(
     "--cached",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="Tokens already cached before the prompt, rounded down to blocks of 64; on one GPU.",
 )
-@click.option(
-    "--experts",
-    type=click.Choice(bench.FORMATS),
-    default="int4-g32",
-    show_default=True,
-    help="Format of routed experts.",
-)
+@click.option("--experts", type=click.Choice(bench.FORMATS), default="int4-g32", help="Format of routed experts.")
 @click.option(
     "--rest-dtype",
     type=click.Choice(bench.RESTS),
     default="bf16",
-    show_default=True,
     help="Weights besides the routed experts; w8a8: fp8, with fp8_activations of `serve`.",
 )
-@click.option("--tp", default=1, show_default=True, help="Ranks that share the model, one per GPU.")
-@click.option("--ep", default=1, show_default=True, help="As --tp; routed experts lie whole on ranks.")
-@click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
-@click.option("--device", default="auto", show_default=True, help="Device of several ranks: auto, cpu or cuda.")
+@click.option("--tp", default=1, help="Ranks that share the model, one per GPU.")
+@ep_option
+@gpus_option
+@click.option("--device", default="auto", help="Device of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="Print each kernel's time.")
 @click.option(
     "--op", "chosen", multiple=True, metavar="NAME=IMPL", help="Implementation of an operation, on one GPU; repeatable."

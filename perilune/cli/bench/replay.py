@@ -35,12 +35,11 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.argument("model", default="kimi-nano")
 @click.option("--sessions", type=click.IntRange(1), help="Sessions, at most.  [default: all; agents: 8]")
 @click.option("--turns", type=click.IntRange(1), help="Turns of a session, at most.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of generated sessions (TRACE `agents`).")
+@click.option("--seed", type=int, default=0, help="Seed of generated sessions (TRACE `agents`).")
 @click.option(
     "--scale",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    show_default=True,
     help="Factor on lengths of prompts and answers: 0.02 fits a session of 80k tokens into 2k.",
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Sessions at once.  [default: as the trace has]")
@@ -48,19 +47,10 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     "--speed",
     type=click.FloatRange(0),
     default=1.0,
-    show_default=True,
     help="Speed of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
 )
-@click.option(
-    "--ttft-limit", type=float, default=5.0, show_default=True, help="Goodput: seconds to the first token, at most."
-)
-@click.option(
-    "--inter-token-limit",
-    type=float,
-    default=0.1,
-    show_default=True,
-    help="Goodput: mean seconds per later token, at most.",
-)
+@click.option("--ttft-limit", type=float, default=5.0, help="Goodput: seconds to the first token, at most.")
+@click.option("--inter-token-limit", type=float, default=0.1, help="Goodput: mean seconds per later token, at most.")
 @click.option(
     "--begin-after",
     type=click.IntRange(1),
@@ -76,11 +66,9 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     "--compare", is_flag=True, help="Replay once more without KV tiers. They help only if sessions outgrow the cache."
 )
 @click.option("--shape", help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU.")
-@click.option("--layers", type=click.IntRange(1), default=9, show_default=True, help="With --shape: layers to run.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write TTFT by prompt length as SVG.")
-@click.option(
-    "--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that was played as JSONL."
-)
+@click.option("--layers", type=click.IntRange(1), default=9, help="With --shape: layers to run.")
+@click.option("--plot", type=options.FILE, help="Write TTFT by prompt length as SVG.")
+@click.option("--write", type=options.FILE, help="Write the trace that was played as JSONL.")
 @targets.target_options
 @options.engine_options(*options.COMMON, "max_num_seqs", *TIERS)
 @ledger_option("replay")
@@ -103,9 +91,7 @@ def command(
     layers: int,
     plot: Path | None,
     write: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -139,7 +125,7 @@ def command(
     if is_url(model):
         if values or shape or compare:
             raise ConfigError("engine options, --shape and --compare are for a model run here, not for an endpoint")
-        row, calls = asyncio.run(_remote(model, made, limits, (model_name, targets.key(api_key_file), timeout)))
+        row, calls = asyncio.run(_remote(access.endpoint(model), made, limits))
         _require_answers(row, calls)
         say(replay.describe(row))
         where = origin(model)
@@ -215,11 +201,8 @@ def _require_answers(row: dict[str, Any], calls: Sequence[replay.Call]) -> None:
         raise EngineError(f"no request was answered, {row['failed']} failed; the first: {why}")
 
 
-async def _remote(
-    url: str, made: Sequence[traces.Session], limits: replay.Options, access: tuple[str | None, str | None, float]
-) -> Measured:
-    name, key, timeout = access
-    async with Endpoint(url, model=name, api_key=key, timeout=timeout) as endpoint:
+async def _remote(opened: Endpoint, made: Sequence[traces.Session], limits: replay.Options) -> Measured:
+    async with opened as endpoint:
         return await replay.measure(replay.Remote(endpoint), made, limits, say)
 
 

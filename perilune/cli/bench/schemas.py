@@ -2,45 +2,35 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perilune.bench.ledger import origin
-from perilune.cli.shared import options, targets
+from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.evals.schema_maker import schemas as draw
 
 SEED = 20261121
-WIDTH = 120  # of the table where there is no terminal
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--schemas", "different", type=click.IntRange(1), default=400, show_default=True, help="Different schemas."
-)
-@click.option("--calls", type=click.IntRange(1), default=2_000, show_default=True, help="Requests in all.")
-@click.option("--concurrency", type=click.IntRange(1, 1024), default=64, show_default=True, help="Requests at once.")
+@click.option("--schemas", "different", type=click.IntRange(1), default=400, help="Different schemas.")
+@click.option("--calls", type=click.IntRange(1), default=2_000, help="Requests in all.")
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=64, help="Requests at once.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     default=320,
-    show_default=True,
     help="Tokens of an answer; one that is cut off there counts as invalid.",
 )
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which schemas and requests are drawn.")
-@click.option(
-    "--failures", type=click.Path(dir_okay=False, path_type=Path), help="Write every invalid answer to this JSON file."
-)
+@click.option("--seed", type=int, default=SEED, help="Which schemas and requests are drawn.")
+@click.option("--failures", type=options.FILE, help="Write every invalid answer to this JSON file.")
 @targets.target_options
 @options.engine_options(*options.COMMON)
 @ledger_option("schemas")
@@ -52,9 +42,7 @@ def command(
     max_tokens: int,
     seed: int,
     failures: Path | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -70,18 +58,10 @@ def command(
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
     drawn = draw(different, seed)
     cases = schemas.plan(drawn, calls, seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    serve_options = targets.serve_options(engine, assignments)
 
     async def ask() -> tuple[str, schemas.Outcome, float]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=targets.key(api_key_file),
-            timeout=timeout,
-            serve_options=serve_options,
-        ) as endpoint:
-            with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        async with access.target(model, engine, assignments) as endpoint:
+            with display.progress() as bar:
                 task = bar.add_task(endpoint.model, total=len(cases))
                 begun = perf_counter()
                 outcome = await schemas.run(
@@ -97,7 +77,7 @@ def command(
     name, outcome, seconds = asyncio.run(ask())
     settings = {"seed": seed, "max_tokens": max_tokens, "concurrency": concurrency, "seconds": round(seconds, 1)}
     made = schemas.rows(name, outcome, different, **settings, **origin(model, assignments))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(schemas.table(made))
+    display.show(schemas.table(made))
     for line in schemas.refusals(outcome, drawn):
         click.echo(f"refused: {line}")
     for failure in outcome.failures[:10]:

@@ -12,7 +12,6 @@ from perilune.bench.load import Client
 from perilune.bench.serve_plot import plot
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
-from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_text
 
@@ -22,19 +21,13 @@ MILLISECONDS = click.FloatRange(0, min_open=True)
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--streams", default="1,2,4,8,16,32,64", show_default=True, help="Users at once, separated by commas.")
-@click.option(
-    "--rounds", type=POSITIVE, default=2, show_default=True, help="Requests of each user, one after the other."
-)
-@click.option("--prompt-tokens", type=POSITIVE, default=128, show_default=True, help="Prompt length, about.")
-@click.option("--output-tokens", type=click.IntRange(2), default=256, show_default=True, help="Output length.")
-@click.option(
-    "--ttft-ms", type=MILLISECONDS, default=1000.0, show_default=True, help="Goodput: ms to the first text, at most."
-)
-@click.option(
-    "--gap-ms", type=MILLISECONDS, default=50.0, show_default=True, help="Goodput: mean ms between tokens, at most."
-)
-@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the rows as SVG.")
+@click.option("--streams", default="1,2,4,8,16,32,64", help="Users at once, separated by commas.")
+@click.option("--rounds", type=POSITIVE, default=2, help="Requests of each user, one after the other.")
+@click.option("--prompt-tokens", type=POSITIVE, default=128, help="Prompt length, about.")
+@click.option("--output-tokens", type=click.IntRange(2), default=256, help="Output length.")
+@click.option("--ttft-ms", type=MILLISECONDS, default=1000.0, help="Goodput: ms to the first text, at most.")
+@click.option("--gap-ms", type=MILLISECONDS, default=50.0, help="Goodput: mean ms between tokens, at most.")
+@click.option("--plot", "picture", type=options.FILE, help="Also draw the rows as SVG.")
 @click.option("--server-pid", type=POSITIVE, help="Process id of a local server, for its CPU time per token.")
 @click.option("--engine-name", help="Engine name in the rows.  [default: what the server calls itself]")
 @targets.target_options
@@ -51,9 +44,7 @@ def command(
     picture: Path | None,
     server_pid: int | None,
     engine_name: str | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     directory: Path | None,
     **engine: Any,
@@ -65,17 +56,10 @@ def command(
     counts = numbers(streams, "--streams")
     load = serve.Load(prompt_tokens, output_tokens, rounds, ttft_ms / 1e3, gap_ms / 1e3)
     serve.cpu_seconds(server_pid)  # a wrong number must not cost a measurement
-    key = targets.key(api_key_file)
 
     async def measure() -> list[dict[str, Any]]:
-        async with open_target(
-            model,
-            model_name=model_name,
-            api_key=key,
-            timeout=timeout,
-            serve_options=targets.serve_options(engine, assignments),
-        ) as endpoint:
-            client = Client(endpoint.base, api_key=key, timeout=timeout)
+        async with access.target(model, engine, assignments) as endpoint:
+            client = Client(endpoint.base, api_key=access.key, timeout=access.timeout)
             rows = await serve.sweep(endpoint, client, counts, load, server_pid=server_pid, report=say)
             name = engine_name or endpoint.owner or "unknown"
             return [{**row, "engine": name} for row in rows]

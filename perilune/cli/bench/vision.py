@@ -10,10 +10,7 @@ from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 
 @click.command()
 @click.option(
-    "--patches",
-    default="128,64,32",
-    show_default=True,
-    help="Sides of the pictures in patches of 14 pixels, separated by commas.",
+    "--patches", default="128,64,32", help="Sides of the pictures in patches of 14 pixels, separated by commas."
 )
 @ledger_option("vision")
 def command(patches: str, directory: Path | None) -> None:

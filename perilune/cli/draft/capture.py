@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from perilune.cli.draft.train import layer_numbers
-from perilune.cli.shared import options
+from perilune.cli.shared import display, options
 from perilune.core.config import EngineConfig, build
 from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
@@ -34,26 +32,19 @@ CAPTURED = 65536  # tokens in a step, and roughly in a file
 @click.option(
     "--corpus",
     "corpora",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=options.FOLDER,
     required=True,
     multiple=True,
     help="Directory of `draft collect` or `draft mine`; repeatable, in the order that `draft train` will name them.",
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the states.")
-@click.option(
-    "--gb",
-    type=click.FloatRange(0, min_open=True),
-    default=50.0,
-    show_default=True,
-    help="GB of states in --out, at most.",
-)
+@click.option("--out", type=options.OUT_FOLDER, required=True, help="Directory of the states.")
+@click.option("--gb", type=click.FloatRange(0, min_open=True), default=50.0, help="GB of states in --out, at most.")
 @click.option("--aux-layers", help="Layers whose outputs are kept, as for `draft train`.  [default: three, spread]")
 @click.option("--by-layer", is_flag=True, help="Hold one layer of MODEL in memory at a time, if no device holds all.")
 @click.option(
     "--at-once",
     type=click.IntRange(CAPTURED),
     default=8 * CAPTURED,
-    show_default=True,
     help="Tokens for which --by-layer reads MODEL once; in Kimi K2 each takes 57 kB of host memory.",
 )
 @options.engine_options("device")
@@ -94,12 +85,11 @@ def command(
         f"{states.rows:,} rows are there",
         err=True,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     began = time.monotonic()
     longest = max((len(row.ids) for row in rows), default=1)
     run, tokens = KimiK2(target, weights, max_positions=longest), max(CAPTURED, longest)
     reading = ByLayer(run, path, layers, tokens=tokens) if by_layer else Capture(run, layers, tokens=tokens)
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with display.progress() as bar:
         task = bar.add_task("rows", total=len(rows), completed=states.rows)
 
         def done(shard: Shard) -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perilune.cli.shared import options, targets
+from perilune.cli.shared import display, options, targets
 from perilune.client.endpoint import Endpoint
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
@@ -40,7 +38,7 @@ ASKED = 64  # requests to a server at once
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the corpus.")
+@click.option("--out", type=options.OUT_FOLDER, required=True, help="Directory of the corpus.")
 @click.option(
     "--chats",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -51,18 +49,17 @@ ASKED = 64  # requests to a server at once
     metavar="LIST",
     help=f"Ask about topics, a comma-separated list of {', '.join(DOMAINS)}, or all; for models that know the world.",
 )
-@click.option("--rows", type=click.IntRange(1), default=40_000, show_default=True, help="Answers, at most.")
-@click.option("--shard-rows", type=click.IntRange(1), default=8192, show_default=True, help="Answers per file.")
+@click.option("--rows", type=click.IntRange(1), default=40_000, help="Answers, at most.")
+@click.option("--shard-rows", type=click.IntRange(1), default=8192, help="Answers per file.")
 @click.option(
     "--minutes",
     type=click.FloatRange(0),
     default=0.0,
+    show_default=False,
     help="Minutes after which no file is begun.  [default: no limit]",
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(4), default=1024, show_default=True, help="Tokens of an answer, at most."
-)
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Seed of problems and of sampled answers.")
+@click.option("--max-tokens", type=click.IntRange(4), default=1024, help="Tokens of an answer, at most.")
+@click.option("--seed", type=int, default=SEED, help="Seed of problems and of sampled answers.")
 @click.option("--workers", type=click.IntRange(0), help="Processes that make prompts.  [default: CPUs - 1, at most 16]")
 @click.option(
     "--forced",
@@ -85,9 +82,7 @@ def command(
     workers: int | None,
     forced: bool,
     url: str | None,
-    model_name: str | None,
-    api_key_file: Path | None,
-    timeout: float,
+    access: targets.Access,
     assignments: tuple[str, ...],
     **engine: Any,
 ) -> None:
@@ -117,18 +112,15 @@ def command(
     )
     if worst > free:
         raise ConfigError(f"{out} has no room for the corpus: lower --rows or --max-tokens")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     began = time.monotonic()
     # Large batches gain nothing by speculation.
     values = options.engine_values(engine, assignments, {} if url is not None else {"draft": "off"})
-    if url is None and (model_name is not None or api_key_file is not None):
+    if url is None and access.given:
         raise ConfigError("--model-name and --api-key-file belong to a running server: give its address with --url")
-    remote = (
-        None if url is None else Endpoint(url, model=model_name, api_key=targets.key(api_key_file), timeout=timeout)
-    )
+    remote = None if url is None else access.endpoint(url)
     with (
         _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,
-        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
+        display.progress() as bar,
     ):
         task = bar.add_task("answers", total=wanted, completed=len(corpus.shards) * shard_rows)
         before = len(corpus.shards)

@@ -1,15 +1,13 @@
 """`perilune draft evaluate`: acceptance length on problems that were kept out of training, and speed."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
-from perilune.cli.shared import options
+from perilune.cli.shared import display, options
 from perilune.core.jsonfile import write_object
 from perilune.draft import plot, report, speed
 from perilune.engine.llm import LLM
@@ -17,44 +15,35 @@ from perilune.formats.hub import resolve_model
 from perilune.tasks.problem import SEED
 
 SERVED = 3  # the chain length that is timed and drawn, if it is measured
-WIDTH = 200  # of the table where there is no terminal
 
 
 @click.command()
-@click.argument("draft", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--model", default="kimi-nano", show_default=True, help="Target model of DRAFT.")
-@click.option("--count", type=click.IntRange(2), default=64, show_default=True, help="Problems per family.")
-@click.option(
-    "--lengths", default="3", show_default=True, help="Drafts per verify step to measure, 1 to 8, separated by commas."
-)
+@click.argument("draft", type=options.FOLDER)
+@click.option("--model", default="kimi-nano", help="Target model of DRAFT.")
+@click.option("--count", type=click.IntRange(2), default=64, help="Problems per family.")
+@click.option("--lengths", default="3", help="Drafts per verify step to measure, 1 to 8, separated by commas.")
 @click.option(
     "--splits",
     default=",".join(report.SPLITS),
-    show_default=True,
     help="Problem sets: heldout, drawn as in training; structural, with words and layouts that training never had.",
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(4), default=1024, show_default=True, help="Tokens of an answer, at most."
-)
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Which problems are drawn.")
+@click.option("--max-tokens", type=click.IntRange(4), default=1024, help="Tokens of an answer, at most.")
+@click.option("--seed", type=int, default=SEED, help="Which problems are drawn.")
 @click.option(
     "--speed",
     "timed",
     type=click.IntRange(0),
     default=8,
-    show_default=True,
     help="Problems per family (of the first split) on which the engine is timed, with and without drafts; 0: none.",
 )
-@click.option(
-    "--users", default="1,8", show_default=True, help="Requests at once while --speed times, separated by commas."
-)
+@click.option("--users", default="1,8", help="Requests at once while --speed times, separated by commas.")
 @click.option(
     "--plot",
     "drawing",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=options.FILE,
     help="Also draw tokens per verify step as SVG.",
 )
-@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the records here.")
+@click.option("--json", "file", type=options.FILE, help="Also write the records here.")
 @options.engine_options("device", "max_num_seqs")
 def command(
     draft: Path,
@@ -99,7 +88,7 @@ def command(
         asked = report.questions(rows[chosen[0]][0.0], timed, max_tokens=max_tokens, ends=ends)
         values = options.engine_values(engine, assignments, {})
         speeds = speed.measure(path, draft, asked, report.evaluated(), length=served, users=most, engine=values)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(report.table(records, speeds))
+    display.show(report.table(records, speeds), width=200)
     result = {
         "draft": "evaluate", "model": path.name, "seed": seed, "count": count, "max_tokens": max_tokens,
         "records": records, "speed": speeds,

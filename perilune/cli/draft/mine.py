@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from perilune.cli.shared.options import FOLDER, device_option
+from perilune.cli.shared import display
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row
@@ -29,14 +28,11 @@ from perilune.text.tokenizer import Tokenizer
 DEFAULTS = Rule(tokens=1_000_000)
 CAPTURED = 65536  # tokens in a pass, or one text
 SHARD_ROWS = 16384
-WIDTH = 140  # of the table where there is no terminal
 
 
 @click.command()
 @click.argument("model", default="kimi-nano")
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the windows."
-)
+@click.option("--out", type=OUT_FOLDER, required=True, help="Directory of the windows.")
 @click.option(
     "--corpus",
     "corpora",
@@ -49,55 +45,34 @@ WIDTH = 140  # of the table where there is no terminal
 )
 @click.option("--rejected", "logs", type=FOLDER, multiple=True, help="Directory of `serve --log-rejected`; repeatable.")
 @click.option(
-    "--tokens",
-    type=click.IntRange(1),
-    default=DEFAULTS.tokens,
-    show_default=True,
-    help="Tokens to train on in all windows, about.",
+    "--tokens", type=click.IntRange(1), default=DEFAULTS.tokens, help="Tokens to train on in all windows, about."
 )
+@click.option("--length", type=click.IntRange(1, 8), default=3, help="Drafts per chain when --drafter is evaluated.")
 @click.option(
-    "--length",
-    type=click.IntRange(1, 8),
-    default=3,
-    show_default=True,
-    help="Drafts per chain when --drafter is evaluated.",
-)
-@click.option(
-    "--unroll",
-    type=click.IntRange(1, 8),
-    default=DEFAULTS.after,
-    show_default=True,
-    help="The --unroll of the later `draft train`.",
+    "--unroll", type=click.IntRange(1, 8), default=DEFAULTS.after, help="The --unroll of the later `draft train`."
 )
 @click.option(
     "--focus",
     type=click.FloatRange(0),
     default=DEFAULTS.focus,
-    show_default=True,
     help="A domain's share of the tokens grows with this power of its loss per chain.",
 )
 @click.option(
     "--balance",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.balance,
-    show_default=True,
     help="0: a domain's share also grows with its part of the text; 1: rare domains get as much.",
 )
 @click.option(
     "--guard",
     type=click.FloatRange(0, 1),
     default=DEFAULTS.guard,
-    show_default=True,
     help="Share of the tokens divided among domains by their part of the text alone, against forgetting.",
 )
 @click.option(
-    "--groups",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Domains into which texts of --rejected are grouped.",
+    "--groups", type=click.IntRange(1, 64), default=8, help="Domains into which texts of --rejected are grouped."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of windows.")
+@click.option("--seed", type=int, default=0, help="Seed of the choice of windows.")
 @device_option
 def command(
     model: str,
@@ -136,7 +111,7 @@ def command(
     if logs:
         found += _logged(logs, path, groups, domains)
     windows, summary = mine(found, domains, rule)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table(summary))
+    display.show(table(summary), width=140)
     if not windows:
         raise CheckpointError("no draft was wrong anywhere: there is nothing to learn")
     written = Corpus(out, {"source": "mined", "families": domains, "rule": asdict(rule)})
@@ -166,8 +141,7 @@ def _evaluated(
         numbers += [domains.index(corpus.families[row.family]) for row in own]
     longest = max((len(row.ids) for row in rows), default=0)
     capture = Capture(model, trainee.config.aux_layers(config.num_hidden_layers), tokens=max(CAPTURED, longest))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with display.progress() as bar:
         task = bar.add_task("answers", total=len(rows))
         lost = score(trainee, capture, rows, length, advance=lambda count: bar.advance(task, count))
     return [Scored(row, some, number) for row, some, number in zip(rows, lost, numbers) if some], domains

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.cli.shared.options import FOLDER, device_option
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import read_object
 from perilune.draft import ranks
@@ -73,13 +73,11 @@ def layer_numbers(text: str | None) -> list[int] | None:
 @click.option("--from", "begin", type=FOLDER, help="Directory of a draft to begin with.  [default: random weights]")
 @click.option(
     "--run",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OUT_FOLDER,
     required=True,
     help="Directory of the run's log and saves.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the finished draft."
-)
+@click.option("--out", type=OUT_FOLDER, required=True, help="Directory of the finished draft.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps, instead of --minutes.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Minutes of training.  [default: 2]")
 @click.option(
@@ -131,9 +129,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 )
 @click.option("--intermediate-size", type=click.IntRange(8), help="Width of the draft's MLP.  [default: the target's]")
 @device_option
-@click.option(
-    "--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs of this machine that share the work."
-)
+@click.option("--gpus", type=click.IntRange(1), default=1, help="GPUs of this machine that share the work.")
 def command(
     model: str,
     corpora: tuple[Path, ...],

@@ -19,12 +19,13 @@ DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
 # Options of most verbs that run a model.
 COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales")
 COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
+FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+OUT_FOLDER = click.Path(path_type=Path, file_okay=False)
 device_option = click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    show_default=True,
     help="Where to compute; auto: on a GPU if there is one.",
 )
 

@@ -1,27 +1,65 @@
 """Options of verbs that work on any OpenAI endpoint, or on a model that they serve meanwhile."""
 
+import functools
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from perilune.client.endpoint import READ_SECONDS
+from perilune.client.endpoint import READ_SECONDS, Endpoint
+from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
 
-F = TypeVar("F", bound=Callable[..., Any])
+
+@dataclass(frozen=True)
+class Access:
+    """What `target_options` say about an endpoint."""
+
+    model_name: str | None
+    key_file: Path | None
+    timeout: float
+
+    @property
+    def given(self) -> bool:
+        return self.model_name is not None or self.key_file is not None
+
+    @functools.cached_property
+    def key(self) -> str | None:
+        return key(self.key_file)
+
+    def endpoint(self, url: str) -> Endpoint:
+        return Endpoint(url, model=self.model_name, api_key=self.key, timeout=self.timeout)
+
+    def target(
+        self, model: str, engine: Mapping[str, Any], assignments: Sequence[str]
+    ) -> AbstractAsyncContextManager[Endpoint]:
+        """The endpoint at `model`, or `model` served meanwhile with the engine options that were given and --set."""
+        return open_target(
+            model,
+            model_name=self.model_name,
+            api_key=self.key,
+            timeout=self.timeout,
+            serve_options=serve_options(engine, assignments),
+        )
 
 
-def target_options(function: F) -> F:
-    """--model-name, --api-key-file and --timeout, for a MODEL that is an address."""
+def target_options(function: Callable[..., None]) -> Callable[..., None]:
+    """--model-name, --api-key-file and --timeout, for a MODEL that is an address, taken as `access`."""
+
+    @functools.wraps(function)
+    def command(model_name: str | None, api_key_file: Path | None, timeout: float, **others: Any) -> None:
+        function(access=Access(model_name, api_key_file, timeout), **others)
+
     for option in (
         click.option(
             "--timeout",
             type=click.FloatRange(0, min_open=True),
             default=READ_SECONDS,
-            show_default=True,
             help="Seconds without a byte from the server after which to give up.",
         ),
         click.option(
@@ -31,8 +69,8 @@ def target_options(function: F) -> F:
         ),
         click.option("--model-name", help="The model's name at the endpoint.  [default: the only one it lists]"),
     ):
-        function = option(function)
-    return function
+        command = option(command)
+    return command
 
 
 def key(file: Path | None) -> str | None:
@@ -52,7 +90,7 @@ def key(file: Path | None) -> str | None:
     return found
 
 
-def serve_options(given: dict[str, Any], assignments: Sequence[str]) -> list[str]:
+def serve_options(given: Mapping[str, Any], assignments: Sequence[str]) -> list[str]:
     """Arguments of `perilune serve` from engine options that were given and --set."""
     named = []
     for key, value in given.items():

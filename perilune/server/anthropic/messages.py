@@ -23,7 +23,7 @@ from perilune.server.conversation import spelled
 from perilune.server.errors import GenerationError
 from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE_STATUS, ClientGone, EventStream, named_event, race
+from perilune.server.sse import EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.chat import ChatTemplate
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
@@ -184,7 +184,6 @@ class Answer:
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, MessagesBody)
-    body.check_supported()
     chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
@@ -196,16 +195,12 @@ async def messages(request: Request) -> Response:
             release = held.pop_all().close
             events = answer.events()
             return EventStream(events, service.stopping, release, failure=describe, encode=named_event, ping=PING)
-        try:
-            return json_response(await race(answer.whole(), request.receive, service.stopping))
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        return json_response(await race(answer.whole(), request.receive, service.stopping))
 
 
 async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, CountBody)
-    body.check_supported()
     chat = await service.offload(size, lambda: _chat(body, service.text.template))
     with spelled(FIELDS):
         return json_response({"input_tokens": await prompt_tokens(service, request, size, chat)})

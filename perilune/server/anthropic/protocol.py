@@ -62,7 +62,6 @@ class CountBody(RequestBody):
     output_format: dict[str, Any] | None = None  # the older place of output_config.format
 
     def check_supported(self) -> None:
-        """RequestError for what would otherwise be silently ignored."""
         if not self.messages:
             raise wrong("messages", "must hold at least one message")
         if (thinking := self.thinking) is not None:

@@ -127,7 +127,6 @@ async def _create_batch(request: Request) -> Response:
     service: Service = request.app.state.service
     served = _batches(request)
     body, _ = await service.receive(request, BatchBody)
-    body.check_supported()
     return json_response(served.create(current().account.name, body).shown())
 
 

@@ -29,7 +29,6 @@ class BatchBody(RequestBody):
     output_expires_after: ExpiresAfter | None = None
 
     def check_supported(self) -> None:
-        """RequestError for an expiry that cannot be."""
         if self.output_expires_after is not None:
             check_expiry(self.output_expires_after.seconds, "output_expires_after.seconds")
 

@@ -1,7 +1,8 @@
 """Every endpoint: what it is for, the type of its body, what it answers and one request to try."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,6 +20,7 @@ from perilune.server.responses.protocol import InputTokensBody, ResponsesBody
 HTML, PLAIN, JSON, EVENTS = "text/html", "text/plain", "application/json", "text/event-stream"
 BYTES, FORM = "application/octet-stream", "multipart/form-data"
 _QUESTION = {"role": "user", "content": "What is 347 + 589?"}
+EXAMPLE_IDS = {"responses": "resp_1", "files": "file-1", "batches": "batch_1", "models": "kimi-nano"}
 _READS_MODEL = "Anthropic's clients, known by the header anthropic-version, get the form of their API."
 
 
@@ -32,7 +34,7 @@ class Parameter:
     place: str = "query"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A route and method.
 
@@ -41,7 +43,7 @@ class Operation:
     other     a second form of the answer
     event     type of the events' data where `stream: true` is known; `events` the names that events have
     errors    statuses of errors besides those of every endpoint
-    example   body of a request to try; `path_example` is its path, if the path has parameters
+    example   body of a request to try; `example_query` follows its path
     form      meanings of the fields of a multipart body; `form_example`: such fields as curl sends them
     """
 
@@ -49,6 +51,7 @@ class Operation:
     path: str
     tag: str
     summary: str
+    _: KW_ONLY
     meaning: str = ""
     body: type[RequestBody] | None = None
     answer: type[BaseModel] | str
@@ -58,18 +61,25 @@ class Operation:
     errors: tuple[int, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     example: Mapping[str, Any] | None = None
-    path_example: str | None = None
+    example_query: str = ""
     form: Mapping[str, str] | None = None
     form_example: tuple[str, ...] = ()
-    example_headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def example_path(self) -> str:
+        path = re.sub(r"(\w+)/\{\w+\}", lambda found: f"{found[1]}/{EXAMPLE_IDS[found[1]]}", self.path)
+        return path + self.example_query
 
 
 GENERATION_ERRORS = (429, 500, 503, 504)
-ID_ERRORS = (404,)
-QUERY_ERRORS = (400, 404)
 ANTHROPIC_VERSION = Parameter(VERSION, {"type": "string"}, "a date; with it the answer has Anthropic's form", "header")
-FILE_ERRORS = (404,)
 _FILES = "With serve --files-dir DIR; otherwise a 404."
+
+
+def _limit(most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
 _AFTER = Parameter("after", {"type": "string"}, "an id of the list: what follows it is sent")
 RESPONSE_EVENTS = (
     *(f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")),
@@ -96,10 +106,10 @@ MESSAGE_EVENTS = (
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
-        method="POST",
-        path="/v1/chat/completions",
-        tag="chat",
-        summary="The next message of a conversation",
+        "POST",
+        "/v1/chat/completions",
+        "chat",
+        "The next message of a conversation",
         meaning="OpenAI's API, with the fields of vLLM. A thought comes as reasoning_content.",
         body=ChatBody,
         answer=answers.ChatCompletion,
@@ -108,10 +118,10 @@ OPERATIONS: tuple[Operation, ...] = (
         example={"messages": [_QUESTION], "max_tokens": 400},
     ),
     Operation(
-        method="POST",
-        path="/v1/completions",
-        tag="completions",
-        summary="The continuation of a text",
+        "POST",
+        "/v1/completions",
+        "completions",
+        "The continuation of a text",
         meaning="The prompt is taken as it is: no chat template, control tokens included.",
         body=CompletionBody,
         answer=answers.Completion,
@@ -120,10 +130,10 @@ OPERATIONS: tuple[Operation, ...] = (
         example={"prompt": "The capital of Norway is", "max_tokens": 8, "temperature": 0},
     ),
     Operation(
-        method="POST",
-        path="/v1/responses",
-        tag="responses",
-        summary="The next response of a conversation",
+        "POST",
+        "/v1/responses",
+        "responses",
+        "The next response of a conversation",
         meaning="Finished responses are kept for the API key that made them, until newer ones need the room: "
         "previous_response_id continues one.",
         body=ResponsesBody,
@@ -133,23 +143,23 @@ OPERATIONS: tuple[Operation, ...] = (
         example={"input": "What is 347 + 589?", "instructions": "Answer briefly.", "max_output_tokens": 400},
     ),
     Operation(
-        method="POST",
-        path="/v1/responses/input_tokens",
-        tag="responses",
-        summary="Number of prompt tokens of the same request to /v1/responses",
+        "POST",
+        "/v1/responses/input_tokens",
+        "responses",
+        "Number of prompt tokens of the same request to /v1/responses",
         meaning="Nothing is generated or kept. Without input, instructions or the conversation so far are counted.",
         body=InputTokensBody,
         answer=answers.InputTokenCount,
         example={"input": "What is 347 + 589?", "instructions": "Answer briefly."},
     ),
     Operation(
-        method="GET",
-        path="/v1/responses/{id}",
-        tag="responses",
-        summary="A response that is stored, or is being made in the background",
+        "GET",
+        "/v1/responses/{id}",
+        "responses",
+        "A response that is stored, or is being made in the background",
         answer=answers.Response,
         events=BACKGROUND_EVENTS,
-        errors=QUERY_ERRORS,
+        errors=(400, 404),
         parameters=(
             Parameter(
                 "stream",
@@ -162,56 +172,53 @@ OPERATIONS: tuple[Operation, ...] = (
                 "number of an event: those after it are sent",
             ),
         ),
-        path_example="/v1/responses/resp_1",
     ),
     Operation(
-        method="DELETE",
-        path="/v1/responses/{id}",
-        tag="responses",
-        summary="Forgets a stored response",
+        "DELETE",
+        "/v1/responses/{id}",
+        "responses",
+        "Forgets a stored response",
         answer=answers.DeletedResponse,
-        errors=ID_ERRORS,
-        path_example="/v1/responses/resp_1",
+        errors=(404,),
     ),
     Operation(
-        method="POST",
-        path="/v1/responses/{id}/cancel",
-        tag="responses",
-        summary="Ends a response that is made in the background",
+        "POST",
+        "/v1/responses/{id}/cancel",
+        "responses",
+        "Ends a response that is made in the background",
         meaning="What it has so far stays. One that has ended is answered as it is.",
         answer=answers.Response,
-        errors=QUERY_ERRORS,
-        path_example="/v1/responses/resp_1/cancel",
+        errors=(400, 404),
     ),
     Operation(
-        method="GET",
-        path="/v1/responses/{id}/input_items",
-        tag="responses",
-        summary="The items that the request of a response sent",
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "responses",
+        "The items that the request of a response sent",
         meaning="Those of the responses that it continues are theirs.",
         answer=answers.InputItems,
-        errors=QUERY_ERRORS,
+        errors=(400, 404),
         parameters=(
             Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the last item first"),
             Parameter(
                 "limit",
-                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS},
+                _limit(MAX_PAGE_ITEMS),
                 f"items of a page, {PAGE_ITEMS} by default",
             ),
             Parameter("after", {"type": "string"}, "id of an item: those after it are sent"),
         ),
-        path_example="/v1/responses/resp_1/input_items?order=asc",
+        example_query="?order=asc",
     ),
     Operation(
-        method="POST",
-        path="/v1/files",
-        tag="batches",
-        summary="Keeps a file of requests for a batch",
+        "POST",
+        "/v1/files",
+        "batches",
+        "Keeps a file of requests for a batch",
         meaning=f"{_FILES} A line is a request: "
         '`{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}`. '
         "serve --max-body-mb bounds the size of a file, --files-gb that of all files.",
         answer=batch_answers.File,
-        errors=(400, *FILE_ERRORS, 408, 413, 415, 503),
+        errors=(400, 404, 408, 413, 415, 503),
         form={
             "file": "the file, with its name",
             "purpose": 'must be "batch"',
@@ -221,51 +228,34 @@ OPERATIONS: tuple[Operation, ...] = (
         form_example=("purpose=batch", "file=@requests.jsonl"),
     ),
     Operation(
-        method="GET",
-        path="/v1/files",
-        tag="batches",
-        summary="The files of the key",
+        "GET",
+        "/v1/files",
+        "batches",
+        "The files of the key",
         answer=batch_answers.FileList,
-        errors=(400, *FILE_ERRORS),
+        errors=(400, 404),
         parameters=(
             Parameter("purpose", {"type": "string"}, "only files of this purpose"),
             Parameter("order", {"enum": ["asc", "desc"]}, "desc, the default: the newest first"),
-            Parameter("limit", {"type": "integer", "minimum": 1, "maximum": PAGE_FILES}, "files of a page"),
+            Parameter("limit", _limit(PAGE_FILES), "files of a page"),
             _AFTER,
         ),
     ),
+    Operation("GET", "/v1/files/{id}", "batches", "What a file is", answer=batch_answers.File, errors=(404,)),
     Operation(
-        method="GET",
-        path="/v1/files/{id}",
-        tag="batches",
-        summary="What a file is",
-        answer=batch_answers.File,
-        errors=FILE_ERRORS,
-        path_example="/v1/files/file-1",
-    ),
-    Operation(
-        method="DELETE",
-        path="/v1/files/{id}",
-        tag="batches",
-        summary="Deletes a file that no batch reads",
+        "DELETE",
+        "/v1/files/{id}",
+        "batches",
+        "Deletes a file that no batch reads",
         answer=batch_answers.DeletedFile,
-        errors=QUERY_ERRORS,
-        path_example="/v1/files/file-1",
+        errors=(400, 404),
     ),
+    Operation("GET", "/v1/files/{id}/content", "batches", "A file itself", answer=BYTES, errors=(404,)),
     Operation(
-        method="GET",
-        path="/v1/files/{id}/content",
-        tag="batches",
-        summary="A file itself",
-        answer=BYTES,
-        errors=FILE_ERRORS,
-        path_example="/v1/files/file-1/content",
-    ),
-    Operation(
-        method="POST",
-        path="/v1/batches",
-        tag="batches",
-        summary="Answers all requests of a file when the engine has room beside other requests",
+        "POST",
+        "/v1/batches",
+        "batches",
+        "Answers all requests of a file when the engine has room beside other requests",
         meaning=f"{_FILES} At most half of the requests that the engine computes together are batches', they begin "
         "only while there is room for more, and wait until no other request waits. The key's limits hold: what is "
         "beyond them waits. A server that starts again goes on where the last one was. Answers come in two files, of "
@@ -280,45 +270,36 @@ OPERATIONS: tuple[Operation, ...] = (
         },
     ),
     Operation(
-        method="GET",
-        path="/v1/batches",
-        tag="batches",
-        summary="The batches of the key, the newest first",
+        "GET",
+        "/v1/batches",
+        "batches",
+        "The batches of the key, the newest first",
         answer=batch_answers.BatchList,
-        errors=(400, *FILE_ERRORS),
+        errors=(400, 404),
         parameters=(
             Parameter(
                 "limit",
-                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_BATCHES},
+                _limit(MAX_PAGE_BATCHES),
                 f"batches of a page, {PAGE_BATCHES} by default",
             ),
             _AFTER,
         ),
     ),
+    Operation("GET", "/v1/batches/{id}", "batches", "How far a batch is", answer=batch_answers.Batch, errors=(404,)),
     Operation(
-        method="GET",
-        path="/v1/batches/{id}",
-        tag="batches",
-        summary="How far a batch is",
-        answer=batch_answers.Batch,
-        errors=FILE_ERRORS,
-        path_example="/v1/batches/batch_1",
-    ),
-    Operation(
-        method="POST",
-        path="/v1/batches/{id}/cancel",
-        tag="batches",
-        summary="Ends a batch",
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "batches",
+        "Ends a batch",
         meaning="What was answered stays, in the batch's files.",
         answer=batch_answers.Batch,
-        errors=FILE_ERRORS,
-        path_example="/v1/batches/batch_1/cancel",
+        errors=(404,),
     ),
     Operation(
-        method="POST",
-        path="/v1/messages",
-        tag="messages",
-        summary="The next message, as Anthropic's API has it",
+        "POST",
+        "/v1/messages",
+        "messages",
+        "The next message, as Anthropic's API has it",
         body=MessagesBody,
         answer=answers.Message,
         events=MESSAGE_EVENTS,
@@ -326,110 +307,91 @@ OPERATIONS: tuple[Operation, ...] = (
         example={"max_tokens": 400, "messages": [_QUESTION]},
     ),
     Operation(
-        method="POST",
-        path="/v1/messages/count_tokens",
-        tag="messages",
-        summary="Number of prompt tokens of the same request to /v1/messages",
+        "POST",
+        "/v1/messages/count_tokens",
+        "messages",
+        "Number of prompt tokens of the same request to /v1/messages",
         body=CountBody,
         answer=answers.TokenCount,
         example={"messages": [_QUESTION]},
     ),
     Operation(
-        method="GET",
-        path="/v1/models",
-        tag="models",
-        summary="The served model, what it can do, and how it samples by itself",
+        "GET",
+        "/v1/models",
+        "models",
+        "The served model, what it can do, and how it samples by itself",
         meaning=_READS_MODEL,
         answer=answers.ModelList,
         other=answers.MessagesModelList,
     ),
     Operation(
-        method="GET",
-        path="/v1/models/{model}",
-        tag="models",
-        summary="The served model by its name",
+        "GET",
+        "/v1/models/{model}",
+        "models",
+        "The served model by its name",
         meaning=_READS_MODEL,
         answer=answers.Model,
         other=answers.MessagesModel,
-        errors=ID_ERRORS,
-        path_example="/v1/models/kimi-nano",
+        errors=(404,),
     ),
     Operation(
-        method="POST",
-        path="/tokenize",
-        tag="tokens",
-        summary="Token ids of a text or of a conversation",
+        "POST",
+        "/tokenize",
+        "tokens",
+        "Token ids of a text or of a conversation",
         body=TokenizeBody,
         answer=answers.Tokens,
         example={"prompt": "Hello", "return_token_strs": True},
     ),
     Operation(
-        method="POST",
-        path="/detokenize",
-        tag="tokens",
-        summary="The text of token ids",
+        "POST",
+        "/detokenize",
+        "tokens",
+        "The text of token ids",
         body=DetokenizeBody,
         answer=answers.Detokenized,
         example={"tokens": [72, 101]},
     ),
+    Operation("GET", "/tokenizer_info", "tokens", "The tokenizer's kind and end tokens", answer=answers.TokenizerInfo),
     Operation(
-        method="GET",
-        path="/tokenizer_info",
-        tag="tokens",
-        summary="The tokenizer's kind and end tokens",
-        answer=answers.TokenizerInfo,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/usage",
-        tag="server",
-        summary="What the key of the request has used since the server's start",
+        "GET",
+        "/v1/usage",
+        "server",
+        "What the key of the request has used since the server's start",
         meaning="A key with operator = true gets every key's.",
         answer=answers.UsageReport,
     ),
     Operation(
-        method="GET",
-        path="/health",
-        tag="server",
-        summary="200 while requests are taken, else 503",
+        "GET",
+        "/health",
+        "server",
+        "200 while requests are taken, else 503",
         answer=answers.Status,
         errors=(503,),
     ),
     Operation(
-        method="GET",
-        path="/health/ready",
-        tag="server",
-        summary="The same as /health: the probe of readiness",
+        "GET",
+        "/health/ready",
+        "server",
+        "The same as /health: the probe of readiness",
         answer=answers.Status,
         errors=(503,),
     ),
     Operation(
-        method="GET",
-        path="/health/live",
-        tag="server",
-        summary="200 while the server process answers: the probe of liveness",
+        "GET",
+        "/health/live",
+        "server",
+        "200 while the server process answers: the probe of liveness",
         answer=answers.Status,
     ),
     Operation(
-        method="GET",
-        path="/metrics",
-        tag="server",
-        summary="Counts and times in Prometheus' text form",
+        "GET",
+        "/metrics",
+        "server",
+        "Counts and times in Prometheus' text form",
         meaning="With keys, only for one with operator = true.",
         answer=PLAIN,
     ),
-    Operation(
-        method="GET",
-        path="/openapi.json",
-        tag="server",
-        summary="This description, OpenAPI 3.1",
-        answer=JSON,
-    ),
-    Operation(
-        method="GET",
-        path="/",
-        tag="server",
-        summary="A page to talk with the model",
-        answer=HTML,
-    ),
+    Operation("GET", "/openapi.json", "server", "This description, OpenAPI 3.1", answer=JSON),
+    Operation("GET", "/", "server", "A page to talk with the model", answer=HTML),
 )

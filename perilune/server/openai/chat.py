@@ -12,17 +12,7 @@ from starlette.responses import Response
 from perilune.core.step import TokenLogprob
 from perilune.server.openai.protocol import ChatBody, chat_logprob, json_response, prompt_logprob_table
 from perilune.server.service import Service
-from perilune.server.sse import (
-    CLIENT_GONE_STATUS,
-    DONE,
-    ClientGone,
-    EventStream,
-    error_event,
-    event,
-    gathered,
-    merged,
-    race,
-)
+from perilune.server.sse import DONE, EventStream, error_event, event, gathered, merged, race
 from perilune.server.turn import Turn, Turns, begin
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tokenizer import Tokenizer
@@ -31,7 +21,6 @@ from perilune.text.tokenizer import Tokenizer
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, ChatBody)
-    body.check_supported()
     tokenizer = service.text.tokenizer
     with contextlib.ExitStack() as held:
         turns = await begin(service, request, size, body)
@@ -41,14 +30,11 @@ async def chat_completions(request: Request) -> Response:
         if body.stream:
             chunks, release = _chunks(tokenizer, turns, head, body), held.pop_all().close
             return EventStream(chunks, service.stopping, release, failure=error_event, encode=bytes, end=DONE)
-        try:
-            choices = await race(
-                gathered([_whole(tokenizer, i, t, body) for i, t in enumerate(turns.turns)]),
-                request.receive,
-                service.stopping,
-            )
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        choices = await race(
+            gathered([_whole(tokenizer, i, t, body) for i, t in enumerate(turns.turns)]),
+            request.receive,
+            service.stopping,
+        )
         answer = {**head, "object": "chat.completion", "choices": choices, "usage": turns.usage()}
         if body.return_token_ids:
             answer["prompt_token_ids"] = turns.turns[0].generation.prompt

@@ -27,17 +27,7 @@ from perilune.server.openai.protocol import (
     usage,
 )
 from perilune.server.service import ModelText, Service
-from perilune.server.sse import (
-    CLIENT_GONE_STATUS,
-    DONE,
-    ClientGone,
-    EventStream,
-    error_event,
-    event,
-    gathered,
-    merged,
-    race,
-)
+from perilune.server.sse import DONE, EventStream, error_event, event, gathered, merged, race
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 
@@ -162,7 +152,6 @@ class Choice:
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body, size = await service.receive(request, CompletionBody)
-    body.check_supported()
     prompts = await service.offload(size, lambda: split_prompts(body.prompt))
     text, info = service.text, service.engine.info
     count = candidates(body.wanted, body.best_of)
@@ -197,12 +186,7 @@ async def completions(request: Request) -> Response:
         if body.stream:
             chunks, release = _chunks(groups, head, body), held.pop_all().close
             return EventStream(chunks, service.stopping, release, failure=error_event, encode=bytes, end=DONE)
-        try:
-            answers = await race(
-                gathered([_whole(c, text.tokenizer) for c in choices]), request.receive, service.stopping
-            )
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        answers = await race(gathered([_whole(c, text.tokenizer) for c in choices]), request.receive, service.stopping)
         if count > body.wanted:
             answers = _best(groups, answers, body.wanted)
         numbered = [{"index": i, **answer} for i, answer in enumerate(answers)]

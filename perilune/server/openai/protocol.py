@@ -115,7 +115,6 @@ class SamplingBody(RequestBody):
     structured_outputs: dict[str, Any] | None = None
 
     def check_supported(self) -> None:
-        """RequestError for what would otherwise be silently ignored."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -348,7 +347,7 @@ class CompletionBody(SamplingBody):
         if self.stream and self.best_of is not None and self.best_of > self.wanted:
             raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
         if self.suffix:
-            raise unsupported("suffix")
+            raise RequestError("suffix is not supported yet", param="suffix", code="unsupported_parameter")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}", param="logprobs")
 
@@ -398,10 +397,6 @@ def _agreed(votes: Mapping[str, bool | None]) -> bool | None:
         other = next(name for name in said if said[name] != said[first])
         raise RequestError(f"{first} and {other} contradict each other", param=first.partition(".")[0])
     return next(iter(said.values()), None)
-
-
-def unsupported(name: str, *, param: str | None = None) -> RequestError:
-    return RequestError(f"{name} is not supported yet", param=param or name, code="unsupported_parameter")
 
 
 def json_response(payload: Any) -> Response:

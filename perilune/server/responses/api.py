@@ -27,7 +27,7 @@ from perilune.server.responses.custom import Unwrapped
 from perilune.server.responses.protocol import FIELDS, InputTokensBody, ResponsesBody
 from perilune.server.responses.store import ResponseStore, decoded, encoded
 from perilune.server.service import Service
-from perilune.server.sse import CLIENT_GONE_STATUS, ClientGone, EventStream, named_event, race
+from perilune.server.sse import EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
 from perilune.text.stream import Content, Event, Reasoning, ToolStart
 from perilune.text.tools import Form
@@ -307,7 +307,6 @@ async def create_response(request: Request) -> Response:
     store: ResponseStore = request.app.state.responses
     jobs: Jobs = request.app.state.jobs
     body, size = await service.receive(request, ResponsesBody)
-    body.check_supported()
     stored = _before(body.previous_response_id, store, jobs)
     size += sum(len(turn) for turn in stored)
 
@@ -331,17 +330,13 @@ async def create_response(request: Request) -> Response:
             release = held.pop_all().close
             events = answer.events()
             return EventStream(events, service.stopping, release, failure=answer.failed, encode=named_event)
-        try:
-            return json_response(await race(answer.whole(), request.receive, service.stopping))
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        return json_response(await race(answer.whole(), request.receive, service.stopping))
 
 
 async def input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens: how many tokens the prompt of such a request has."""
     service: Service = request.app.state.service
     body, size = await service.receive(request, InputTokensBody)
-    body.check_supported()
     stored = _before(body.previous_response_id, request.app.state.responses, request.app.state.jobs)
     size += sum(len(turn) for turn in stored)
     chat = await service.offload(size, lambda: body.chat(decoded(stored))[0])

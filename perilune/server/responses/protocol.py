@@ -64,7 +64,6 @@ class InputBody(RequestBody):
     conversation: Any = None  # known, not acted on
 
     def check_supported(self) -> None:
-        """RequestError for what would otherwise be silently ignored."""
         if self.input is not None and not (isinstance(self.input, str | list) and self.input):
             raise wrong("input", "must be a text or a list of items that is not empty")
         if self.conversation is not None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,9 @@ from perilune.core.errors import ConfigError
 from perilune.text.chat import template_for
 from perilune.text.stream import Content, Reasoning
 from perilune.text.tokenizer import Tokenizer
-from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, usage, whole
 
 NANO = Path(perilune.__file__).parent / "bundled" / "kimi-nano"
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeEndpoint]:
-    with fake_endpoint.serving() as running:
-        yield running
 
 
 def stream(start: float, thoughts: int, words: int, *, end: bool = True) -> list[Chunk]:

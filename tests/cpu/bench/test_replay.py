@@ -23,14 +23,7 @@ from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import EngineStats
 from perilune.engine.engine import Engine
 from perilune.kv.tiers import HOST
-from tests.fake_endpoint import FakeEndpoint, chunk, serving, usage
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeEndpoint]:
-    with serving() as endpoint:
-        yield endpoint
-
+from tests.fake_endpoint import FakeEndpoint, chunk, usage
 
 MOONCAKE = [
     {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 48]},

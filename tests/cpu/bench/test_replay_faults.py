@@ -1,6 +1,5 @@
 """`bench replay` on lines and endpoints that are wrong: one line that says what, and a failed command."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,9 @@ from perilune.bench.trace_formats import sessions_of
 from perilune.bench.traces import read
 from perilune.cli.main import cli
 from perilune.core.errors import ConfigError, EngineError
-from tests.fake_endpoint import FakeEndpoint, refusal, serving
+from tests.fake_endpoint import FakeEndpoint, refusal
 
 SMALL = ("--scale", "0.01", "--speed", "0", "--sessions", "2", "--turns", "2")
-
-
-@pytest.fixture(scope="module")
-def fake() -> Iterator[FakeEndpoint]:
-    with serving() as found:
-        yield found
 
 
 @pytest.mark.parametrize(

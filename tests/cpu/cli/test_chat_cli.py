@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from perilune.cli.chat import Chat, Part, Turn, read_message
 from perilune.cli.shared import pictures
 from perilune.core.errors import ConfigError, EngineError, RequestError
 from perilune.text.stream import Content, Event, Reasoning, ToolArguments, ToolStart
-from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, usage
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -236,12 +235,6 @@ def test_speed() -> None:
     turn.tokens = turn.prompt_tokens = None
     assert turn.speed() == "first token after 0.50 s, about 9 tokens at 4.0 tok/s"
     assert Turn().speed() == "no tokens"
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeEndpoint]:
-    with fake_endpoint.serving() as running:
-        yield running
 
 
 def invoke(*args: str, lines: str = "") -> Result:

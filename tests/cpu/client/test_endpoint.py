@@ -5,7 +5,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,9 @@ from perilune.client.target import open_target, serving
 from perilune.core.errors import ConfigError, EngineError
 from perilune.core.messages import EngineInfo
 from perilune.text.stream import Content, Reasoning, ToolArguments, ToolStart
-from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, chunk, refusal, usage, whole
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeEndpoint]:
-    with fake_endpoint.serving() as running:
-        yield running
 
 
 def stream(url: str, body: dict[str, Any] = ASK, **options: Any) -> list[Chunk]:

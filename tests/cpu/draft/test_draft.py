@@ -62,12 +62,12 @@ def drafts_config(target: KimiConfig, **changes: Any) -> tuple[dict[str, Any], E
     return raw, Eagle3Config.from_dict(raw)
 
 
-def some_rows(count: int, seed: int = 0, longest: int = 24) -> list[Row]:
+def some_rows(count: int, seed: int = 0) -> list[Row]:
     """Texts that can be learnt: each counts up from a random token in steps of its family."""
     g = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):
-        length = int(torch.randint(9, longest, (1,), generator=g))
+        length = int(torch.randint(9, 24, (1,), generator=g))
         start, step = int(torch.randint(V, (1,), generator=g)), 1 + i % 3
         given = int(torch.randint(1, length - 3, (1,), generator=g))
         rows.append(Row(tuple((start + step * k) % V for k in range(length)), given, i % 3, i % 2 == 0))

@@ -134,9 +134,9 @@ def test_windows_hold_every_loss_once_with_all_that_precedes_it(after: int) -> N
     assert count > 300
 
 
-def a_pool(seed: int = 0) -> list[Scored]:
+def a_pool() -> list[Scored]:
     """Domain 0 loses much and is rare, 1 loses little and is frequent, 2 loses nothing."""
-    rng = Random(seed)
+    rng = Random(0)
     pool = [scored_at_random(rng, 0, 0.3) for _ in range(40)] + [scored_at_random(rng, 1, 0.1) for _ in range(160)]
     return pool + [scored_at_random(rng, 2, 0.0) for _ in range(20)]
 

@@ -1,6 +1,6 @@
 """Some of this project's kernels on the emulator, against the references of their ops. All of them: tests/emulate."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,9 +19,10 @@ from perilune.ops.moe.scatter_pairs_add_rmsnorm import owned
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, stream, together
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"),
+]
 
 CPU = torch.device("cpu")
 OPS = registry.all_ops()
@@ -38,14 +39,6 @@ FEW = {
     "router": "T=1,",
     "sample": "rows=1, V=4096, mode='top_p'",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", FEW)

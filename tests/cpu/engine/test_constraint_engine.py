@@ -45,11 +45,6 @@ def path() -> Path:
     return resolve_model("kimi-nano")
 
 
-@pytest.fixture(scope="module")
-def nano(path: Path) -> Tokenizer:
-    return Tokenizer.from_directory(path)
-
-
 def start(path: Path, **config: Any) -> Engine:
     return Engine(path, build(EngineConfig, {**CONFIG, **config}))
 

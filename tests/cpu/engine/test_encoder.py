@@ -111,8 +111,8 @@ def submit(on: Machine, rid: int, *pictures: Media, tokens: int = 4, **how: Any)
     on.scheduler.submit(Submit(rid, how.get("prompt", prompt(*pictures)), given, pictures=pictures), 0)
 
 
-def drain(on: Machine, most: int = 20_000) -> None:
-    idle = 0
+def drain(on: Machine) -> None:
+    idle, most = 0, 20_000
     while on.scheduler.has_work:
         idle = 0 if on.step() else idle + 1
         most -= 1

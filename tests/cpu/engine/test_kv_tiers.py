@@ -98,8 +98,8 @@ def hits(llm: LLM) -> dict[str, int]:
     return {name: count for name, count, _, _ in llm._engine.stats().tiers}  # type: ignore[union-attr]
 
 
-def gb(llm_blocks: int, tiny_block_bytes: int = 20_480) -> float:
-    return llm_blocks * tiny_block_bytes / 1e9
+def gb(blocks: int) -> float:
+    return blocks * 20_480 / 1e9  # of the tiny model
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])

@@ -138,8 +138,8 @@ def test_best_goes_by_the_mean() -> None:
     assert best([[-2.0], [-1.0]], 1) == [1]
 
 
-def work(slot: int, draw: int, params: SamplingParams, history: tuple[int, ...] = (), rid: int = 0) -> Work:
-    return Work(rid, slot, 0, (1,), (0,), True, draw, params, seed=slot + 1, history=history)
+def work(slot: int, draw: int, params: SamplingParams, history: tuple[int, ...] = ()) -> Work:
+    return Work(0, slot, 0, (1,), (0,), True, draw, params, seed=slot + 1, history=history)
 
 
 def expected(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,7 @@ from perilune.evals import evaluate
 from perilune.evals.evaluate import Cell, Tally, wilson
 from perilune.tasks.families import FAMILIES, problems
 from perilune.tasks.problem import Problem, answer_of
-from tests import fake_endpoint
 from tests.fake_endpoint import FakeEndpoint, refusal, whole
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeEndpoint]:
-    with fake_endpoint.serving() as running:
-        yield running
 
 
 def cell(family: str = "add_sub", split: str = "heldout", thinking: bool = True, count: int = 10) -> Cell:

@@ -16,19 +16,12 @@ from perilune.evals.misfits import misfits
 from perilune.evals.schema_maker import ODD_ONE_IN, Drawn
 from perilune.evals.schema_maker import schemas as draw
 from perilune.evals.schemas import Case, judge
-from perilune.formats.hub import resolve_model
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, json_grammar, vocabulary
 from perilune.grammar.references import SchemaError
 from perilune.grammar.string_formats import FORMATS
 from perilune.text.stream import ToolArguments, ToolStart
 from perilune.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
-
 
 # ---- what is drawn
 

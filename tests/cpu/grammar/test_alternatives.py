@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from perilune.core.errors import RequestError
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.matcher import vocabulary
 from perilune.text.tokenizer import Tokenizer
@@ -25,11 +24,6 @@ VALUES: list[Any] = [
     {"a": 1, "b": "b", "c": 0}, {"ab": 1}, {"a": {"b": 1}},
 ]  # fmt: skip
 NAMES = ("a", "b", "c", "ab")
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
 
 
 def made(r: random.Random, depth: int) -> Any:

@@ -64,11 +64,6 @@ MULTIPLYING = {
 SCHEMAS = st.recursive(_LEAVES, _containers, max_leaves=5)
 
 
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
-
-
 @pytest.fixture(scope="module", params=["kimi-nano", "kimi-k2.6"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "kimi-nano":

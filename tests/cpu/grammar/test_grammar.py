@@ -15,7 +15,6 @@ from perilune.core.errors import RequestError
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine import wire
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, Named, constrain
 from perilune.grammar.enforcer import Enforcer, Phase
 from perilune.grammar.expressions import example
@@ -24,11 +23,6 @@ from perilune.text.stream import ChatStream, Content, Reasoning, ToolArguments, 
 from perilune.text.tokenizer import CONTROL_SLOTS, Tokenizer
 from perilune.text.tools import Tool, parse_tools
 from tests.schemas import SCHEMAS
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
 
 
 def tools(*schemas: dict[str, Any]) -> tuple[Tool, ...]:

@@ -13,11 +13,7 @@ from perilune.text.chat import ChatTemplate, next_tool_index
 from perilune.text.family import MEMBERS
 from perilune.text.stream import ChatStream, Content, Event, Reasoning, ToolArguments, ToolStart
 from perilune.text.tokenizer import AddedToken, Tokenizer
-from tests.cpu.text import test_chat
 from tests.cpu.text.test_chat import ASK, OPEN, assistant, call, result, section, tool_turn, turn, user
-
-kimi = test_chat.kimi
-
 
 TEMPLATES = {name: ChatTemplate(member) for name, member in MEMBERS.items()}
 INSTRUCT = ["kimi-k2-instruct-first", "kimi-k2-instruct", "kimi-k2-instruct-0905"]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.matcher import vocabulary
 from perilune.grammar.references import SchemaError, resolved, target
@@ -17,11 +16,6 @@ from perilune.text.tokenizer import Tokenizer
 from tests.cpu.grammar.test_grammar import Monkey, tools
 
 WORD = {"type": "string", "maxLength": 4}
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
 
 
 def takes(nano: Tokenizer, schema: Any, text: str) -> bool:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
-from perilune.formats.hub import resolve_model
 from perilune.grammar import shortest_end
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.expressions import example, length
@@ -29,11 +28,6 @@ from tests.cpu.grammar.test_grammar import Monkey, read, tools
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/X"}}, "required": ["next"]}
 LIST = {"type": "array", "items": {"$ref": "#/$defs/X"}, "minItems": 1}
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
 
 
 def endless(schema: Any) -> Any:

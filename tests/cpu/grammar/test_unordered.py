@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from perilune.formats.hub import resolve_model
 from perilune.grammar.matcher import json_grammar, vocabulary
 from perilune.grammar.unordered import MOST, rules
 from perilune.text.tokenizer import Tokenizer
@@ -26,11 +25,6 @@ PLAIN = {
     "required": ["name", "at"],
     "$defs": {"side": {"enum": ["left", "right"]}},
 }
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model("kimi-nano"))
 
 
 def accepts(nano: Tokenizer, schema: Any, text: str) -> bool:

@@ -11,9 +11,8 @@ from perilune.convert.encode import Inputs
 from perilune.convert.stream import Conversion
 from perilune.convert.target import Target
 from perilune.formats.checkpoint import Checkpoint
-from perilune.loading.survey import read_linear, survey
-from perilune.model.config import KimiConfig
 from tests import oracle
+from tests.cpu.convert.test_convert import weights
 
 EXPERT = "model.layers.1.mlp.experts.0.gate_proj"
 INPUTS = Inputs({("model.layers.1.mlp.experts", "gate_up"): 0.013, ("model.layers.1.mlp.experts", "down"): 0.002})
@@ -34,12 +33,6 @@ def stored(path: Path, linear: str) -> dict[str, torch.Tensor]:
         return {
             n.removeprefix(f"{linear}."): checkpoint.read(n) for n in checkpoint.tensors if n.startswith(linear + ".")
         }
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint.open(path) as checkpoint:
-        found = survey(checkpoint, KimiConfig.from_directory(path))
-        return {name: read_linear(checkpoint, found, name, torch.float32) for name in found.formats}
 
 
 def test_modelopt(judged: oracle.Checkpoint, tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from perilune.ops.harness import build, check, registry
 from perilune.ops.harness.case import FLOAT32, Make, Sized, exact
 from perilune.ops.layouts.operands import Gate, Matrix, Norm, Routing
 from tests import ran
-from tests.cpu.ops import test_ops
 from tests.cpu.ops.test_ops import CPU, OPS
 
-one_thread = test_ops.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", OPS)

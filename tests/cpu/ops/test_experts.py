@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +15,9 @@ from perilune.ops.moe import experts_fp8, experts_int4_compact, experts_nvfp4
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.experts import experts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 E, D, I, K = 6, 288, 160, 3  # noqa: E741  (no multiple of 128: blocks are ragged)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fp8(g: Make) -> tuple[Matrix, Matrix]:

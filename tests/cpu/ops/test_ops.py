@@ -29,18 +29,10 @@ from perilune.ops.moe.router import router
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.sampling.sample import sample, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 OPS = registry.all_ops()
 GRID = [(name, case, dtype) for name, op in OPS.items() for case in check.cases(op, CPU) for dtype in op.dtypes]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The machine that runs tests is shared: waiting for a second core costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(seed: int = 0, dtype: torch.dtype = FLOAT32) -> Make:

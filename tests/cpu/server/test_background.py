@@ -27,11 +27,6 @@ def sdk(s: Served, key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, max_retries=0, http_client=http)
 
 
-def told(text: str) -> list[dict[str, Any]]:
-    frames = text.removesuffix("\n\n").split("\n\n")
-    return [json.loads(f.partition("\ndata: ")[2]) for f in frames if f]
-
-
 async def ended(s: Served, id: str) -> dict[str, Any]:
     while (response := (await s.client.get(f"{PATH}/{id}")).json)["status"] in ("queued", "in_progress"):
         Response.model_validate(response)
@@ -69,17 +64,17 @@ async def test_the_request_that_began_it_may_be_closed(s: Served) -> None:
     body = [json.dumps({"input": "Hi", "background": True, "stream": True}).encode()]
     got = lambda piece: leave.set() if b"output_text.delta" in piece else None  # noqa: E731
     reply = await s.client.request("POST", PATH, body, leave=leave, got=got)
-    events = told(reply.text)
+    events = reply.events
     id = events[0]["response"]["id"]
     s.engine.release.set()
     assert (await ended(s, id))["output"][-1]["content"][0]["text"] == "Hello" and s.engine.cancelled == []
-    rest = told((await s.client.get(f"{PATH}/{id}?stream=true&starting_after={len(events) - 1}")).text)
+    rest = (await s.client.get(f"{PATH}/{id}?stream=true&starting_after={len(events) - 1}")).events
     assert [e["sequence_number"] for e in events + rest] == list(range(len(events) + len(rest)))
     assert rest[-1]["type"] == "response.completed" and len(events) > 4
     for event in events + rest:
         EVENT.validate_python(event)
-    assert told((await s.client.get(f"{PATH}/{id}?stream=true")).text) == events + rest
-    assert told((await s.client.get(f"{PATH}/{id}?stream=true&starting_after={rest[-2]['sequence_number']}")).text) == [
+    assert (await s.client.get(f"{PATH}/{id}?stream=true")).events == events + rest
+    assert (await s.client.get(f"{PATH}/{id}?stream=true&starting_after={rest[-2]['sequence_number']}")).events == [
         rest[-1]
     ]
     stream = await sdk(s).responses.retrieve(id, stream=True, starting_after=rest[0]["sequence_number"])
@@ -101,7 +96,7 @@ async def test_a_follower_gets_what_comes_later(s: Served) -> None:
     followers = [asyncio.create_task(s.client.get(f"{PATH}/{id}?stream=true")) for _ in range(2)]
     await asyncio.sleep(0.01)
     s.engine.release.set()
-    first, *others = [told((await r).text) for r in (reply, *followers)]
+    first, *others = [(await r).events for r in (reply, *followers)]
     assert all(other == first for other in others) and first[-1]["type"] == "response.completed"
     await ended(s, made["id"])
 
@@ -119,7 +114,7 @@ async def test_it_can_be_cancelled(s: Served, stream: bool) -> None:
     assert (await client.responses.cancel(id)).status == "cancelled"
     assert (await ended(s, id))["status"] == "cancelled"
     if stream:
-        assert told((await reply).text)[-1]["type"] == "response.cancelled"
+        assert (await reply).events[-1]["type"] == "response.cancelled"
     refused = await s.client.post(PATH, {"input": "Hi", "previous_response_id": id})
     assert refused.error["code"] == "response_not_complete"
     await reply
@@ -225,7 +220,7 @@ def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
 async def test_the_events_of_all_are_bounded(s: Served) -> None:
     jobs: Jobs = s.client.app.state.jobs
     jobs.event_bytes = 8000
-    made = [told((await s.client.post(PATH, {"input": "Hi", "background": True, "stream": True})).text) for _ in "abc"]
+    made = [(await s.client.post(PATH, {"input": "Hi", "background": True, "stream": True})).events for _ in "abc"]
     assert jobs._bytes <= 8000 and jobs._bytes == sum(j.bytes for j in jobs._jobs.values())
     id = made[0][0]["response"]["id"]
     gone = await s.client.get(f"{PATH}/{id}?stream=true")

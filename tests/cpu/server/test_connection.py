@@ -101,9 +101,9 @@ def serve(test: Callable[[Served], Coroutine[Any, Any, None]], timeouts: Timeout
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """/echo: the body; /chunks: in pieces; /large: more than sockets hold; /ignore: 200 without reading; /hang."""
 
-        async def respond(status: int, body: bytes, headers: Any = ()) -> None:
+        async def respond(status: int, body: bytes) -> None:
             length = (b"content-length", str(len(body)).encode())
-            await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+            await send({"type": "http.response.start", "status": status, "headers": [length]})
             await send({"type": "http.response.body", "body": body})
 
         path = scope["path"]

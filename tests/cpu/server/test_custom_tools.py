@@ -11,7 +11,7 @@ from perilune.server.responses.custom import Unwrapped, arguments
 from perilune.text.stream import ChatStream, ToolArguments
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Form, Tool
-from tests.cpu.grammar.test_grammar import Monkey, nano, read  # noqa: F401  # nano is a fixture
+from tests.cpu.grammar.test_grammar import Monkey, read
 from tests.cpu.server.test_responses import told
 from tests.serving import BYTES, Served, serve, served
 
@@ -96,7 +96,7 @@ async def test_the_model_sees_a_function(s: Served) -> None:
         (Form("lark", "start: /[^\\n]{0,20}/"), r"[^\n]{0,20}"),
     ],
 )
-def test_what_is_written_has_the_form(nano: Tokenizer, form: Form, right: str) -> None:  # noqa: F811
+def test_what_is_written_has_the_form(nano: Tokenizer, form: Form, right: str) -> None:
     """Every token is chosen at random among those allowed."""
     function = {"type": "function", "function": {"name": "f"}}
     tools = (Tool("f", {}, function, form), Tool("g", {"type": "object"}, function))

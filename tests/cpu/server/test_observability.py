@@ -10,11 +10,12 @@ import re
 import resource
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from perilune.server import audit, logs
@@ -48,11 +49,12 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 # ---- ids and headers
 
 
-def test_every_answer_has_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(FakeEngine):
-        def generate(self, *args: Any) -> Any:
-            raise ZeroDivisionError
+class Broken(FakeEngine):
+    def generate(self, *args: Any) -> Any:
+        raise ZeroDivisionError
 
+
+def test_every_answer_has_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
     async def test(s: Served) -> None:
         for given, kept in (("req-1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)):
             s.client.headers = {"x-request-id": given}
@@ -111,10 +113,6 @@ def test_what_is_no_request_is_answered_logged_and_counted_as_every_request(capl
 
 
 def test_an_unexpected_failure_has_an_id_and_counts_as_a_kind() -> None:
-    class Broken(FakeEngine):
-        def generate(self, *args: Any) -> Any:
-            raise ZeroDivisionError
-
     async def test(s: Served) -> None:
         got: list[Any] = []
 
@@ -326,7 +324,9 @@ def test_the_processes_of_the_engine_are_measured() -> None:
     assert value("open_fds", "engine") is None
 
 
-def test_the_dashboard_shows_metrics_that_exist() -> None:
+def families_after_two_requests() -> Iterable[Metric]:
+    """What /metrics has after an answer and a refusal."""
+
     async def test(s: Served) -> None:
         await s.client.post(CHAT, {"messages": HELLO})
         await s.client.post(CHAT, b"{")
@@ -334,8 +334,12 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
 
     page: list[str] = []
     serve(test)
+    return text_string_to_metric_families(page[0])
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
     labels: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(page[0]):
+    for family in families_after_two_requests():
         assert family.documentation, family.name
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels, {"instance", "job"})
@@ -365,15 +369,7 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
 
 def test_the_table_of_names_is_right() -> None:
     """docs/operations.md says which metric of vLLM's is which of ours."""
-
-    async def test(s: Served) -> None:
-        await s.client.post(CHAT, {"messages": HELLO})
-        await s.client.post(CHAT, b"{")
-        page.append((await s.client.get("/metrics")).text)
-
-    page: list[str] = []
-    serve(test)
-    known = {sample.name for family in text_string_to_metric_families(page[0]) for sample in family.samples}
+    known = {sample.name for family in families_after_two_requests() for sample in family.samples}
     known |= {name.removesuffix("_bucket") for name in known}
     rows = re.findall(r"^\| `(vllm:\w+)` \| `(\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.M)
     assert len(rows) >= 20

@@ -21,15 +21,9 @@ PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 def told(reply: Reply) -> list[dict[str, Any]]:
     """The events of a stream, each checked against the official SDK's type."""
-    assert reply.status == 200, reply.text
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for frame in reply.text.removesuffix("\n\n").split("\n\n"):
-        name, data = frame.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    events = reply.events
+    for event in events:
         EVENT.validate_python(event)
-        events.append(event)
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     return events
 

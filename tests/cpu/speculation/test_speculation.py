@@ -263,11 +263,6 @@ def path() -> Path:
 
 
 @pytest.fixture(scope="module")
-def nano(path: Path) -> Tokenizer:
-    return Tokenizer.from_directory(path)
-
-
-@pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[Engine]:
     config = dict(device="cpu", max_model_len=512, max_num_seqs=16, threads=1, draft="off")
     engine = Engine(path, build(EngineConfig, config))

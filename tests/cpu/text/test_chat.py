@@ -1,7 +1,6 @@
 """Conversations to prompts: golden strings and ids, the history rule, tool ids, and what is refused."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,6 @@ from perilune.text.tokenizer import Tokenizer
 
 TEMPLATE = ChatTemplate()
 OPEN = "<|im_assistant|>assistant<|im_middle|><think>"
-
-
-@pytest.fixture(scope="module")
-def kimi(kimi_k26: Path) -> Tokenizer:
-    return Tokenizer.from_directory(kimi_k26)
 
 
 def user(text: Any = "U") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -381,11 +380,6 @@ def test_plain_text_stream_decodes_like_the_tokenizer(tokens: list[int]) -> None
     stream = TextStream(BYTES)
     text = "".join(stream.feed([t]) for t in tokens) + stream.finish()
     assert text == BYTES.decode([t for t in tokens if t != EOS], skip_special=True)
-
-
-@pytest.fixture(scope="module")
-def kimi(kimi_k26: Path) -> Tokenizer:
-    return Tokenizer.from_directory(kimi_k26)
 
 
 def test_golden_call_of_the_real_vocabulary(kimi: Tokenizer) -> None:

@@ -26,11 +26,6 @@ SCRIPTS += [(0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F
 WORDS = ["don't", "I'M", " the", "\r\n", "\n\n", "   ", "\t", "12345", "e\u0301", "\u200d", "</", "世界", "ÀÉ", "ǅ"]
 
 
-@pytest.fixture(scope="module")
-def kimi(kimi_k26: Path) -> Tokenizer:
-    return Tokenizer.from_directory(kimi_k26)
-
-
 def mixed_texts(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
 
