@@ -200,7 +200,7 @@ class Reply:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream whose events have names: their types."""
+        """Types of the events of a stream with named events."""
         assert self.status == 200, self.text
         assert self.headers["content-type"].startswith("text/event-stream")
         events = []

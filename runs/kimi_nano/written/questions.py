@@ -113,7 +113,7 @@ def _of_articles(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_answer(source: str, text: str, question: str, answer: str) -> Iterator[dict[str, Any]]:
-    """The record of a question whose answer the text has once."""
+    """The record of a question if its answer occurs once in the text."""
     found = list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE))
     question = " ".join(question.split()).replace(" ?", "?")
     if len(found) == 1 and "{" not in question:
