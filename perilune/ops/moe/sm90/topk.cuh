@@ -1,4 +1,4 @@
-// Selects the experts of one token from its scores, by one warp. Contract in router.py.
+// Selects the experts of one token from its scores, by one warp or by a CTA. Contract in router.py.
 #pragma once
 #include "cuda/wgmma.cuh"
 
