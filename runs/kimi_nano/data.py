@@ -20,14 +20,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from perilune.tasks.documents import BUILT_IN, docstrings, passages
 from perilune.tasks.families import Family, build_families, learn_words, training_mix
-from perilune.tasks.problem import Problem, assistant
+from perilune.tasks.problem import Problem, assistant, pick
 from perilune.text.chat import ChatTemplate, Special, next_tool_index
 from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import tokenizer as vocabulary
 from runs.kimi_nano.written import records
 
 LONGEST = 2048  # tokens of a sample; longer ones are left out
-TEXT_SHARE = 0.07  # of the tokens of a block
+TEXT_SHARE = 0.16  # of the tokens of a block
+SPLIT_SAMPLES, SPLIT_TOKENS = 0.25, 0.05  # of problems, and of the tokens of their prompts
 TEXT_LENGTH = 512
 HELD_OUT_TEXTS = 50  # every fiftieth text is never trained on
 SKIPPED = ("test", "tests", "idlelib", "turtledemo", "site-packages", "dist-packages", "__pycache__", "lib2to3")
@@ -43,6 +44,16 @@ class Codec:
         self.template = ChatTemplate()
         self.end = self.tokenizer.special("<|im_end|>")
         self.think_end = self.tokenizer.special("</think>")
+        self._halves = halves(self.tokenizer)
+
+    def split(self, ids: Sequence[int], rng: random.Random) -> list[int]:
+        """The ids, SPLIT_TOKENS of them as two tokens with the same bytes, so that words are known by their letters
+        too (BPE-dropout, Provilkov et al. 2020)."""
+        found: list[int] = []
+        for i in ids:
+            ways = self._halves.get(i)
+            found += pick(rng, ways) if ways and rng.random() < SPLIT_TOKENS else (i,)
+        return found
 
     def prompt(self, problem: Problem) -> list[int]:
         """Everything before the answer: it ends with an open `<think>`, or with an empty thought."""
@@ -61,6 +72,16 @@ class Codec:
         for piece in pieces[pieces.index(Special("</think>")) + 1 :]:
             ids += [self.tokenizer.special(piece.name)] if isinstance(piece, Special) else self.tokenizer.encode(piece)
         return ids
+
+
+def halves(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
+    """For each id all pairs of ids whose bytes together are its bytes; control tokens have none."""
+    ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.special("[BOS]"))}
+    found = {
+        i: [(ids[b[:at]], ids[b[at:]]) for at in range(1, len(b)) if b[:at] in ids and b[at:] in ids]
+        for b, i in ids.items()
+    }
+    return {i: pairs for i, pairs in found.items() if pairs}
 
 
 def assistant_turn(problem: Problem) -> dict[str, Any]:
@@ -159,6 +180,12 @@ def kept_passages(run: Path) -> list[str]:
     return found
 
 
+def prose(run: Path) -> list[tuple[str, str]]:
+    """(source, text) of the plain texts of people that the run's directory has."""
+    file = run / records.FILE
+    return records.plain(records.read(file)) if file.is_file() else []
+
+
 def save_passages(run: Path, files: Sequence[Path], library: Sequence[Path]) -> int:
     """Keeps the paragraphs of documentation files and of the library's docstrings for `families`; their number."""
     found = [*passages(files), *docstrings(library)]
@@ -204,7 +231,7 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         self._codec, self._corpus = Codec(self.run), Corpus.load(self.run / CORPUS_FILE)
         self._families = families(self.run)
-        learn_words(kept_passages(self.run))
+        learn_words([*kept_passages(self.run), *(text for _, text in prose(self.run))])
         number = self.first + self.each * mine
         while True:
             yield self._block(number)
@@ -222,6 +249,8 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
             else:
                 problem = training_mix(rng, self._families)
                 prompt = self._codec.prompt(problem)
+                if rng.random() < SPLIT_SAMPLES:
+                    prompt = self._codec.split(prompt, rng)
                 ids, given = prompt + self._codec.target(problem), len(prompt)
                 if len(ids) > LONGEST:
                     continue

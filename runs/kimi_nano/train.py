@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from runs.kimi_nano.data import (
     library_files,
     loader,
     make_vocabulary,
+    prose,
     save_passages,
     texts,
 )
@@ -118,7 +120,8 @@ def prepare(options: Options, log: Log) -> None:
         return
     begin = time.monotonic()
     library, documentation = library_files(), documentation_files(options.docs)
-    plain = texts([*library, *documentation])
+    of_people = prose(out)
+    plain = [*texts([*library, *documentation]), *(text for _, text in of_people)]
     kept = save_passages(out, documentation, library)
     if not (out / vocabulary.VOCABULARY_FILE).is_file():
         make_vocabulary(
@@ -133,6 +136,7 @@ def prepare(options: Options, log: Log) -> None:
     log(
         "corpus", texts=len(plain), passages=kept, characters=sum(map(len, plain)), tokens=len(corpus.ids),
         held_out=len(corpus.held_out), written=written, written_share=records.SHARE,
+        prose=Counter(source for source, _ in of_people),
         seconds=round(time.monotonic() - begin, 1),
     )  # fmt: skip
 

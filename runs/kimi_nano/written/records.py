@@ -1,7 +1,8 @@
 """Records of all kinds in one file, and the problems drawn from them.
 
 A line of the file (JSON lines, xz) is [kind, record]: `kind` is the module that wrote the record, `record` an object
-with "family" and "source", or with "table": a name under which the records of that kind refer to it.
+with "family" and "source", with "table", a name under which the records of that kind refer to it, or with "plain", a
+text that is learnt as it is.
 """
 
 import json
@@ -16,10 +17,10 @@ from typing import Any, Final
 
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
-from runs.kimi_nano.written import intents, questions, statements, stories, utterances
+from runs.kimi_nano.written import intents, prose, questions, statements, stories, utterances
 
 KINDS: Final[Mapping[str, ModuleType]] = {
-    "stories": stories, "utterances": utterances, "questions": questions, "statements": statements,
+    "stories": stories, "utterances": utterances, "questions": questions, "statements": statements, "prose": prose,
 }  # fmt: skip
 FILE: Final = "written.jsonl.xz"
 # Source: what it is, its licence.
@@ -41,6 +42,16 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
     utterances.TABLES: ("[Restaurant8k](https://github.com/PolyAI-LDN/task-specific-datasets)", "CC BY 4.0"),
     utterances.SNIPS: ("[SNIPS](https://github.com/sonos/nlu-benchmark) voice commands", "CC0"),
     utterances.HOME: ("[requests to a robot at home](https://github.com/xliuhw/NLU-Evaluation-Data)", "CC BY 4.0"),
+    prose.ORDERS: (
+        "[Taskmaster-4](https://github.com/google-research-datasets/Taskmaster)'s dialogues",
+        "CC BY 4.0",
+    ),
+    prose.STORYBOOK: ("stories of the [African Storybook](https://github.com/global-asp/asp-source)", "CC BY"),
+    prose.TASKS: (
+        "tasks of P3 in [Self-Instruct](https://github.com/yizhongw/self-instruct)'s sample, of sets under MIT, CC BY "
+        "or CC BY-SA",
+        "Apache 2.0",
+    ),
     utterances.DIALOGUES: (
         "the training split of [Schema-Guided Dialogue](https://github.com/google-research-datasets/"
         "dstc8-schema-guided-dialogue)",
@@ -75,6 +86,11 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield kind, record
 
 
+def plain(records: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
+    """(source, text) of the texts among the records."""
+    return [(record["source"], record["plain"]) for _, record in records if "plain" in record]
+
+
 class Written:
     """Problems of one file, by family."""
 
@@ -84,7 +100,7 @@ class Written:
         for kind, record in records:
             if "table" in record:
                 self._tables[kind][record["table"]] = record
-            else:
+            elif "family" in record:
                 found[record["family"]][record["source"]].append((kind, record))
         self._found = {
             family: (list(sources.values()), [len(s) ** EVENING for s in sources.values()])

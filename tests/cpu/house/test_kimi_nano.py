@@ -22,7 +22,7 @@ from perilune.text.tokenizer import Tokenizer
 from runs.kimi_nano import experts
 from runs.kimi_nano import train as trainer
 from runs.kimi_nano.attention import Packed, padded
-from runs.kimi_nano.data import Blocks, Codec
+from runs.kimi_nano.data import SPLIT_TOKENS, Blocks, Codec
 from runs.kimi_nano.decode import greedy
 from runs.kimi_nano.evaluate import parse_answer
 from runs.kimi_nano.export import export, read_back
@@ -195,6 +195,15 @@ def test_blocks_learn_only_the_last_turn(run: Path) -> None:
             assert ids[end - len(learnt) : end] == learnt
             assert codec.tokenizer.special("<|im_assistant|>") not in learnt
     assert turns > 3
+
+
+def test_split_tokens_have_the_same_bytes(run: Path) -> None:
+    codec = Codec(run)
+    ids = codec.tokenizer.encode("The harbour master counted eleven barges before breakfast. " * 40)
+    split = codec.split(ids, random.Random(1))
+    assert codec.tokenizer.decode(split) == codec.tokenizer.decode(ids)
+    assert 0.5 * SPLIT_TOKENS < len(split) / len(ids) - 1 < 1.5 * SPLIT_TOKENS
+    assert codec.split([codec.end, codec.think_end] * 99, random.Random(2)) == [codec.end, codec.think_end] * 99
 
 
 def test_weights_count_the_tokens_that_problems_have() -> None:

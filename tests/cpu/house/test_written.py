@@ -10,7 +10,7 @@ import pytest
 from perilune.tasks.families import FAMILIES, check
 from perilune.tasks.problem import Problem, Reply, answer_of
 from runs.kimi_nano import card as cards
-from runs.kimi_nano.written import intents, questions, records, statements, stories, utterances
+from runs.kimi_nano.written import intents, prose, questions, records, statements, stories, utterances
 from runs.kimi_nano.written.__main__ import main
 
 STORIES = [
@@ -124,7 +124,19 @@ def root(tmp_path: Path) -> Path:
         {"userInput": {"text": t}, "labels": [{"slot": s, "valueSpan": {"startIndex": a, "endIndex": b}}
          for s, a, b in marks]} for t, marks in BOOKED
     ]  # fmt: skip
+    tasks = f"{prose.TASKS}/data/finetuning/t0_train_50k/data_per_template"
     for name, text in {
+        f"{prose.ORDERS}/TM-4-2024/data/data_00.json": json.dumps(
+            [{"utterances": [{"speaker": "user", "text": "A flat white, please."}]}]
+        ),
+        f"{prose.STORYBOOK}/en/0001.md": "# The goat\n\n##\nA goat\nslept.\n\n##\n* License: [CC-BY]\n* Text: Ada\n",
+        f"{prose.STORYBOOK}/en/0002.md": "# The cow\n\n##\nNo.\n\n##\n* License: [CC-BY-NC]\n",
+        **{
+            f"{tasks}/quartz_{way}.jsonl": "".join(
+                json.dumps({"prompt": f"{way} {i}?\n", "completion": f"{i}<|endoftext|>"}) + "\n" for i in range(3)
+            )
+            for way in ("ask", "beg")
+        },
         f"{questions.ARTICLES}/xquad.en.json": json.dumps({"data": [article]}),
         f"{statements.PLACES}/devset.csv": ON_PLACES,
         f"{intents.CLINC}/data/data_full.json": json.dumps(
@@ -132,7 +144,7 @@ def root(tmp_path: Path) -> Path:
         ),
         f"{utterances.TABLES}/span_extraction/restaurant8k/train_0.json": json.dumps(marked),
     }.items():
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -251,6 +263,17 @@ def test_questions_about_articles(root: Path) -> None:
     assert record["text"][record["first"] : record["end"]] == "the wren" and record["question"] == "Who sings?"
 
 
+def test_plain_texts(root: Path) -> None:
+    records.write(root, root / records.FILE)
+    found = records.plain(records.read(root / records.FILE))
+    assert (prose.STORYBOOK, "The goat\nA goat slept.") in found and not any("cow" in text for _, text in found)
+    assert [text for source, text in found if source == prose.TASKS] == ["ask 0?\n0", "beg 1?\n1", "ask 2?\n2"]
+    assert (prose.ORDERS, "User: A flat white, please.") in found
+    assert any(source == questions.FAIRYTALES and text.startswith("It was late.") for source, text in found)
+    assert any(text.endswith("168-9=159\nAnswer: 159") for _, text in found)
+    assert any(text.startswith("User: Is there a pool in Old Harbour?\nSystem: The") for _, text in found)
+
+
 def test_numbers_drawn_anew_are_those_of_the_text(written: records.Written) -> None:
     rng, answers = Random(5), set()
     for _ in range(100):
@@ -289,5 +312,7 @@ def test_a_directory_without_any_of_them_is_an_error(tmp_path: Path, capsys: pyt
 
 def test_the_card_names_the_sets_and_their_licences(written: records.Written) -> None:
     said = cards.others(written.sources())
-    assert set(written.sources()) == set(records.SOURCES) and cards.others({}) == ""
+    plain = {prose.ORDERS: 1, prose.STORYBOOK: 1, prose.TASKS: 3}
+    assert {*written.sources(), *plain} == set(records.SOURCES) and cards.others({}) == cards.of_people({}) == ""
+    assert "Taskmaster-4" in cards.of_people(plain) and "(CC BY, 1 texts)" in cards.of_people(plain)
     assert "GSM8K" in said and "MIT: 2 records" in said and "CC0" in said and "CC BY-SA 4.0" in said
