@@ -145,7 +145,7 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "subject2": (*listed("""
         banking farming software furniture transport printing brewing mining fashion tourism shipping
     """), "car parts", "toy making", "solar energy", "food delivery"),
-    "foods": listed("""
+    "food": listed("""
         flour milk eggs butter sugar salt pepper onions garlic tomatoes rice potatoes cheese cream oil basil beans
         lentils carrots mushrooms chicken honey yeast lemon ginger noodles spinach bread water
     """),
@@ -262,7 +262,7 @@ def _clock(rng: Random) -> str:
 
 def _foods(rng: Random) -> Shown:
     count = 2 + int(rng.random() * 4)
-    found = list({pick(rng, _LISTS["foods"]) if rng.random() < 0.8 else made_up(rng): 0 for _ in range(count)})
+    found = list({pick(rng, _LISTS["food"]) if rng.random() < 0.8 else made_up(rng): 0 for _ in range(count)})
     if len(found) == 1:
         return found, found[0]
     return found, enumerated(found, pick(rng, (" and ", ", ", ", and ")))

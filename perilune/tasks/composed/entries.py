@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed import subjects
+from perilune.tasks.composed import slips, subjects
 from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import bare, named, written
@@ -120,10 +120,12 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
     typed = rng.random() < 0.3
     if explained and rng.random() < 0.15:
         keys = ", ".join([w.key for w in wanted])
-        return f"the {enumerated([w.meaning for w in wanted], ' and ')} ({pick(rng, ('keys', 'as', 'named'))} {keys})"
+        form = pick(rng, ("({} {})", ", {} {}")).format(pick(rng, ("keys", "as", "named", "under the keys")), keys)
+        return f"the {enumerated([w.meaning for w in wanted], ' and ')} {form}".replace(" ,", ",")
     if explained:
         form = pick(rng, ("{k} for the {m}", "{k} ({m})", "{k} = {m}", '"{k}" (the {m})', "{k}, that is the {m}",
-            '"{k}": {m}', "the {m} as {k}", "{m} as {k}", 'the {m} as "{k}"'))  # fmt: skip
+            '"{k}": {m}', "the {m} as {k}", "{m} as {k}", 'the {m} as "{k}"',
+            '"{k}" holds the {m}', "{k}: the {m}"))  # fmt: skip
     elif typed:
         form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
     else:
@@ -132,7 +134,7 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
     shown = [
         form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
-    if rng.random() < 0.12:  # how many there are is no key
+    if rng.random() < 0.2:  # how many there are is no key
         count = pick(
             rng, (str(len(shown)), ("one", "two", "three", "four", "five", "six", "seven")[min(len(shown), 7) - 1])
         )
@@ -140,7 +142,9 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
         noun = (
             noun if len(shown) == 1 else "properties" if noun[0] == "p" else "entries" if noun[0] == "e" else noun + "s"
         )
-        head = pick(rng, ("exactly {c} {n}, ", "the {c} {n} ", "{c} {n}: ", "these {c} {n}: ", "just {c} {n}, "))
+        head = pick(rng, ("exactly {c} {n}, ", "the {c} {n} ", "{c} {n}: ", "these {c} {n}: ", "just {c} {n}, ",
+            "exactly {c} {n}, namely ", "{c} {n}, i.e. ", "the following {n}: ", "{n} as follows: ", "{c} {n} called ",
+            "the {n} named ", "no more than {c} {n}, to wit ", "{c} {n} that are called "))  # fmt: skip
         return head.format(c=count, n=noun) + (
             shown[0] if len(shown) == 1 else enumerated(shown, pick(rng, (" and ", ", ")))
         )
@@ -209,7 +213,20 @@ def _rows(rng: Random, wanted: list[Wanted], explained: bool = False) -> str:
     if explained or rng.random() < 0.3:
         form = pick(rng, ("- {k}: {m}", "{k} - {m}", "- {k} ({m})", "{k}: {m}", "* `{k}` {m}", "{k} = {m}"))
     else:
-        form = pick(rng, ("- {k}", "* {k}", "{k}", "{i}. {k}", "- {k} ({t})", "{k}: {t}", "- {k}, {t}", "{i}) {k}"))
+        form = pick(
+            rng,
+            (
+                "- {k}",
+                "* {k}",
+                "{k}",
+                "{i}. {k}",
+                "- {k} ({t})",
+                "{k}: {t}",
+                "- {k}, {t}",
+                "{i}) {k}",
+                "{i}. {k} - {t}",
+            ),
+        )
     return "\n".join([form.format(k=w.key, m=w.meaning, t=_typed(rng, w), i=i) for i, w in enumerate(wanted, 1)])
 
 
@@ -239,6 +256,8 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
         "<json>, keys {keys}", "<need> {keys}{about}, <as>.", "<do> {keys}{about}. Format: <json>.",
         "what is {keys}{about}? Answer <as>.", "-> <json> {keys}", "<json> pls: {keys}", "fields: {keys}. <as>.",
         "{keys}{about} <as>, please.", "which {keys} does <this> give{about}? <as>.",
+        "from <this> <need> {keys}, <as>.", "keys I want -> {keys}. <as>.", "<this> <as>: {keys}.", "<as>, {keys}",
+        "the form has {keys}. <json>.",
         "<need> {keys} <as> from <this>.",
         "I need {keys} from <this>. Reply with <json>.", "{keys} are what I need. Answer <as>.",
         "fill <json> in: {keys}.",
@@ -271,10 +290,15 @@ _PURPOSES: Final = ("For the database: ", "For my spreadsheet, ", "For our recor
     "I keep a register of such things. ", "For the archive, ", "My script reads it later. ", "For the website: ",
     "It is for a report. ", "My boss wants a table. ", "We are digitising our notes. ", "For the index, ",
     "I'm filling in a form online. ", "For the log: ", "The computer wants it tidy. ")  # fmt: skip
+# They hold for every object.
+_TAILS: Final = (" Nothing else.", " No extra keys, please.", " Strings stay as written.",
+    " Put null wherever the text says nothing.", " Everything else is of no interest.", " In that order.")  # fmt: skip
 
 
-def _request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
+def request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
     made = _put(rng, wanted, about, explained, place)
+    if rng.random() < 0.12:
+        made += ("" if made[-1] in ".?!}\n" else ".") + pick(rng, _TAILS)
     return pick(rng, _PURPOSES) + made if rng.random() < 0.1 else made
 
 
@@ -362,8 +386,9 @@ _BY_NAME: Final = ("JSON with the {d}s as keys and the {m} as values.",
 
 def entry(rng: Random) -> Made:
     """The prompt's messages, the trace and the object."""
-    if rng.random() < 0.4:
-        return _mentioned(rng)
+    roll = rng.random()
+    if roll < 0.74:
+        return _slipped(rng) if roll < 0.4 else _paired(rng) if roll < 0.47 else _mentioned(rng)
     roll = rng.random()
     if roll < 0.07:
         return _all(rng)
@@ -386,11 +411,11 @@ def entry(rng: Random) -> Made:
         if any(w.values[at] == many[at].name[0] for w in wanted) and len(wanted) > 1:
             wanted = [w for w in wanted if w.values[at] != many[at].name[0]]
     if 3 <= len(wanted) and roll > 0.94:
-        return _nested(rng, many, wanted, at, about)
+        return _nested(rng, many[0].domain.name, _text(rng, many), wanted, at, about)
     before = rng.random() < 0.5
     if roll > 0.88 and not several:
         return _by_example(rng, many[0], wanted)
-    ask = _request(rng, wanted, about, explained, "below" if before else "above")
+    ask = request(rng, wanted, about, explained, "below" if before else "above")
     if several and many[at].name[1] not in ask:
         ask += pick(rng, (" Only {}.", " I mean {}.", " It is about {}.", " ({} only)")).format(many[at].name[1])
     if any(w.values[at] is None for w in wanted):
@@ -417,11 +442,15 @@ def _mentioned(rng: Random) -> Made:
         word = pick(rng, ("remark", "phone", "website", "nickname", "postcode"))
         wanted.insert(int(rng.random() * (len(wanted) + 1)), Wanted(case(word), word, "string", (None,)))
     wanted = list({w.key: w for w in wanted}.values())
+    return _asked(rng, text, wanted, explained, "" if explained else case_name)
+
+
+def _asked(rng: Random, text: str, wanted: list[Wanted], explained: bool, case_name: str) -> Made:
     before = rng.random() < 0.5
-    ask = _request(rng, wanted, "", explained, "below" if before else "above")
-    if absent:
+    ask = request(rng, wanted, "", explained, "below" if before else "above")
+    if any(w.values[0] is None for w in wanted):
         ask += expand(rng, _RULES, pick(rng, _NULL)).format(place="above")
-    elif case_name and not explained and rng.random() < 0.1:
+    elif case_name and rng.random() < 0.1:
         ask += pick(rng, _CASED).format(c=case_name)
     messages = _placed(rng, ask, text, before, system=0.2)
     return messages, "\n".join(_lines("", wanted, 0)), {w.key: w.values[0] for w in wanted}
@@ -440,15 +469,15 @@ def _plain(w: Wanted, one: Subject) -> bool:
     return words.endswith(_words(one.domain))
 
 
-def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, about: str) -> Made:
-    group = pick(rng, _GROUPS) if rng.random() < 0.7 else many[0].domain.name
+def _nested(rng: Random, name: str, text: str, wanted: list[Wanted], at: int, about: str) -> Made:
+    group = pick(rng, _GROUPS) if rng.random() < 0.7 else name
     cut = 1 + int(rng.random() * (len(wanted) - 2))
     outer, inner = wanted[:cut], wanted[cut:]
     if any(w.key == group for w in outer):
         group = f"the_{group}"
     values = {w.key: w.values[at] for w in outer} | {group: {w.key: w.values[at] for w in inner}}
-    if rng.random() < 0.4:
-        block = json.dumps({w.key: "..." for w in outer} | {group: {w.key: "..." for w in inner}})
+    if rng.random() < 0.5:
+        block = _template(rng, outer).rstrip("}\n") + f', "{group}": {_template(rng, inner)}}}'
         ask = capital(expand(rng, _RULES, "<block>")).format(block=block, about=about, place="there")
     else:
         keys = pick(rng, _NESTED).format(
@@ -460,7 +489,48 @@ def _nested(rng: Random, many: list[Subject], wanted: list[Wanted], at: int, abo
     if any(w.values[at] is None for w in wanted):
         ask += pick(rng, _NULL[1:2])
     trace = "\n".join([*_lines("", outer, at), *_lines(f"{group}.", inner, at)])
-    return _placed(rng, ask, _text(rng, many), rng.random() < 0.5), trace, values
+    return _placed(rng, ask, text, rng.random() < 0.5), trace, values
+
+
+def _slipped(rng: Random) -> Made:
+    """Values of a log line, a label, an advert, a mail and so on (slips.py)."""
+    kind, roll, seed = pick(rng, slips.SLIPS), rng.random(), rng.random()
+    text, found = slips.slip(rng, kind, Random(seed) if roll < 0.12 else rng)
+    (case, case_name), explained, missing = pick(rng, _CASES), rng.random() < 0.15, rng.random() < 0.5
+    other, shown = slips.slip(rng, kind, Random(seed)) if roll < 0.12 else ("", found)
+    wanted, first = [], {}
+    for (names, value, there), (_, example, _) in zip(found, shown):
+        if there or (missing and roll >= 0.2):
+            word = pick(rng, names)
+            meaning = pick(rng, [n for n in names if n != word])
+            wanted.append(Wanted(case(word), meaning, _type(value), (value if there else None,)))
+            first[wanted[-1].key] = example
+    if roll < 0.12:
+        return _like(rng, other, first, text, wanted)
+    if rng.random() < 0.4:
+        rng.shuffle(wanted)
+    if rng.random() < 0.4:
+        wanted = wanted[: 1 + int(rng.random() * len(wanted))]
+    if roll < 0.2 and len(wanted) > 2:
+        return _nested(rng, kind.heads[0].split(" ")[-1].lower(), text, wanted, 0, "")
+    return _asked(rng, text, wanted, explained, case_name)
+
+
+_MAPS: Final = ("map every {d} to its {m}", "{d} -> {m}", '{{"<{d}>": <{m}>, ...}}', "the {m} (a number) by {d}",
+    "an entry for each {d}, whose value is the {m}")  # fmt: skip
+_COLUMNS: Final = ('"{d}s" holds the list of all {d}s and "{m}s" the list of their {m}s', '{{"{d}s": [], "{m}s": []}}',
+    "two lists, {d}s and {m}s, in the order of the text", "{d}s - list\n{m}s - list of numbers")  # fmt: skip
+
+
+def _paired(rng: Random) -> Made:
+    """Things with a number each: an object from the one to the other, or a list of each."""
+    text, thing, number, made = slips.pairs(rng)
+    columns = rng.random() < 0.5
+    values = {f"{thing}s": list(made), f"{number}s": list(made.values())} if columns else made
+    ask = capital(expand(rng, _RULES, "<need> <json>")) + ": " + pick(rng, _COLUMNS if columns else _MAPS)
+    wanted = [Wanted(key, "", _type(value), (value,)) for key, value in values.items()]
+    messages = _placed(rng, ask.format(d=thing, m=number), text, rng.random() < 0.5)
+    return messages, "\n".join(_lines("", wanted, 0)), values
 
 
 def _all(rng: Random) -> Made:
@@ -522,12 +592,15 @@ def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
     for x in (other, one):  # in the same manner
         same = Random(seed)
         texts.append(subjects.noted(same, x) if seed < 0.4 else " ".join([s.text for s in subjects.described(same, x)]))
-    first = json.dumps(shown, ensure_ascii=False)
+    return _like(rng, texts[0], shown, texts[1], kept)
+
+
+def _like(rng: Random, other: str, shown: dict[str, Any], text: str, wanted: list[Wanted]) -> Made:
+    """A text and its object as an example, then the text that is meant."""
     form = pick(rng, ('Example: "{a}" -> {j}\nNow you: "{b}"', "{a}\n{j}\n\n{b}\n",
-    "Input: {a}\nJSON: {j}\nInput: {b}\nJSON:",
-        "Text: {a} => {j}. Do the same with: {b}",
+        "Input: {a}\nJSON: {j}\nInput: {b}\nJSON:", "Text: {a} => {j}. Do the same with: {b}",
         "Make JSON from a text, like this.\nText: {a}\nAnswer: {j}\n\nText: {b}",
-        "Return JSON like {j} (that is for \"{a}\"). The text is: {b}"))  # fmt: skip
-    answer = {w.key: w.values[0] for w in kept}
-    text = form.format(a=texts[0], b=texts[1], j=first)
-    return (user(text.rstrip()),), "\n".join(_lines("", kept, 0)), answer
+        "Return JSON like {j} (that is for \"{a}\"). The text is: {b}", '"{a}" gives {j}. Now this one: "{b}"',
+        "One example, then your turn. {a}\n=> {j}\n\n{b}\n=>"))  # fmt: skip
+    made = form.format(a=other, b=text, j=json.dumps(shown, ensure_ascii=False))
+    return (user(made.rstrip()),), "\n".join(_lines("", wanted, 0)), {w.key: w.values[0] for w in wanted}

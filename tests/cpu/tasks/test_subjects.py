@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perilune.tasks import calls, catalog, smalltalk
-from perilune.tasks.composed import entries, paragraphs, procedures, subjects
+from perilune.tasks.composed import entries, paragraphs, procedures, slips, subjects
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.wordings import in_words
 
@@ -45,6 +45,12 @@ def test_domains_can_be_read_and_their_keys_are_not_those_kept_for_structural_pr
             for clause in (*at.predicates, *at.notes):
                 assert clause.span in clause.text and "[" not in clause.text
             assert one.facts[at][1] in subjects.described(rng, one)[0].text
+
+
+def test_slips_have_no_key_twice() -> None:
+    for one in slips.SLIPS:
+        keys = [k for slots, _ in one.parts for names, _ in slots for k in names]
+        assert len({*keys}) == len(keys) and not {*keys} & {base for bases in NEW_BASES.values() for base in bases}
 
 
 def test_sentences_state_every_value_once_and_name_their_subject_first() -> None:
@@ -98,7 +104,7 @@ def test_objects_hold_what_the_text_says_under_keys_that_the_prompt_names() -> N
 def test_only_the_subject_that_is_asked_for_is_in_the_object() -> None:
     rng = random.Random(5)
     seen = 0
-    for _ in range(6000):
+    for _ in range(9000):
         messages, _, made = entries.entry(rng)
         text = "\n".join(m["content"] for m in messages)
         only = re.search(r"(?:I mean|It is about) (.+?)\.", text)
