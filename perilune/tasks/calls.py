@@ -385,8 +385,8 @@ def _compared(rng: Random, split: str, thinking: bool) -> Problem:
     while low == high:
         low, high = value(rng, wanted), value(rng, wanted)
     more = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
-    told = {name: 0} if rng.random() < 0.6 else {}
-    contents = [_shown(rng, more | dict.fromkeys(told, o) | {key: n}, split) for o, n in zip(ones, (low, high))]
+    asked_for = {name: 0} if rng.random() < 0.6 else {}
+    contents = [_shown(rng, more | dict.fromkeys(asked_for, o) | {key: n}, split) for o, n in zip(ones, (low, high))]
     greater = rng.random() < 0.6
     most = pick(rng, ("higher", "bigger", "larger", "greater") if greater else ("lower", "smaller"))
     text = f"{text} {pick(rng, _WHICH).format(l=wanted.label, m=most)}"

@@ -303,7 +303,7 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
 
 def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | None:
     """A request that has a word in place of a value ("close it"): one of the values `known`; if there are none, a
-    value that nobody gave ("close a ticket")."""
+    value is left open ("close a ticket")."""
     form = pick(rng, entry.marked) if entry.marked else ""
     found = _REFERRED.search(form)
     if not found or (known and found[1] not in known):
