@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.findings import finding
-from perilune.tasks.fields import Field, fields, said, value, written
+from perilune.tasks.fields import BASES, Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
 from perilune.tasks.smalltalk import small_talk
 from perilune.tasks.tools import (
@@ -21,17 +21,20 @@ from perilune.tasks.tools import (
     going_on,
     how_many,
     in_rows,
+    kits,
     listed,
     opening,
     others,
     request,
+    shortly,
     shuffled,
     together,
     tool,
     wishes,
     worded,
 )
-from perilune.tasks.wordings import small
+from perilune.tasks.wordings import enumerated, small
+from perilune.tasks.words import CITIES, NAMES, any_word
 
 REFUSAL: Final = "None of the declared tools can do that."
 
@@ -59,11 +62,70 @@ def _request(rng: Random, split: str) -> Request:
 
 
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
-    asked = _request(rng, split)
-    declared = [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)]
-    reply = Reply(asked.trace(asked.text) if thinking else "", "", (asked.call,))
+    if widely(split) and rng.random() < 0.36 and (made := _of_kit(rng, split, 1)):
+        text, (asked,), declared = made
+    else:
+        asked = _request(rng, split)
+        text = asked.text
+        declared = shuffled(rng, [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)])
+    text = _remarked(rng, text, split)
+    reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))
     key = ("call", *call_key(asked.call))
-    return Problem("tool_call", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
+    return Problem("tool_call", split, key, (user(text),), reply, declared, thinking)
+
+
+_REMARKS: Final = (
+    "Use the tool.", "Don't guess, call the function.", "The tool takes one at a time.", "You have a function for it.",
+    "There must be a tool for that.", "Not in your head please.", "Don't ask me back.",
+    "Read the descriptions first.", "It did not work before.", "The function knows.",
+)  # fmt: skip
+
+
+def _remarked(rng: Random, text: str, split: str) -> str:
+    """Now and then with a sentence about the tools."""
+    if not widely(split) or rng.random() > 0.08:
+        return text
+    remark = pick(rng, _REMARKS)
+    return f"{remark} {text}" if rng.random() < 0.4 else f"{text}{'.' * text[-1].isalnum()} {remark}"
+
+
+def _siblings(rng: Random, kit: tuple[Tool, ...]) -> tuple[dict[str, Any], ...]:
+    """A kit's tools and others without its noun."""
+    more = others(rng, [], max(0, how_many(rng, "train") - len(kit)), "heldout")
+    noun = kit[0].noun
+    return shuffled(rng, [*kit, *[t for t in more if noun not in t.noun]])
+
+
+def _of_kit(rng: Random, split: str, count: int) -> tuple[str, list[Request], tuple[dict[str, Any], ...]] | None:
+    """Requests for a kit's tools, each with its own values or with "it" for the last one's, and what is declared."""
+    kit = pick(rng, kits())
+    asked = [request(rng, pick(rng, kit), split)]
+    texts = [asked[0].text]
+    made = together(rng, pick(rng, kit), 2) if count > 2 and rng.random() < 0.6 else None
+    if made and f", {made[1][1].opening}" not in made[0]:  # "now Ann, Tom leaves" may speak to Ann
+        texts, asked = [made[0]], made[1]
+    for _ in range(20):
+        if len(asked) == count:
+            break
+        one = pick(rng, kit)
+        short = len(texts) == len(asked) and rng.random() < 0.3
+        more = shortly(rng, one, asked[-1].call.arguments) if short else request(rng, one, split)
+        if more and not any(_alike(more, a) for a in asked):
+            asked.append(more)
+            texts.append(more.text)
+    if len(asked) < count or not belongs(("call", *call_key(asked[0].call)), split):
+        return None
+    text = joined(rng, texts, split)
+    if count > 1 and rng.random() < 0.15:
+        counted = ("Two", "Three")[count - 2]
+        text = f"{counted} {pick(rng, ('things', 'jobs', 'requests', 'wishes'))}: {small(text)}"
+    return text, asked, _siblings(rng, kit)
+
+
+def _alike(one: Request, other: Request) -> bool:
+    """Whether the calls are the same, or the thoughts would have the same words."""
+    new, old = one.opening.lower(), other.opening.lower()
+    return one.call == other.call or new in old or old in new
 
 
 # ---- tools_multi -------------------------------------------------------------------------------------------------
@@ -78,10 +140,11 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
-    if widely(split) and rng.random() < 0.25:
+    if widely(split) and rng.random() < 0.2:
         return pick(rng, (_again, _again, _contrast, _contrast, _talk))(rng, split, thinking)
-    if widely(split) and rng.random() < 0.16:
-        return _found(rng, split, thinking)
+    if widely(split) and (roll := rng.random()) < 0.36:
+        ways = (_found, _found, _found, _found, _missing, _missing, _compared, _later, _later)
+        return pick(rng, ways)(rng, split, thinking)
     roll = rng.random()
     # In training fewer refusals: who refuses often also refuses what is asked for in other words.
     parallel, result = (0.52, 0.76) if widely(split) else (0.36, 0.68)
@@ -89,17 +152,8 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     return kind(rng, split, thinking)
 
 
-_HEADS: Final = (
-    "",
-    "",
-    "Two things:",
-    "My list:",
-    "Please do these:",
-    "To do:",
-    "I need:",
-    "Today:",
-    "Hi, I have some wishes:",
-)
+_HEADS: Final = ("", "", "Two things:", "My list:", "Please do these:", "To do:", "I need:", "Today:",
+    "Hi, I have some wishes:")  # fmt: skip
 _TAILS: Final = ("", "", "", "\nThat's all.", "\nDo them all please.", "\nThanks", "\nadd them", "\nIn any order.")
 
 
@@ -162,8 +216,10 @@ def _declared(rng: Random, asked: list[Request], split: str) -> tuple[dict[str, 
 def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
-    text = ""
-    if widely(split) and (roll := rng.random()) < 0.1:
+    text, declared = "", None
+    if widely(split) and rng.random() < 0.36 and (of_kit := _of_kit(rng, split, count)):
+        text, asked, declared = of_kit
+    elif widely(split) and (roll := rng.random()) < 0.1:
         text, asked = wishes(rng, count)
         asked = asked if belongs(("call", *call_key(asked[0].call)), split) else []
         text = text if asked else ""
@@ -176,12 +232,21 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
-    text = text or joined(rng, [a.text for a in asked], split)
+    text = _remarked(rng, text or joined(rng, [a.text for a in asked], split), split)
     # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
     trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
-    return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, asked, split), thinking)
+    declared = declared or _declared(rng, asked, split)
+    return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+
+
+def _shown(rng: Random, values: dict[str, Any], split: str) -> str:
+    """A result as tools write it: JSON mostly."""
+    if not widely(split) or rng.random() < 0.75:
+        return json.dumps(values, ensure_ascii=False)
+    mark = pick(rng, (": ", "=", " = "))
+    return pick(rng, ("\n", " | ", "; ", ", ")).join([f"{k}{mark}{said(v)}" for k, v in values.items()])
 
 
 def _returned(rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str) -> tuple[Message, ...]:
@@ -214,7 +279,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
         if len(keys) == 1 and rng.random() < 0.5:
             contents.append(said(shown))
         else:
-            contents.append(json.dumps(values, ensure_ascii=False))
+            contents.append(_shown(rng, values, split))
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
     text = f"{joined(rng, [a.text for a in asked], split)} {question}"
@@ -258,18 +323,105 @@ _WHAT: Final = (
 
 def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
     """No declared tool fits, though some come close."""
+    if widely(split) and rng.random() < 0.3:
+        text = pick(rng, _GENERAL).format(n=pick(rng, NAMES), w=any_word(rng), v=any_word(rng), c=pick(rng, CITIES))
+        if belongs(("chat", text), split):
+            reply = Reply(f"{opening(text)}\nnone" if thinking else "", REFUSAL)
+            declared = _siblings(rng, pick(rng, kits()))
+            return Problem("tools_multi", split, ("chat", text), (user(text),), reply, declared, thinking)
     asked = _request(rng, split)
-    declared = others(rng, [asked.tool], how_many(rng, split), split)
+    declared = shuffled(rng, others(rng, [asked.tool], how_many(rng, split), split))
     reply = Reply(f"{asked.opening}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
-    return Problem("tools_multi", split, key, (user(asked.text),), reply, shuffled(rng, declared), thinking)
+    return Problem("tools_multi", split, key, (user(asked.text),), reply, declared, thinking)
 
 
-def _finished(rng: Random, text: str, asked: Request, values: dict[str, Any], answer: str) -> tuple[Message, ...]:
+_GENERAL: Final = (
+    "Who wrote the song about the {w} and the {v}?", "Who built the old bridge of {c}?", "Why is a {w} so {v}?",
+    "What did {n} say about {c}?", "Write me a poem about a {w}.", "When did {c} become a city?",
+    "Is a {w} heavier than a {v}?", "What is the plural of {w}?", "Explain to {n} how a {w} works.",
+)  # fmt: skip
+
+
+def _missing(rng: Random, split: str, thinking: bool) -> Problem:
+    """A request without a value that its tool needs: the reply asks for it."""
+    while True:
+        if rng.random() < 0.5:
+            kit = pick(rng, kits())
+            asked = shortly(rng, pick(rng, kit), {})
+            declared = _siblings(rng, kit)
+        else:
+            one = tool(rng, split)
+            kept = one.required[: int(rng.random() * len(one.required))]
+            asked = worded(rng, one, {f.name: value(rng, f) for f in kept}, split)
+            declared = shuffled(rng, [one, *others(rng, [one], how_many(rng, split) - 1, split)])
+        if asked and belongs(key := ("call", *call_key(asked.call)), split):
+            break
+    lacks = [f"the {f.label}" for f in asked.tool.required if f.name not in asked.call.arguments]
+    reply = Reply(f"{asked.trace(asked.text)}\nnone" if thinking else "", f"Please tell me {enumerated(lacks)}.")
+    return Problem("tools_multi", split, key, (user(asked.text),), reply, declared, thinking)
+
+
+_WHICH: Final = (
+    "Which of the two has the {m} {l}?", "I want the one with the {m} {l}.", "Where is the {l} {m}?",
+    "Which {l} is {m}?", "Tell me which one has the {m} {l}.", "{l}: which one is {m}?",
+)  # fmt: skip
+
+
+def _compared(rng: Random, split: str, thinking: bool) -> Problem:
+    """Two results of one tool: which is the greater or the smaller one."""
+    while True:
+        made = together(rng, catalog_tool(rng), 2)
+        if made and belongs(made_key := ("call", *call_key(made[1][0].call)), split):
+            break
+    text, asked = made
+    first, second = [a.call.arguments for a in asked]
+    (name,) = [k for k, v in first.items() if v != second[k]]
+    ones = first[name], second[name]
+    kind = pick(rng, ("small", "big", "decimal"))
+    key = pick(rng, BASES[kind])
+    wanted = Field(key, key.replace("_", " "), kind)
+    low, high = 0, 0
+    while low == high:
+        low, high = value(rng, wanted), value(rng, wanted)
+    more = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
+    asked_for = {name: 0} if rng.random() < 0.6 else {}
+    contents = [_shown(rng, more | dict.fromkeys(asked_for, o) | {key: n}, split) for o, n in zip(ones, (low, high))]
+    greater = rng.random() < 0.6
+    most = pick(rng, ("higher", "bigger", "larger", "greater") if greater else ("lower", "smaller"))
+    text = f"{text} {pick(rng, _WHICH).format(l=wanted.label, m=most)}"
+    thought = "\n".join([a.trace(text) for a in asked])
+    messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
+    lines = [*[f"{o}: {n}" for o, n in zip(ones, (low, high))], f"{low}{'<' if low < high else '>'}{high}"]
+    reply = Reply("\n".join(lines) if thinking else "", str(ones[(low < high) == greater]))
+    return Problem("tools_multi", split, made_key, messages, reply, _declared(rng, asked, split), thinking)
+
+
+_NOW: Final = ("", "Now ", "Good. Now ", "Great, ", "ok. ", "And then ", "Thanks! Now ", "Right, ", "Next ")
+
+
+def _later(rng: Random, split: str, thinking: bool) -> Problem:
+    """After a call of a kit's tool, one of its tools is asked for with a value of that call ("now drain it")."""
+    while True:
+        kit = pick(rng, kits())
+        first = request(rng, pick(rng, kit), split)
+        last = shortly(rng, pick(rng, kit), first.call.arguments)
+        if last and last.call != first.call and belongs(key := ("call", *call_key(last.call)), split):
+            break
+    values: dict[str, Any] = pick(rng, ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1}))
+    text = pick(rng, _NOW) + small(last.text)
+    messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
+    reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
+    return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
+
+
+def _finished(
+    rng: Random, text: str, asked: Request, values: dict[str, Any], answer: str, split: str
+) -> tuple[Message, ...]:
     """A finished exchange: the request, its call, a result of these values, the answer. The thought copies the first
     value."""
     name, first = next(iter(values.items()))
-    returned = _returned(rng, (asked.call,), [json.dumps(values, ensure_ascii=False)], asked.trace(text))
+    returned = _returned(rng, (asked.call,), [_shown(rng, values, split)], asked.trace(text))
     return user(text), *returned, assistant(Reply(f"{name}: {written(first)}", answer))
 
 
@@ -284,7 +436,7 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     values = {f.name: value(rng, f) for f in known}
     asked = f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"
     answered = f"The {known[0].label} is {said(values[known[0].name])}."
-    messages = (*_finished(rng, asked, first, values, answered), user(last.text))
+    messages = (*_finished(rng, asked, first, values, answered, split), user(last.text))
     reply = Reply(last.trace(last.text) if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
@@ -328,7 +480,7 @@ def _again(rng: Random, split: str, thinking: bool) -> Problem:
     (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
     values = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
     more = pick(rng, _AGAIN).format(v=changed)
-    messages = (*_finished(rng, text, first, values, "Done."), user(more))
+    messages = (*_finished(rng, text, first, values, "Done.", split), user(more))
     trace = replace(last, opening=opening(more)).trace(more)
     reply = Reply(trace if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))

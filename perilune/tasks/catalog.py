@@ -1,5 +1,8 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
+data/kits.txt has groups of tools of one noun, a row each: `name | description | requests`, with `(one/other)`,
+`{name:kind}` and `<tank {tank}>` for what "it" may stand for.
+
 data/catalog*.txt have a block per tool: `# verb noun | other names | descriptions`, then
 `= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
 choices with commas, a pool of the file's head, or one of these with a `+`: a list of such values), then `- request`.
@@ -9,7 +12,7 @@ A request gives the parameters that it has in braces; `[name=value name=value]` 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -17,7 +20,7 @@ from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines, same
 from perilune.tasks.records import drawn as drawn_for_record
-from perilune.tasks.wordings import enumerated, in_words
+from perilune.tasks.wordings import capital, enumerated, in_words
 from perilune.tasks.words import NAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
@@ -50,6 +53,7 @@ class Entry:
     descriptions: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     requests: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]
+    marked: tuple[str, ...] = ()  # of a kit's tool: its requests with all their marks
 
 
 def _given(pair: str) -> tuple[str, Any]:
@@ -89,6 +93,31 @@ def _entry(block: str) -> Entry:
 
 _FILES: Final = tuple(f"\n{lines(f'catalog{name}.txt')}".split("\n# ") for name in ("", "_more", "_town"))
 ENTRIES: Final = tuple(_entry(block) for file in _FILES for block in file[1:])
+_REFERRED: Final = re.compile(r"<[^<>{]*\{(\w+)\}>")
+
+
+def _spread(form: str) -> list[str]:
+    """The form with one of the alternatives at each of its places, in every way."""
+    if not (found := re.search(r"\(([^()]*/[^()]*)\)", form)):
+        return [form]
+    return [made for one in found[1].split("/") for made in _spread(form.replace(found[0], one, 1))]
+
+
+def _sibling(row: str, noun: str) -> Entry:
+    name, description, *forms = row.split(" | ")
+    kinds: dict[str, str] = dict(re.findall(r"\{(\w+):([\w,]+)\}", row))
+    for key, value in re.findall(r"(\w+)=(\w+)", row):
+        kinds[key] = "bool" if value in _WRITTEN else ",".join(sorted({*kinds.get(key, value).split(","), value}))
+    plain = re.sub(r":[\w,]+\}", "}", "\n".join([f"- {made}" for form in forms for made in _spread(form)]))
+    marked = re.sub(r"([\w}>\"])(?= \[|$)", r"\1.", plain, flags=re.M)
+    needed = [f"= {k}{'!' * all(f'{{{k}' in f or f'{k}=' in f for f in forms)} {kind}\n" for k, kind in kinds.items()]
+    head = f"{name.replace('_', ' ')} | {name} | {description}\n{''.join(needed)}"
+    made = _entry(head + re.sub("[<>]", "", marked))
+    return replace(made, noun=noun, marked=tuple([form[2:] for form in marked.split("\n") if "<" in form]))
+
+
+_GROUPS: Final = [kit.strip().split("\n") for kit in lines("kits.txt").split("% ")[1:]]
+KITS: Final = tuple([tuple([_sibling(row, noun) for row in rows]) for noun, *rows in _GROUPS])
 _POOLS: Final = {
     name: tuple(values.split("|"))
     for head, *_ in _FILES
@@ -213,7 +242,9 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
     found: tuple[list[Field], list[Field]] = ([], [])
     for p in sorted(entry.parameters, key=lambda p: p.name):
         kind = (
-            "choice"
+            "small"
+            if p.choices and p.choices[0].isdecimal()
+            else "choice"
             if p.choices
             else "flag"
             if p.kind == "bool"
@@ -225,7 +256,8 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
             if p.kind.endswith("+")
             else "title"
         )
-        found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, p.choices))
+        choices = p.choices if kind == "choice" else ()
+        found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, choices))
     return found
 
 
@@ -236,6 +268,8 @@ def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, 
     for p in entry.parameters:
         one = next(f for group in declared_fields(entry) for f in group if f.name == p.name)
         schema = one.schema(rng, 0.0)
+        if p.choices and not one.choices:
+            schema["enum"] = list(map(int, p.choices))
         if iso and p.kind == "date":
             schema["description"] = pick(
                 rng, ("YYYY-MM-DD", "Date as YYYY-MM-DD", "ISO date, YYYY-MM-DD", f"{p.descriptions[0]}, YYYY-MM-DD")
@@ -244,7 +278,7 @@ def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, 
             schema["description"] = pick(rng, p.descriptions)
         properties[p.name] = schema
     function: dict[str, Any] = {"name": name}
-    if rng.random() < 0.9:
+    if rng.random() < 0.9 or name not in entry.names:
         function["description"] = pick(rng, entry.descriptions)
     must = [p.name for p in entry.parameters if p.required]
     function["parameters"] = {"type": "object", "properties": properties, "required": must}
@@ -265,6 +299,28 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
     for name in places:
         values[name], shown[name] = _fresh(rng, by_name[name], iso, values)
     return form, shown, _ordered(entry, values)
+
+
+def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | None:
+    """A request that has a word in place of a value ("close it"): one of the values `known`; if there are none, a
+    value is left open ("close a ticket")."""
+    form = pick(rng, entry.marked) if entry.marked else ""
+    found = _REFERRED.search(form)
+    if not found or (known and found[1] not in known):
+        return None
+    word = pick(
+        rng, ("it", "it", "that {}", "the same {}") if known else ("a {}", "one of our {}s", "my {}", "the {}")
+    ).format(found[1])
+    text = form[: found.start()] + word + form[found.end() :]
+    implied = _IMPLIED.search(text)
+    values = dict(map(_given, implied[1].split(" "))) if implied else {}
+    text, shown = _IMPLIED.sub("", text), {}
+    if known:
+        values[found[1]] = known[found[1]]
+    for p in entry.parameters:
+        if f"{{{p.name}}}" in text:
+            values[p.name], shown[p.name] = _fresh(rng, p, False, values | known)
+    return capital(text), shown, _ordered(entry, values)
 
 
 def _fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
@@ -314,6 +370,8 @@ def asked_together(
     if len(values) < count:
         return None
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
+    if form[-1] == "?" and rng.random() < 0.4:
+        join = " or "
     if joined:
         before = re.search(rf"\b(to|in|into|for|from|at|on|of|with|by|about) {{{{{name}}}}}", form)
         if before and " " in join and rng.random() < 0.5:  # "to Rome and to Oslo"

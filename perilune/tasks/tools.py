@@ -188,7 +188,9 @@ def catalog_tool(rng: Random, entry: catalog.Entry | None = None) -> Tool:
     """One of the catalog's tools, under one of its names."""
     entry = entry or pick(rng, catalog.ENTRIES)
     name = pick(rng, entry.names) if rng.random() < 0.5 else entry.names[0]
-    if rng.random() < 0.12:
+    if (roll := rng.random()) < 0.06:
+        name = made_up(rng)
+    elif roll < 0.18:
         name = named(name.replace("_", " "), camel=True)
     iso = rng.random() < 0.4
     required, optional = catalog.declared_fields(entry)
@@ -203,8 +205,16 @@ def _catalog_pool() -> tuple[Tool, ...]:
     return tuple([catalog_tool(rng, entry) for entry in catalog.ENTRIES for _ in range(25)])
 
 
+@lru_cache(maxsize=1)
+def kits() -> tuple[tuple[Tool, ...], ...]:
+    """Tools of one noun that prompts declare together."""
+    rng = Random(f"{SEED}:kits")
+    return tuple([tuple([catalog_tool(rng, e) for e in kit]) for kit in catalog.KITS for _ in range(25)])
+
+
 def forget_pools() -> None:
     """Pools are drawn anew: they hold made-up words, which `words.learn` changes."""
+    kits.cache_clear()
     _pool.cache_clear()
     _catalog_pool.cache_clear()
 
@@ -318,6 +328,12 @@ def _everyday(tool: Tool, rng: Random, asked: catalog.Asked) -> Request:
     return Request(tool, text, opening(text, form.format(**shown)), ToolCall(tool.name, arguments))
 
 
+def shortly(rng: Random, tool: Tool, known: dict[str, Any]) -> Request | None:
+    """A request for a kit's tool that refers to one of the values `known`, or without them leaves one open."""
+    made = tool.entry and catalog.asked_shortly(rng, tool.entry, known)
+    return _everyday(tool, rng, made) if made else None
+
+
 def together(rng: Random, tool: Tool, count: int, joined: bool = True) -> tuple[str, list[Request]] | None:
     """One sentence that asks for several calls of a catalog's tool, and those calls' requests.
 
@@ -360,19 +376,10 @@ _LISTED: Final = (
     "Can you {v} {n} {x}?",
     "{V} all of these {n}s, {l} {x}.", "I have several {n}s ({x}). {V} each of them.", "{V} a {n} for {x}.",
     "{N} {x}, {v} please.", "Could you {v} the {n}s where the {l} is {x}?", "{V} {n} once for {x}.",
+    "{V} {l} {x}.", "{l}s {x}: {v} the {n}",
 )  # fmt: skip
-_LIST_ENDS: Final = (
-    " and ",
-    " and ",
-    " and ",
-    ", ",
-    " & ",
-    " and also ",
-    ", and ",
-    " plus ",
-    " and then ",
-    " as well as ",
-)
+_LIST_ENDS: Final = (" and ", " and ", " and ", ", ", " & ", " and also ", ", and ", " plus ", " and then ",
+    " as well as ")  # fmt: skip
 
 
 def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
