@@ -242,8 +242,8 @@ class DocQuestions:
     def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
         if widely(split):
             roll = rng.random()
-            if roll < 0.74:
-                kind = _about_paragraph if roll < 0.44 else _about_record
+            if roll < 0.78:
+                kind = _about_paragraph if roll < 0.53 else _about_record
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

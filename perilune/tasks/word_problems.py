@@ -12,10 +12,11 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.arithmetic import drawn_numbers, parted
+from perilune.tasks.composed.plans import plan
 from perilune.tasks.composed.tales import tale
 from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.stories import Story, other, people, wide
-from perilune.tasks.wordings import numeral, phrase
+from perilune.tasks.wordings import capital, numeral, phrase
 from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, invents_more, made_up
 from perilune.tasks.working import Tokens, solve, solve_trace
 
@@ -138,12 +139,16 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
         wider = widely(split) and rng.random() < 0.7
         if wider:
             words = _words(rng, new)
-            pattern, text, unit = (tale if rng.random() < 0.35 else wide)(rng, words["o"])
+            roll = rng.random()
+            pattern, text, unit = plan(rng) if roll < 0.45 else (tale if roll < 0.64 else wide)(rng, words["o"])
         else:
             pattern, text, unit = pick(rng, _KINDS)(rng, new)
-        numbers = {c: max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
-        tokens: Tokens = [numbers.get(c, c) for c in parted(pattern)]
-        solved = solve(tokens)
+        for _ in range(6 if wider else 1):
+            numbers = {c: max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
+            tokens: Tokens = [numbers.get(c, c) for c in parted(pattern)]
+            solved = solve(tokens)
+            if solved:
+                break
         if solved is None:
             continue
         value, steps = solved
@@ -152,7 +157,8 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
             break
     words = _worded(rng, words) if wider else _words(rng, new)
     if widely(split):
-        shown = {c: numeral(rng, n, 0.08) for c, n in numbers.items()}
+        shown = {c: numeral(rng, n, 0.2 if n < 21 else 0.08) for c, n in numbers.items()}
+        shown["C"] = capital(shown.get("c", ""))
         question = phrase(rng, text, asking=0.0).format(x=2 + int(rng.random() * 40), **shown | words)
         question = question[0].upper() + question[1:] if wider and rng.random() < 0.9 else question
     else:

@@ -28,6 +28,7 @@ from perilune.tasks.composed.clauses import (
     with_article,
 )  # fmt: skip
 from perilune.tasks.composed.subjects import ASIDES
+from perilune.tasks.composed.turns import turned
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, enumerated
 from perilune.tasks.words import ADJECTIVES, OBJECTS, made_up
@@ -131,7 +132,7 @@ def narrated(rng: Random) -> Account | None:
     text, line, before, pronoun = "", "", None, pick(rng, ("she", "he")) if first.who.person else "it"
     for one in made:
         said, named = sentence(rng, one), one.who.text.strip(",")
-        meant = before is one.who and said.startswith(one.who.text) and not one.who.plural and rng.random() < 0.6
+        meant = before is one.who and said.startswith(one.who.text) and not one.who.plural and rng.random() < 0.8
         said = pronoun + said[len(one.who.text) :] if meant else said
         link = pick(rng, _LINKS) if text else ""
         if not text or link.endswith((". ", "\n")):
@@ -273,11 +274,17 @@ def called(rng: Random) -> Account | None:
     return _answered(text, pick(rng, _CALLED_ASKED).format(a=thing), name, line)
 
 
+_HEADS: Final = ("Ticket {}: ", "Log {}\n", "Note no {}: ", "[{}] ", "Report {}:\n", "Dear all, ", "Re: {}\n\n", "PS: ")
+
+
 def passage(rng: Random) -> Account:
     """A paragraph, a question, its answer, and the sentence or row that has it."""
     while True:
         roll = rng.random()
-        kind = narrated if roll < 0.66 else compared if roll < 0.82 else rows if roll < 0.92 else called
+        kind = turned if roll < 0.47 else narrated if roll < 0.8 else compared if roll < 0.88 else rows
+        kind = called if roll > 0.95 else kind
         made = kind(rng)
+        if made and rng.random() < 0.15:
+            made = _answered(pick(rng, _HEADS).format(int(rng.random() * 9999)) + made[0], *made[1:])
         if made:
             return made

@@ -97,6 +97,8 @@ def bare_noun(rng: Random) -> str:
 
 def full_name(rng: Random) -> str:
     first = made_up(rng).capitalize() if rng.random() < 0.3 else pick(rng, NAMES)
+    if rng.random() < 0.12:
+        return f"{pick(rng, ('Mr.', 'Mrs.', 'Ms.', 'Dr.', 'Prof.', 'Capt.', 'St.', 'J.'))} {pick(rng, SURNAMES)}"
     if rng.random() < 0.55:
         return first
     return f"{first} {made_up(rng).capitalize() if rng.random() < 0.4 else pick(rng, SURNAMES)}"
@@ -111,7 +113,7 @@ def doer(rng: Random) -> Noun:
     roll = rng.random()
     if roll < 0.4:
         name = full_name(rng)
-        return Noun(name, name.split(" ")[0] if rng.random() < 0.3 else name, person=True)
+        return Noun(name, name.split(" ")[-1 if "." in name else 0] if rng.random() < 0.3 else name, person=True)
     if roll < 0.58:
         role = pick(rng, _ROLES)
         if roll < 0.5:
@@ -287,7 +289,8 @@ def sentence(rng: Random, made: Clause) -> str:
     first = parts.pop() if len(parts) and rng.random() < 0.25 else ""
     if made.what and passive(made):
         were = "were" if made.what.plural else "was"
-        core = f"{made.what.text} {were} {made.verb[2]} by {made.who.text}"
+        between = f" {parts.pop()}" if parts and rng.random() < 0.3 else ""
+        core = f"{made.what.text} {were} {made.verb[2]}{between} by {made.who.text}"
         core = core.rstrip(",") if not parts else core
     else:
         core = f"{made.who.text} {finite(made)}" + (f" {made.what.text}" if made.what else "")

@@ -193,7 +193,7 @@ def paragraph(rng: Random) -> Paragraph:
     """A paragraph, a question that one of its sentences answers, the thought and the answer, copied from it."""
     while True:
         roll = rng.random()
-        kind = _of_clauses if roll < 0.5 else _about_subjects if roll < 0.7 else _about_notes if roll < 0.75 else None
+        kind = _of_clauses if roll < 0.65 else _about_subjects if roll < 0.77 else _about_notes if roll < 0.8 else None
         made = (kind or _of_scenes)(rng)
         if made.answer in made.text and made.trace.split("\n")[0] in made.text:
             break

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from perilune.tasks import tools
 from perilune.tasks.arithmetic import drawn_numbers
-from perilune.tasks.composed import accounts, bills, findings, instructions, mentions, sums, tales
+from perilune.tasks.composed import accounts, bills, findings, instructions, mentions, plans, sums, tales, turns
 from perilune.tasks.fields import NEW_BASES
 
 
@@ -66,6 +66,17 @@ def test_flags_say_what_they_are() -> None:
     for _ in range(1000):
         one = mentions._flag(rng)
         assert bool(denied.search(one.text)) is not one.value, one
+
+
+def test_plans_say_each_number_once_and_turns_answer_once() -> None:
+    rng = random.Random(17)
+    for _ in range(3000):
+        pattern, text, unit = plans.plan(rng)
+        places = [c.lower() for c in re.findall(r"{([a-kA-K])}", text)]
+        assert sorted(places) == sorted(re.findall("[a-z]", pattern)), (pattern, text)
+        assert "<" not in text and unit, text
+        if made := turns.turned(rng):
+            assert made[2] in made[0] and made[3] in made[0] and "{" not in made[0] + made[1], made
 
 
 def test_instructions_are_carried_out_right() -> None:

@@ -138,7 +138,7 @@ def test_scenes_ask_for_what_they_say() -> None:
 def test_paragraphs_hold_their_answer_in_the_sentence_that_the_thought_quotes() -> None:
     rng = random.Random(7)
     reversed_, meant = 0, 0
-    for _ in range(1500):
+    for _ in range(2000):
         made = paragraphs.paragraph(rng)
         quoted, *rest = made.trace.split("\n")
         assert quoted in made.text and made.answer in made.text
