@@ -6,14 +6,13 @@ wordings in `NEW_*`. Half of the structural problems have such lengths, the othe
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.readings import chain, reading, stated
 from perilune.tasks.composed.sums import in_words_of, more
 from perilune.tasks.forms import (
-    CHAIN_ENDS,
-    CHAIN_STARTS,
-    CHAIN_STEPS,
     DIVIDE_FORMS,
     DOUBLE,
     HALF_FORMS,
@@ -27,7 +26,6 @@ from perilune.tasks.forms import (
     MORE_UNIT,
     OPERATOR_WORDS,
     SMALLEST_FORMS,
-    SPOKEN,
     SUM_OF_FORMS,
 )
 from perilune.tasks.more_stories import ASKED
@@ -110,7 +108,6 @@ _LARGER: Final = MORE_LARGER + ASKED["a>b"]
 _SMALLER: Final = MORE_SMALLER + ASKED["a<b"]
 _LARGEST: Final = LARGEST_FORMS + ASKED[">x"]
 _SMALLEST: Final = SMALLEST_FORMS + ASKED["<x"]
-_SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
 _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
@@ -138,7 +135,10 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
         if plus
         else (SUBTRACT_FORMS, MORE_SUBTRACT if a < b else _SUBTRACT, NEW_SUBTRACT_FORMS)
     )
-    if not widely(split):
+    if widely(split) and (plus or a > b) and rng.random() < 0.17:
+        shown = [a, b] if rng.random() < 0.5 else [b, a]
+        question = stated(rng, shown, "total" if plus else "more", a, b)
+    elif not widely(split):
         unseen = split == "structural" and not new_lengths
         question = spelling(rng, pick(rng, kept if unseen else forms).format(a=a, b=b))
     else:
@@ -199,14 +199,12 @@ _MORE_PATTERNS: Final = (
     "a/k", "a/k+b", "a/k-b", "b+a/k", "b-a/k", "(a+b)/k", "(a-b)/k", "a*k*m", "a-b+c-d", "a-(b+c)", "a+(b-c)",
     "a-(b-c)",
     "k*(a+b)", "k*(a-b)", "a*k-b*m", "a+b*k", "(a+b)*(k+m)", "(a-b)*(k-m)",
+    "k*(a+b*m)", "k*(a+b*m)-c", "k*(a-b*m)+c", "(a+b*k)*m", "a-(b+c*k)", "a+b*k-c*m", "(a*k+b)*m-c", "a-k*(b-c)",
 )  # fmt: skip
 
 
 def sample_arithmetic(rng: Random, split: str, thinking: bool) -> Problem:
-    kinds: tuple[Callable[[Random, str], Drawn], ...]
-    kinds = (_expression, _expression, _expression, _product, _product, _comparison, _units)
-    if widely(split):
-        kinds = (*kinds, _expression, _quotient, _beside, _beside, _beside, _beside)
+    kinds = _WIDE if widely(split) else _KINDS
     while True:
         key, question, trace, content = pick(rng, kinds)(rng, split)
         if belongs(key, split):
@@ -223,9 +221,9 @@ _KEPT_TIMES: Final = tuple(map(bare, NEW_TIMES_FORMS))
 _KEPT_LARGER: Final = tuple(map(bare, NEW_LARGER_FORMS))
 _KEPT_SMALLER: Final = tuple(map(bare, NEW_SMALLER_FORMS))
 _KEPT_UNIT: Final = tuple(map(bare, NEW_UNIT_FORMS))
-_IN_PARENTHESES: Final = re.compile(r"\((.)(.)(.)\)")
 
 
+@lru_cache(maxsize=256)
 def parted(pattern: str) -> list[str]:
     """The tokens of a pattern: its letters and signs, and whole numbers of any length."""
     return re.findall(r"\d+|.", pattern)
@@ -274,37 +272,23 @@ def _expression(rng: Random, split: str) -> Drawn:
 
 
 def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
-    """An expression as a question: in symbols, with the operators in words, in words altogether, or step by step."""
+    """An expression as a question: in symbols, with the operators in words, or in words altogether."""
     if rng.random() < 0.25 and (text := in_words_of(rng, pattern, numbers)):
         return text
     roll = rng.random()
-    if roll < 0.3 and pattern in _SPOKEN:
-        return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
+    if roll < 0.2 and pattern in ASKED:
+        return asked_in(rng, pick(rng, ASKED[pattern]), _KEPT_EXPRESSION, **numbers)
     if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
         said = [numeral(rng, n, 0.03) for n in numbers.values()]
         listed = enumerated(said, ", " if rng.random() < 0.3 else " and ")
         return phrase(rng, pick(rng, SUM_OF_FORMS), _KEPT_EXPRESSION).format(x=listed)
-    if roll < 0.5 and (flat := _flat(pattern)):
-        steps = [(flat[i], numbers[flat[i + 1]]) for i in range(1, len(flat), 2)]
-        text = pick(rng, CHAIN_STARTS).format(a=numbers[flat[0]])
-        join = pick(rng, (", ", ", ", " and ", ". "))
-        for operator, n in steps:
-            text += join + pick(rng, CHAIN_STEPS[operator]).format(x=n)
-        return phrase(rng, text + pick(rng, CHAIN_ENDS))
     if roll < 0.68:
         shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, OPERATOR_WORDS[m[1]]), shown)
-    elif roll < 0.74:
+    elif roll < 0.8:
         shown = shown.replace("*", pick(rng, ("x", "×", "·"))).replace("/", pick(rng, (":", "÷")))
+        shown = shown.replace("-", pick(rng, "-\u2212"))
     form = pick(rng, _EXPRESSION if rng.random() < 0.6 else EXPRESSION_FORMS)
     return phrase(rng, form, _KEPT_EXPRESSION).format(e=shown)
-
-
-def _flat(pattern: str) -> str:
-    """The pattern without parentheses if it is still worked from the left, else nothing."""
-    first = _IN_PARENTHESES.sub("a", pattern, count=1) if pattern[0] == "(" else pattern
-    if "(" in first or re.search(r"[-+]\w[*/]", first):
-        return ""
-    return pattern.replace("(", "").replace(")", "")
 
 
 def _product(rng: Random, split: str) -> Drawn:
@@ -340,6 +324,11 @@ def _quotient(rng: Random, split: str) -> Drawn:
 def _beside(rng: Random, split: str) -> Drawn:
     """Parts, percentages, averages, remainders, letters; in wide wordings only."""
     return more(rng)
+
+
+def _read(rng: Random, split: str) -> Drawn:
+    """Numbers with labels, and operations in sentences; in wide wordings only."""
+    return (reading if rng.random() < 0.55 else chain)(rng)
 
 
 def _comparison(rng: Random, split: str) -> Drawn:
@@ -392,6 +381,12 @@ def _units(rng: Random, split: str) -> Drawn:
     question = form.format(n=n, large=large, small=small)
     key = ("units", large, small, n)
     return key, question, lambda: f"{large}: {factor} {small}\n{multiply_trace(n, factor)}", f"{n * factor} {small}"
+
+
+_KINDS: Final[tuple[Callable[[Random, str], Drawn], ...]] = (
+    _expression, _expression, _expression, _product, _product, _comparison, _units,
+)  # fmt: skip
+_WIDE: Final = (*_KINDS, _expression, _quotient, _beside, _beside, _beside, _beside, *[_read] * 4)
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from perilune.tasks.wordings import lined
+from perilune.tasks.wordings import lined, opposite
 
 MORE: Final = lined("""
 reverse: Reverse {w}.|reverse "{w}"|Flip the word {w} around.|Turn {w} around, last letter first.|What do you get if \
@@ -36,9 +36,6 @@ in reverse order.|{x}: largest first, please|descending: {x}
 max: What's the biggest number in {x}?|max({x})|Largest of {x}?|Find the largest number in {x}.|Which is the highest \
 number in {x}?|Give me the maximum of {x}.|biggest: {x}|What is the highest value in {x}?|print(max({x}))|\
 {x}: the top one?
-min: What's the smallest number in {x}?|min({x})|Smallest of {x}?|Find the smallest number in {x}.|Which is the lowest \
-number in {x}?|Give me the minimum of {x}.|smallest: {x}|What is the lowest value in {x}?|print(min({x}))|\
-{x}: the lowest one?
 reverse list: Reverse this list: {x}|{x}[::-1]|Put {x} in the opposite order.|List {x} from back to front.|What is {x} \
 in reverse?|Flip the list {x}.|list(reversed({x}))|Last to first: {x}
 second: Every other item of {x}, starting with the first.|{x}[::2]|Take items 1, 3, 5 of {x}.|Skip every second item \
@@ -73,10 +70,6 @@ odds: Which numbers in {x} are odd?|Keep only the odd numbers of {x}.|[n for n i
 numbers from {x}.|List the odd numbers in {x}.|Odd numbers of {x}?|Remove the even numbers from {x}.|{x}: odds only
 count evens: How many numbers in {x} are even?|How many even numbers are in {x}?|Count the even numbers in {x}.|How \
 many of {x} can be divided by two?
-double: Double every number in {x}.|[2 * n for n in {x}]|Multiply each item of {x} by 2.|What is {x} with every number \
-doubled?|Twice each of {x}?
-plus: Add {k} to every number in {x}.|[n + {k} for n in {x}]|Increase each item of {x} by {k}.|What is {x} with {k} \
-added to each?
 head: What are the first {n} items of {x}?|{x}[:{n}]|Take the first {n} numbers of {x}.|Give me the first {n} of {x}.|\
 Keep only the first {n} elements of {x}.
 tail: What are the last {n} items of {x}?|{x}[-{n}:]|Take the last {n} numbers of {x}.|Give me the last {n} of {x}.|\
@@ -93,40 +86,11 @@ place: At which position is {k} in {x}, counting from 1?|Where is {k} in {x}? Co
 What place does {k} have in {x}, starting at 1?
 times list: How often is {k} in {x}?|{x}.count({k})|How many times does {k} occur in {x}?|Count how often {k} appears \
 in {x}.|How many {k}s are in {x}?
-first letter: What is the first letter of {w}?|With which letter does {w} begin?|First letter of {w}?|"{w}"[0]|What \
-letter does {w} start with?
-last letter: What is the last letter of {w}?|With which letter does {w} end?|Last letter of {w}?|"{w}"[-1]|What letter \
-does {w} end with?
-nth letter: What is the {o} letter of {w}?|Which letter of {w} is at place {n}?|Letter number {n} of {w}?|{o} letter \
-of {w}?|Give me the {o} character of {w}.|In {w}, which letter stands at position {n}?
-drop vowels: Remove the vowels from {w}.|Write {w} without vowels.|{w} without a, e, i, o, u?|Delete all vowels in \
-{w}.|Take the vowels out of {w}.|Only the consonants of {w}, please.
-drop letter: Remove every {c} from {w}.|Write {w} without the letter {c}.|Delete the letter {c} in {w}.|\
-"{w}".replace("{c}", "")|Take out each {c} of {w}.|{w} without {c}?|{w} with no {c}
-swap letter: Replace {c} with {e} in {w}.|"{w}".replace("{c}", "{e}")|Change every {c} of {w} to {e}.|Write {w} with \
-{e} instead of {c}.|In {w}, put {e} for each {c}.|What is {w} if you replace {c} by {e}?|{w}, each {c} made {e}
 lower: Write {W} in lower case.|"{W}".lower()|Lowercase {W}.|Make {W} lower case.|Turn {W} into small letters.|{W} in \
 small letters?|{W}, but small letters
-capital: Capitalise {w}.|Write {w} with a capital first letter.|"{w}".capitalize()|Give {w} a capital letter at the \
-start.|Make the first letter of {w} upper case.
 repeat: Repeat {w} {n} times.|"{w}" * {n}|Write {w} {n} times in a row without spaces.|print("{w}" * {n})
 glue: Join {w} and {v}.|"{w}" + "{v}"|Put {w} and {v} together as one word.|Concatenate {w} and {v}.|What do you get \
 if you write {v} right after {w}?|Stick {w} and {v} together.
-hyphen: Join the words {t} with hyphens.|"-".join({l})|Write {t} with hyphens instead of spaces.|Put a hyphen between \
-the words: {t}|Connect {t} with hyphens.|"{t}".replace(" ", "-")
-words: How many words are in "{t}"?|Count the words: {t}|How many words does "{t}" have?|len("{t}".split())|Number of \
-words in "{t}"?|{t}: how many words?
-last word: What is the last word of "{t}"?|Which word comes last: {t}|Give me the last word of: {t}
-reverse words: Reverse the order of the words: {t}|Write the words of "{t}" in the opposite order.|" \
-".join(reversed("{t}".split()))|Put the words {t} from last to first.
-longest: Which is the longest word: {t}?|What is the longest of these words? {t}|Find the longest word in "{t}".|\
-max({l}, key=len)|longest word of {t}|{t}: the longest?
-alphabet: Sort the words {t} alphabetically.|Put {t} in alphabetical order.|sorted({l})|Order these words from a to z: \
-{t}|Alphabetical order, please: {t}|{t}: a to z, please
-palindrome: Is {w} a palindrome?|Does {w} read the same backwards?|"{w}" == "{w}"[::-1]? Answer yes or no.|Is the word \
-{w} the same from both sides?|{w}: palindrome, yes or no?
-has letter: Does {w} contain the letter {c}?|Is there a {c} in {w}?|"{c}" in "{w}"? Answer yes or no.|Is the letter \
-{c} part of {w}?|{c} in {w}: yes or no?
 weekday back: Today is {w}. Which weekday was it {n} days ago?|What day was it {n} days before {w}?|{n} days before a \
 {w}?|If it is {w}, what day was it {n} days earlier?|It's {w}. What day of the week was {n} days ago?|\
 {w} now. {n} days ago?
@@ -141,3 +105,37 @@ or {e}: which one is earlier?
 next day: What day comes after {w}?|Which weekday follows {w}?|What is the day after {w}?|What comes right after {w}?
 next month: Which month comes after {m}?|What month follows {m}?|What is the month after {m}?
 """)
+MORE["min"] = tuple(map(opposite, MORE["max"]))
+# What begins on a date, and what happens some days later or before.
+for _kind, _ends in (
+    (
+        "after",
+        " and {n} days later it is over| and takes effect {n} days later|. {n} days after that I \
+call|; {n} days later comes the letter",
+    ),
+    (
+        "before",
+        "; {n} days earlier I have to be ready|. I order {n} days before \
+that|, and {n} days before that comes the notice",
+    ),
+):
+    MORE[_kind] += tuple(
+        [
+            f"{begin} {{d}}{end}. {ask}"
+            for begin in (
+                "A parcel is posted on",
+                "The fair opens on",
+                "We plant beans on",
+                "My visa is dated",
+                "The contract is signed on",
+            )
+            for end in _ends.split("|")
+            for ask in (
+                "On which date?",
+                "Which date is that?",
+                "Give that date as YYYY-MM-DD.",
+                "date?",
+                "When is that?",
+            )
+        ]
+    )

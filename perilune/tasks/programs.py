@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from perilune.tasks.composed.instructions import instruction
 from perilune.tasks.composed.procedures import procedure
+from perilune.tasks.composed.readings import compared
 from perilune.tasks.composed.sums import ordered, whether
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, any_day, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
@@ -317,18 +318,16 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         roll = rng.random() if widely(split) else 1.0
-        if roll < 0.6:
-            if roll < 0.04:
-                key, question, worked, content = (whether if roll < 0.02 else ordered)(rng)
+        if roll < 0.62:
+            if roll < 0.12:
+                key, question, worked, content = (whether if roll < 0.02 else ordered if roll < 0.04 else compared)(rng)
                 trace = worked()
             else:
-                made = instruction if roll < 0.34 else procedure if roll < 0.54 else loop if roll < 0.56 else pipeline
+                made = instruction if roll < 0.39 else procedure if roll < 0.56 else loop if roll < 0.58 else pipeline
                 key, question, trace, content = made(rng)
-        elif roll < 0.78:
+        elif roll < 0.79:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
-            if kind == "alphabet" and "sorted(" in question:
-                content = str(content.split())
         else:
             key, question, trace, content = pick(rng, _KINDS)(rng, split, new and rng.random() < 0.5)
         if belongs(key, split):

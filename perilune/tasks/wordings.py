@@ -76,10 +76,13 @@ def expand(rng: Random, rules: Mapping[str, Sequence[str]], text: str) -> str:
     return text
 
 
+_MARKS: Final = str.maketrans("?.!,:;", "      ")
+
+
 @lru_cache(maxsize=65536)
 def bare(form: str) -> str:
     """A form without punctuation and capitals, to compare forms by."""
-    return " ".join(re.sub(r"[?.!,:;]", " ", form.lower()).split())
+    return " ".join(form.lower().translate(_MARKS).split())
 
 
 def lined(text: str) -> dict[str, tuple[str, ...]]:
@@ -102,6 +105,15 @@ def typo(rng: Random, form: str) -> str:
     if how < 0.8:  # one twice
         return form[:at] + form[at] + form[at:]
     return form[:at] + _NEAR.get(form[at], "e") + form[at + 1 :]  # the key beside it
+
+
+_OPPOSITES: Final = {"bigg": "small", "larg": "small", "great": "small", "high": "low", "more": "less", "max": "min",
+    "top": "bottom"}  # fmt: skip
+
+
+def opposite(form: str) -> str:
+    """A form that asks for the largest one made one for the smallest."""
+    return re.sub("|".join(_OPPOSITES), lambda m: _OPPOSITES[m[0]], form)
 
 
 def small(text: str) -> str:

@@ -27,14 +27,14 @@ Tokens = list[int | str]  # an expression: numbers, "+", "-", "*", "(" and ")"
 Step = tuple[str, int, int, str]  # operator, operands, and the whole expression in which it is the next step
 
 PLACES: Final = "abcdefghij"
+_LABELLED: Final = tuple(["%s".join(PLACES[n::-1]) + "%s" for n in range(10)])  # d%sc%sb%sa%s
 _UNSEEN_LENGTHS: Final = (3, 4)
 
 
 def labelled(number: int | str) -> str:
     """1234 -> d1c2b3a4; zeros at the front of a string are kept."""
     digits = str(number)
-    top = len(digits) - 1
-    return "".join([PLACES[top - i] + digit for i, digit in enumerate(digits)])
+    return _LABELLED[len(digits) - 1] % tuple(digits)
 
 
 def add_trace(a: int, b: int) -> str:
@@ -145,12 +145,17 @@ def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
     steps: list[Step] = []
     rest = list(tokens)
     while len(rest) > 1:
-        if "(" in rest:
-            at, size = rest.index("("), 5
-            left, operator, right = rest[at + 1 : at + 4]
+        low, end = 0, len(rest)
+        if ")" in rest:  # the first innermost parentheses
+            low = end = rest.index(")")
+            while rest[low - 1] != "(":
+                low -= 1
+        for at in range(low, end - 1, 2):
+            if rest[at + 1] not in ("+", "-"):
+                break
         else:
-            at, size = next((i for i, t in enumerate(rest) if t in ("*", "/", "_", "^", "%")), 1) - 1, 3
-            left, operator, right = rest[at : at + 3]
+            at = low
+        left, operator, right = rest[at : at + 3]
         assert isinstance(left, int) and isinstance(right, int) and isinstance(operator, str)
         if operator == "*" and not multipliable(left, right):
             return None
@@ -160,7 +165,8 @@ def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
         if not 0 <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):
             return None
         steps.append((operator, left, right, "".join(map(str, rest))))
-        rest[at : at + size] = [value]
+        alone = low and end - low == 3  # the parentheses go too
+        rest[low - 1 if alone else at : end + 1 if alone else at + 3] = [value]
     assert isinstance(rest[0], int)
     return rest[0], steps
 

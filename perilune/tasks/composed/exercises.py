@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.more_programs import LENGTHS, LETTERS, MONTHS, indexed
+from perilune.tasks.more_programs import LENGTHS, LETTERS, MONTHS, indexed, ordinal
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, lined, phrase
 from perilune.tasks.words import NAMES, PLAIN
@@ -83,6 +83,64 @@ def of_word(rng: Random, w: str) -> list[Task]:
         ("starts", f"does {{x}} start with {a}? yes or no", f"{i}\n1{w[0]}", _yes_or_no(a == w[0])),
         ("times", f"write {{x}} {n} times with {name} between|{{x}}, {n} times, {name} between",
             "\n".join([f"{j}:{w}" for j in range(1, n + 1)]), mark.join([w] * n)),
+    ]  # fmt: skip
+
+
+def of_line(rng: Random, line: str, out: Out) -> list[Task]:
+    """What can be done with a line of words."""
+    found = line.split()
+    numbered = [f"{i}:{w}" for i, w in enumerate(found, 1)]
+    n, k, w, v = (
+        1 + int(rng.random() * len(found)),
+        pick(rng, (2, 3)),
+        pick(rng, (*found, *found[-1:] * 5)),
+        pick(rng, PLAIN),
+    )
+    sizes, up, shown = [f"{indexed(x)} {len(x)}" for x in found], sorted(found, key=len), " ".join(numbered)
+    lengths, w = list(map(len, up)), w if len(w) > 2 else up[-1]
+    long, size, c = [x for x in found if len(x) > k + 2], "\n".join(sizes), pick(rng, found)[0]
+    heads = [x for x in found if x[0] == c]
+    q, mark = pick(rng, "\"'"), pick(rng, (("hyphens", "-"), ("underscores", "_"), ("slashes", "/")))
+    o = ordinal(rng, n)
+    new, seen = " ".join([v if x == w else x for x in found]), [found[: i + 1].count(w) for i in range(len(found))]
+    once = line.lower().split().count(w.lower()) == seen[-1]  # not "The" and "the"
+    w, v = f"{q}{w}{q}", f"{q}{v}{q}"
+    return [
+        ("words", "how many words does {x} have?|count the words of {x}|how many words are in {x}?|word count of {x}?",
+            shown, str(len(found))),
+        ("nth", f"what is the {o} word of {{x}}?|give me the {o} word of {{x}}|word number {n} of {{x}}?|which word "
+            f"comes {o} in {{x}}?", f"{shown}\n{numbered[n - 1]}", found[n - 1]),
+        ("last", "what is the last word of {x}?|with which word does {x} end?", f"{shown}\n{numbered[-1]}", found[-1]),
+        ("back", "what is the second to last word of {x}?|last but one word of {x}?", f"{shown}\n{numbered[-2]}",
+            found[-2]),
+        ("long", "which word of {x} is the longest?|longest word of {x}?", size,
+            up[-1] if lengths[-1] > lengths[-2] else ""),
+        ("second", "what is the second longest word of {x}?",
+            f"{size}\n{picked(found, up[:-3:-1])}", up[-2] if lengths[-1] > lengths[-2] > lengths[-3] else ""),
+        ("short", "which word of {x} is the shortest?|shortest word of {x}?", size,
+            up[0] if lengths[0] < lengths[1] else ""),
+        ("upper", "write {x} in capitals|uppercase {x}|put all of {x} in upper case|all caps for {x}", shown,
+            line.upper()),
+        ("title", "capitalise every word of {x}|write {x}, each word with a capital first letter", shown,
+            " ".join(map(capital, found))),
+        ("turned", "write the words of {x} in the opposite order|reverse the word order of {x}",
+            f"{shown}\n{' '.join(numbered[::-1])}", " ".join(found[::-1])),
+        ("swap", f"replace {w} with {v} in {{x}}|change {w} to {v} in {{x}}|in {{x}}, write {v} instead of {w}|swap "
+            f"every {w} in {{x}} for {v}|put {v} for {w} wherever it occurs in {{x}}", shown, new if once else ""),
+        ("times", f"how often does the word {w} occur in {{x}}?|count how many times {w} is in {{x}}",
+            "\n".join([f"{x}:{i}" for x, i in zip(found, seen)]), str(seen[-1] * once or "")),
+        ("head", f"what are the first {k} words of {{x}}?|keep only the first {k} words of {{x}}",
+            f"{shown}\n{' '.join(numbered[:k])}", " ".join(found[:k])),
+        ("tail", f"what are the last {k} words of {{x}}?|keep only the last {k} words of {{x}}",
+            f"{shown}\n{' '.join(numbered[-k:])}", " ".join(found[-k:])),
+        ("initials", "join the first letters of the words of {x}|what do the initials of {x} spell?",
+            "\n".join([f"{x}: {x[0]}" for x in found]), "".join([x[0] for x in found])),
+        ("begin", f"which words of {{x}} begin with {c}?|only the words of {{x}} that start with {c}",
+            "\n".join([f"{x}: {x[0]}" for x in found]), out(heads) if line.islower() else ""),
+        ("sized", f"which words of {{x}} have more than {k + 2} letters?|keep the words of {{x}} of {k + 3} letters or "
+            "more", size, out(long) if long else ""),
+        ("joined", f"put {mark[0]} between the words of {{x}} instead of spaces|join the words of {{x}} with {mark[0]}",
+            mark[1].join(found), mark[1].join(found)),
     ]  # fmt: skip
 
 

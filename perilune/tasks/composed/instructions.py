@@ -8,14 +8,16 @@ in many ways, with the answer in the same one. The trace is worked by index or b
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import accumulate
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed import exercises as more
+from perilune.tasks.composed.clauses import clause, sentence
 from perilune.tasks.composed.exercises import Task, picked, places
 from perilune.tasks.more_programs import DAYS, LETTERS, any_day, counted, indexed, word
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, enumerated, numeral, phrase, small
+from perilune.tasks.wordings import capital, enumerated, lined, numeral, phrase, small
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
@@ -107,9 +109,9 @@ def _letters_of(rng: Random) -> tuple[str, list[Task]]:
     return w, tasks
 
 
-def _running(items: list[str], best: Callable[[list[str]], str]) -> str:
+def _running(items: list[str], best: Callable[[str, str], str]) -> str:
     """The trace of a search: each item and the best so far."""
-    return "\n".join([f"{x}:{best(items[: i + 1])}" for i, x in enumerate(items)])
+    return "\n".join([f"{x}:{b}" for x, b in zip(items, accumulate(items, best))])
 
 
 def _lengths(items: list[str], longest: bool) -> tuple[str, str]:
@@ -201,7 +203,7 @@ def _numbers_of(rng: Random, out: Callable[[list[str]], str]) -> tuple[list[str]
     parity = "\n".join([f"{x} {'odd' if x % 2 else 'even'}" for x in items])
     distinct = list(dict.fromkeys(found))
     up = list(map(str, sorted(items)))
-    best = {big: [str((max if big else min)(items[: i + 1])) for i in range(len(items))] for big in (True, False)}
+    best = {big: list(map(str, accumulate(items, max if big else min))) for big in (True, False)}
     tasks: list[Task] = [
         ("sort", "sort {x} ascending|sort {x}|put {x} in order from small to large|order {x}, smallest first|arrange "
             "{x} from low to high|put {x} in order from lowest to highest|line {x} up, lowest first",
@@ -284,16 +286,38 @@ _FRAMES: Final = (
 )  # fmt: skip
 
 
-def _style(rng: Random) -> tuple[Callable[[list[str]], str], Callable[[list[str]], str]]:
+_LETTERS: Final = re.compile(r"([A-Za-z]+ ){3,9}[A-Za-z]+")
+Out = Callable[[list[str]], str]
+_PARTED: Final = lined("""
+, : comma separated|separated by commas|with commas between
+ : separated by spaces|with spaces between|with a space between
+; : separated by semicolons|with semicolons between
+^: one per line|each on its own line
+""")
+
+
+def _style(rng: Random) -> tuple[Out, Out]:
     """How a list is written in the question and in the answer."""
-    roll, mark = rng.random(), pick(rng, (" ", "; ", "\n", ",", " / "))
-    if roll < 0.3:
+    roll, mark = rng.random(), pick(rng, (" ", "; ", ",", " / "))
+    if roll < 0.25:
         return (lambda items: f"[{', '.join(items)}]"), (lambda items: f"[{', '.join(items)}]")
-    if roll < 0.55:
-        return (lambda items: f"\n{mark.join(items)}\n" if mark == "\n" else mark.join(items)), mark.join
-    if roll < 0.62:
-        return (lambda items: "\n- " + "\n- ".join(items) + "\n"), ", ".join
-    return enumerated if roll < 0.8 else ", ".join, ", ".join
+    if roll < 0.4:
+        return mark.join, mark.join
+    if roll < 0.65:
+        head = pick(rng, ("", "", "- ", "* ", "{}. ", "{}) "))
+        out = ", ".join if head else "\n".join
+        return (lambda items: "\n".join([head.format(i) + x for i, x in enumerate(items, 1)])), out
+    return enumerated if roll < 0.82 else ", ".join, ", ".join
+
+
+def _line(rng: Random) -> str:
+    """A sentence of letters and spaces, now and then with a word twice."""
+    line = ""
+    while not _LETTERS.fullmatch(line):
+        line = sentence(rng, clause(rng)).replace(",", "")
+    if rng.random() < 0.3:
+        line += f" {pick(rng, ('and more', 'but no', 'or another'))} {max(line.split(), key=len)}"
+    return capital(line) if rng.random() < 0.3 else line.lower()
 
 
 def _put(rng: Random, form: str, thing: str, pronoun: str, raw: str) -> str:
@@ -301,6 +325,13 @@ def _put(rng: Random, form: str, thing: str, pronoun: str, raw: str) -> str:
     asks = form.endswith("?")
     roll = rng.random()
     said = re.sub(r"^\{x\}[:,]? ", "", form).replace("{x}", pronoun)
+    if "\n" in thing:  # each item has its own line
+        after = rng.random() < 0.35
+        said, thing = capital(said) if rng.random() < 0.8 else said, thing.strip("\n")
+        said += "" if asks else pick(rng, (".", "") if after else (".", ":", "", ":"))
+        said = phrase(rng, said, asking=0.0) if rng.random() < 0.5 else said
+        gap = pick(rng, ("\n", "\n\n"))
+        return f"{thing}{gap}{said}" if after else f"{said}{gap}{thing}"
     if roll < 0.4:
         text = form.replace("{x}", "{thing}") if asks else form.replace("{x}", "{thing}") + "."
     elif roll < 0.66:
@@ -308,7 +339,7 @@ def _put(rng: Random, form: str, thing: str, pronoun: str, raw: str) -> str:
         text += "" if asks else pick(rng, (".", ".", " please.", "", ", please"))
     elif roll < 0.78:
         text = said + pick(rng, (": {thing}", "\n{thing}", ": {thing}", " - {thing}"))
-    elif roll < 0.85 and (parted := re.match(r"((?:sort|order|arrange) )\{x\},? \(?([^()]+)", form)):
+    elif roll < 0.85 and (parted := re.fullmatch(r"((?:sort|order|arrange) )\{x\},? \(?([^()]+)\)?", form)):
         text = f"{parted[1]}{pick(rng, ('these', pronoun))}: {{thing}} ({parted[2]})"
     else:
         text, thing = pick(rng, _FRAMES).format(x="{thing}", f=said, F=capital(said)), pick(rng, (raw, raw, thing))
@@ -371,14 +402,23 @@ def instruction(rng: Random) -> Made:
         return _calendar(rng)
     if roll < 0.2:
         return more.exercise(rng)
-    if roll < 0.52:
+    if roll < 0.38:
         w, tasks = _letters_of(rng)
         name, forms, trace, answer = _drawn(rng, more.of_word(rng, w) if new else tasks, "w")
         shown, raw = pick(rng, _QUOTED).replace("{w}", w), pick(rng, ("{w}", '"{w}"')).replace("{w}", w)
         key = "more letters" if new else "letters"
         return (key, name, w, answer), _put(rng, forms, shown, "it", raw), trace, answer
-    shape, out = _style(rng)
-    listed = roll < 0.76
+    out: Out = lambda items: "\0" + "\0".join(items)  # noqa: E731
+    shape, written = _style(rng)
+    if roll < 0.57:
+        line = _line(rng)
+        name, forms, trace, answer = _drawn(rng, more.of_line(rng, line, out), "")
+        forms, answer = _separated(rng, forms, answer, ", ".join)
+        kind = pick(rng, ("sentence", "line", "text", "phrase"))
+        thing = pick(rng, ("'{}'", '"{}"', '"{}"', "the {k} '{}'", 'the {k} "{}"', "\n{}", "\n{}")).format(line, k=kind)
+        pronoun = pick(rng, (f"this {kind}", "this", f"the following {kind}" if "\n" in thing else "it", f"the {kind}"))
+        return ("line", name, line, answer), _put(rng, forms, thing, pronoun, f'"{line}"'), trace, answer
+    listed = roll < 0.78
     items, tasks = (_words_of if listed else _numbers_of)(rng, out)
     if new:
         if rng.random() < 0.3:
@@ -389,14 +429,32 @@ def instruction(rng: Random) -> Made:
         else:
             tasks = (more.of_words if listed else more.of_numbers)(rng, items, out)
     name, forms, trace, answer = _drawn(rng, tasks, "l" if listed else "n")
-    kind = pick(rng, ("words", "words", "terms", "items") if listed else ("numbers", "numbers", "values", "items"))
-    thing = pick(rng, _ITEMS).format(k=kind, x=shape(items), n=len(items))
+    forms, answer = _separated(rng, forms, answer, written)
+    kind, raw = pick(rng, _KINDS[listed]), shape(items)
+    thing = raw if "\n" in raw else pick(rng, _ITEMS).format(k=kind, x=raw, n=len(items))
     pronoun = pick(rng, ("them", f"these {kind}", f"the {kind}", "them"))
+    if "\n" in raw:
+        pronoun = pick(rng, ("these", f"these {kind}", f"the {kind} listed here", "the lot"))
     key = "more items" if new else "items"
-    return (key, name, *items, answer), _put(rng, small(forms), thing, pronoun, shape(items)), trace, answer
+    return (key, name, *items, answer), _put(rng, small(forms), thing, pronoun, raw), trace, answer
+
+
+_KINDS: Final = (("numbers", "numbers", "values", "items"), ("words", "words", "terms", "items"))
+
+
+def _separated(rng: Random, form: str, answer: str, out: Out) -> tuple[str, str]:
+    """The form and the answer; if that is a list, the form says at times what to put between its items."""
+    if "\0" not in answer:
+        return form, answer
+    items = answer[1:].split("\0")
+    if len(items) > 1 and rng.random() < 0.4:
+        mark, said = pick(rng, tuple(_PARTED.items()))
+        how, out = pick(rng, said), mark.replace("^", "\n").join
+        form += f" {capital(how)}, please" if form[-1] == "?" else pick(rng, (f", {how}", f" ({how})"))
+    return form, out(items)
 
 
 def _drawn(rng: Random, tasks: list[Task], kind: str) -> Task:
     """A task that has an answer, with one of its forms."""
-    name, forms, trace, answer = pick(rng, [task for task in tasks if task[3] not in ("", "[]")])
+    name, forms, trace, answer = pick(rng, [task for task in tasks if task[3] not in ("", "\0")])
     return name, pick(rng, (*forms.split("|"), *more.MORE.get(kind + name, ()))), trace, answer

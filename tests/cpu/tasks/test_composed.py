@@ -104,6 +104,9 @@ def test_instructions_are_carried_out_right() -> None:
         "longest": lambda x: max(x, key=len), "glue": "".join, "first of all": min,
         "spread": lambda x: str(max(map(int, x)) - min(map(int, x))),
         "+single": lambda x: min(x, key=x.count), "+most": lambda x: max(x, key=x.count)}  # fmt: skip
+    lines: dict[str, Callable[[list[str]], str]] = {"words": lambda x: str(len(x)), "last": lambda x: x[-1],
+        "turned": lambda x: " ".join(x[::-1]), "second": lambda x: sorted(x, key=len)[-2],
+        "upper": lambda x: " ".join(x).upper()}  # fmt: skip
     seen = set()
     for _ in range(12000):
         (kind, name, *given), question, trace, answer = instructions.instruction(rng)
@@ -115,6 +118,9 @@ def test_instructions_are_carried_out_right() -> None:
             if name in done:
                 seen.add(name)
                 assert done[name](given[0]) == answer, (question, answer)
+        elif kind == "line" and name in lines:
+            seen.add(f"line {name}")
+            assert given[0] in question and lines[name](given[0].split()) == answer, (question, answer)
         elif kind == "items":
             assert all(item in question for item in given[:-1])
             if name in lists:
@@ -123,7 +129,7 @@ def test_instructions_are_carried_out_right() -> None:
             elif name in singles:
                 seen.add(name)
                 assert answer == singles[name](given[:-1]), (question, answer)
-    assert seen == {*done, *lists, *singles}
+    assert seen == {*done, *lists, *singles, *[f"line {name}" for name in lines]}
 
 
 def test_described_expressions_are_worked_right() -> None:
