@@ -26,6 +26,7 @@ from perilune.tasks.forms import (
     MORE_UNIT,
     OPERATOR_WORDS,
     SMALLEST_FORMS,
+    SPOKEN,
     SUM_OF_FORMS,
 )
 from perilune.tasks.more_stories import ASKED
@@ -108,6 +109,7 @@ _LARGER: Final = MORE_LARGER + ASKED["a>b"]
 _SMALLER: Final = MORE_SMALLER + ASKED["a<b"]
 _LARGEST: Final = LARGEST_FORMS + ASKED[">x"]
 _SMALLEST: Final = SMALLEST_FORMS + ASKED["<x"]
+_SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
 _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
@@ -276,8 +278,8 @@ def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
     if rng.random() < 0.25 and (text := in_words_of(rng, pattern, numbers)):
         return text
     roll = rng.random()
-    if roll < 0.2 and pattern in ASKED:
-        return asked_in(rng, pick(rng, ASKED[pattern]), _KEPT_EXPRESSION, **numbers)
+    if roll < 0.3 and pattern in _SPOKEN:
+        return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
     if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
         said = [numeral(rng, n, 0.03) for n in numbers.values()]
         listed = enumerated(said, ", " if rng.random() < 0.3 else " and ")

@@ -55,14 +55,14 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
     """All families; `doc_questions` asks about these paragraphs (documents.passages) besides invented ones."""
     questions = DocQuestions(passages)
     families = (
-        Family("add_sub", 0.03, 85, True, sample_add_sub, same_number),
-        Family("arithmetic", 0.09, 90, True, sample_arithmetic, same_number),
-        Family("word_problems", 0.16, 110, True, sample_word_problems, same_number),
-        Family("tool_call", 0.12, 330, True, sample_tool_call, same_calls),
-        Family("tools_multi", 0.15, 375, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.19, 140, True, sample_json_extract, same_object),
+        Family("add_sub", 0.03, 100, True, sample_add_sub, same_number),
+        Family("arithmetic", 0.09, 110, True, sample_arithmetic, same_number),
+        Family("word_problems", 0.16, 135, True, sample_word_problems, same_number),
+        Family("tool_call", 0.12, 295, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.15, 350, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.19, 170, True, sample_json_extract, same_object),
         Family("doc_questions", 0.14, 100, True, questions, same_text),
-        Family("programs", 0.11, 55, True, sample_programs, same_result),
+        Family("programs", 0.11, 65, True, sample_programs, same_result),
         Family("chat", 0.01, 45, False, sample_chat, same_reply),
     )
     return {f.name: f for f in families}

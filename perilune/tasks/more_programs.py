@@ -13,6 +13,7 @@ Made = tuple[str, tuple[Any, ...], dict[str, Any], str,
     str]  # kind of program_forms.py, key, places, trace, answer  # fmt: skip
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+_VOWELS: Final = "aeiou"
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS: Final = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
     "November", "December")  # fmt: skip
@@ -121,9 +122,38 @@ def _times(rng: Random) -> Made:
     return "times list", ("times", k, *items), {"x": items, "k": k}, "\n".join(lines), str(seen)
 
 
-def _lower(rng: Random) -> Made:
+def _each(rng: Random) -> Made:
+    items, k = _items(rng, 50), 2 + int(rng.random() * 9)
+    double = rng.random() < 0.5
+    made = [2 * x if double else x + k for x in items]
+    lines = [f"{x}*2={y}" if double else f"{x}+{k}={y}" for x, y in zip(items, made)]
+    return ("double" if double else "plus", ("each", 0 if double else k, *items), {"x": items, "k": k},
+        "\n".join(lines), str(made))  # fmt: skip
+
+
+def _letter(rng: Random) -> Made:
     w = word(rng)
-    return "lower", ("lower", w), {"W": w.upper()}, f"{indexed(w.upper())}\n{indexed(w)}", w
+    kind = pick(rng, ("first letter", "last letter", "nth letter", "nth letter"))
+    n = 1 if kind == "first letter" else len(w) if kind == "last letter" else 1 + int(rng.random() * len(w))
+    return kind, ("letter", n, w), {"w": w, "n": n, "o": ordinal(rng, n)}, f"{indexed(w)}\n{n}{w[n - 1]}", w[n - 1]
+
+
+def _without(rng: Random) -> Made:
+    w = word(rng)
+    kind = pick(rng, ("drop vowels", "drop letter", "swap letter"))
+    c, e = pick(rng, w), pick(rng, LETTERS)
+    if kind == "drop vowels":
+        made = "".join([x if x not in _VOWELS else "-" for x in w])
+    else:
+        made = "".join([x if x != c else "-" if kind == "drop letter" else e for x in w])
+    return kind, (kind, w, c, e), {"w": w, "c": c, "e": e}, f"{indexed(w)}\n{indexed(made)}", made.replace("-", "")
+
+
+def _case(rng: Random) -> Made:
+    w = word(rng)
+    if rng.random() < 0.5:
+        return "lower", ("lower", w), {"W": w.upper()}, f"{indexed(w.upper())}\n{indexed(w)}", w
+    return "capital", ("capital", w), {"w": w}, f"{indexed(w)}\n1{w[0].upper()}", w.capitalize()
 
 
 def _built(rng: Random) -> Made:
@@ -131,6 +161,50 @@ def _built(rng: Random) -> Made:
     if rng.random() < 0.4:
         return "repeat", ("repeat", w, n), {"w": w, "n": n}, "\n".join([f"{i}:{w}" for i in range(1, n + 1)]), w * n
     return "glue", ("glue", w, v), {"w": w, "v": v}, f"{indexed(w)}\n{indexed(v)}", w + v
+
+
+def _text(rng: Random) -> Made:
+    """Programs over a few words."""
+    found = list(
+        dict.fromkeys(
+            [pick(rng, PLAIN) if rng.random() < 0.6 else made_up(rng) for _ in range(3 + int(rng.random() * 3))]
+        )
+    )
+    kind = pick(rng, ("hyphen", "words", "last word", "reverse words", "longest", "alphabet"))
+    text = " ".join(found)
+    numbered = " ".join([f"{i}:{w}" for i, w in enumerate(found, 1)])
+    trace, answer = numbered, str(len(found))
+    if kind == "hyphen":
+        trace = answer = "-".join(found)
+    elif kind == "last word":
+        answer = found[-1]
+    elif kind == "reverse words":
+        trace, answer = f"{numbered}\n{' '.join(reversed(numbered.split()))}", " ".join(reversed(found))
+    elif kind == "longest":
+        best, lines = "", []
+        for w in found:
+            best = w if len(w) > len(best) else best
+            lines.append(f"{indexed(w)} {len(w)}:{best}")
+        trace, answer = "\n".join(lines), best
+    elif kind == "alphabet":
+        rest, lines = list(found), []
+        while rest:
+            lines.append(f"{' '.join(rest)}:{min(rest)}")
+            rest.remove(min(rest))
+        trace, answer = "\n".join(lines), " ".join(sorted(found))
+    return kind, (kind, text), {"t": text, "l": str(found).replace("'", '"')}, trace, answer
+
+
+def _yes_or_no(rng: Random) -> Made:
+    w = word(rng)[:5]
+    if rng.random() < 0.5:
+        half = w[:3]
+        w = half + half[::-1][int(rng.random() * 2) :] if rng.random() < 0.5 else w
+        back = w[::-1]
+        return "palindrome", ("palindrome", w), {"w": w}, f"{indexed(w)}\n{indexed(back)}", "yes" if back == w else "no"
+    c = pick(rng, w) if rng.random() < 0.5 else pick(rng, LETTERS)
+    lines = f"{indexed(w)}\n{''.join([f'{x}{1 if x == c else 0}' for x in w])}"
+    return "has letter", ("has", c, w), {"w": w, "c": c}, lines, "yes" if c in w else "no"
 
 
 def any_day(rng: Random) -> date:
@@ -190,6 +264,6 @@ def _calendar(rng: Random) -> Made:
 
 
 KINDS: Final[tuple[Callable[[Random], Made], ...]] = (
-    _sum, _sum, _parity, _parity, _slice, _end, _member, _times, _lower,
-    _built, _date_before, _two_dates, _calendar,
+    _sum, _sum, _parity, _parity, _each, _slice, _end, _member, _times, _letter, _letter, _without, _without, _case,
+    _built, _text, _text, _yes_or_no, _date_before, _two_dates, _calendar,
 )  # fmt: skip

@@ -104,6 +104,39 @@ earlier: Which date is earlier, {d} or {e}?|Which comes first: {d} or {e}?|What 
 or {e}: which one is earlier?
 next day: What day comes after {w}?|Which weekday follows {w}?|What is the day after {w}?|What comes right after {w}?
 next month: Which month comes after {m}?|What month follows {m}?|What is the month after {m}?
+double: Double every number in {x}.|[2 * n for n in {x}]|Multiply each item of {x} by 2.|What is {x} with every number \
+doubled?|Twice each of {x}?
+plus: Add {k} to every number in {x}.|[n + {k} for n in {x}]|Increase each item of {x} by {k}.|What is {x} with {k} \
+added to each?
+first letter: What is the first letter of {w}?|With which letter does {w} begin?|First letter of {w}?|"{w}"[0]|What \
+letter does {w} start with?
+last letter: What is the last letter of {w}?|With which letter does {w} end?|Last letter of {w}?|"{w}"[-1]|What letter \
+does {w} end with?
+nth letter: What is the {o} letter of {w}?|Which letter of {w} is at place {n}?|Letter number {n} of {w}?|{o} letter \
+of {w}?|Give me the {o} character of {w}.|In {w}, which letter stands at position {n}?
+drop vowels: Remove the vowels from {w}.|Write {w} without vowels.|{w} without a, e, i, o, u?|Delete all vowels in \
+{w}.|Take the vowels out of {w}.|Only the consonants of {w}, please.
+drop letter: Remove every {c} from {w}.|Write {w} without the letter {c}.|Delete the letter {c} in {w}.|\
+"{w}".replace("{c}", "")|Take out each {c} of {w}.|{w} without {c}?|{w} with no {c}
+swap letter: Replace {c} with {e} in {w}.|"{w}".replace("{c}", "{e}")|Change every {c} of {w} to {e}.|Write {w} with \
+{e} instead of {c}.|In {w}, put {e} for each {c}.|What is {w} if you replace {c} by {e}?|{w}, each {c} made {e}
+capital: Capitalise {w}.|Write {w} with a capital first letter.|"{w}".capitalize()|Give {w} a capital letter at the \
+start.|Make the first letter of {w} upper case.
+hyphen: Join the words {t} with hyphens.|"-".join({l})|Write {t} with hyphens instead of spaces.|Put a hyphen between \
+the words: {t}|Connect {t} with hyphens.|"{t}".replace(" ", "-")
+words: How many words are in "{t}"?|Count the words: {t}|How many words does "{t}" have?|len("{t}".split())|Number of \
+words in "{t}"?|{t}: how many words?
+last word: What is the last word of "{t}"?|Which word comes last: {t}|Give me the last word of: {t}
+reverse words: Reverse the order of the words: {t}|Write the words of "{t}" in the opposite order.|" \
+".join(reversed("{t}".split()))|Put the words {t} from last to first.
+longest: Which is the longest word: {t}?|What is the longest of these words? {t}|Find the longest word in "{t}".|\
+max({l}, key=len)|longest word of {t}|{t}: the longest?
+alphabet: Sort the words {t} alphabetically.|Put {t} in alphabetical order.|sorted({l})|Order these words from a to z: \
+{t}|Alphabetical order, please: {t}|{t}: a to z, please
+palindrome: Is {w} a palindrome?|Does {w} read the same backwards?|"{w}" == "{w}"[::-1]? Answer yes or no.|Is the word \
+{w} the same from both sides?|{w}: palindrome, yes or no?
+has letter: Does {w} contain the letter {c}?|Is there a {c} in {w}?|"{c}" in "{w}"? Answer yes or no.|Is the letter \
+{c} part of {w}?|{c} in {w}: yes or no?
 """)
 MORE["min"] = tuple(map(opposite, MORE["max"]))
 # What begins on a date, and what happens some days later or before.

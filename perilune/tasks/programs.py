@@ -328,6 +328,8 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
         elif roll < 0.79:
             kind, key, words, trace, content = pick(rng, KINDS)(rng)
             question = _asked(rng, pick(rng, MORE[kind]), (), words)
+            if kind == "alphabet" and "sorted(" in question:
+                content = str(content.split())
         else:
             key, question, trace, content = pick(rng, _KINDS)(rng, split, new and rng.random() < 0.5)
         if belongs(key, split):
