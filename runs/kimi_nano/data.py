@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from runs.kimi_nano.written import records
 
 LONGEST = 2048  # tokens of a sample; longer ones are left out
 TEXT_SHARE = 0.16  # of the tokens of a block
+MOST_FAILED = 20  # problems that a data process leaves out because their generator fails
 SPLIT_SAMPLES, SPLIT_TOKENS = 0.25, 0.05  # of problems, and of the tokens of their prompts
 TEXT_LENGTH = 512
 HELD_OUT_TEXTS = 50  # every fiftieth text is never trained on
@@ -225,6 +227,7 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
         self._codec: Codec | None = None
         self._corpus: Corpus | None = None
         self._families: dict[str, Family] = {}
+        self._failed = 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = get_worker_info()
@@ -247,7 +250,9 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
                 ids, given = self._corpus.piece(rng), 1
                 plain += len(ids)
             else:
-                problem = training_mix(rng, self._families)
+                problem = self._problem(rng)
+                if problem is None:
+                    continue
                 prompt = self._codec.prompt(problem)
                 if rng.random() < SPLIT_SAMPLES:
                     prompt = self._codec.split(prompt, rng)
@@ -258,6 +263,18 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
                 return pack(samples, self.size)
             samples.append((ids, given))
             used += len(ids)
+
+    def _problem(self, rng: random.Random) -> Problem | None:
+        """A problem. If its generator fails, as once in a million problems, the error is printed and there is none: one
+        bad problem must not end a training. After MOST_FAILED the error is raised."""
+        try:
+            return training_mix(rng, self._families)
+        except Exception:
+            self._failed += 1
+            if self._failed > MOST_FAILED:
+                raise
+            traceback.print_exc()
+            return None
 
 
 def loader(blocks: IterableDataset[dict[str, torch.Tensor]], workers: int) -> DataLoader[dict[str, torch.Tensor]]:

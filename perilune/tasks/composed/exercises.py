@@ -160,8 +160,8 @@ def of_words(rng: Random, found: list[str], out: Out) -> list[Task]:
             out([x for x in found if len(x) >= n])),
         ("title", "capitalise the first letter of each of {x}|write {x}, each with a capital first letter",
             ",".join(found), out([capital(x) for x in found])),
-        ("back", "which of {x} is second to last?|last but one of {x}?", f"{shown}\n{len(found) - 1}:{found[-2]}",
-            found[-2]),
+        ("back", "which of {x} is second to last?|last but one of {x}?", f"{shown}\n{len(found) - 1}:{found[-2:][0]}",
+            found[-2] if len(found) > 1 else ""),
         ("place", f"at which place is '{w}' in {{x}}, counting from 1?", f"{shown}\n{at + 1}:{w}", str(at + 1)),
         ("joined", f"join {{x}} with {name} between", ",".join(found), mark.join(found)),
     ]  # fmt: skip

@@ -17,9 +17,10 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.llm import LLM
 from perilune.formats.checkpoint import Checkpoint
 from perilune.tasks import words
-from perilune.tasks.families import FAMILIES, THINKING_SHARE, check, problems, training_mix
+from perilune.tasks.families import FAMILIES, THINKING_SHARE, Family, check, problems, training_mix
+from perilune.tasks.problem import Problem
 from perilune.text.tokenizer import Tokenizer
-from runs.kimi_nano import experts
+from runs.kimi_nano import data, experts
 from runs.kimi_nano import train as trainer
 from runs.kimi_nano.attention import Packed, padded
 from runs.kimi_nano.data import SPLIT_TOKENS, Blocks, Codec
@@ -195,6 +196,25 @@ def test_blocks_learn_only_the_last_turn(run: Path) -> None:
             assert ids[end - len(learnt) : end] == learnt
             assert codec.tokenizer.special("<|im_assistant|>") not in learnt
     assert turns > 3
+
+
+def test_a_generator_that_fails_is_printed_and_left_out(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = itertools.count()
+
+    def failing(rng: random.Random, families: dict[str, Family]) -> Problem:
+        if next(calls) % 40 == 0:
+            raise IndexError("no second item")
+        return training_mix(rng, families)
+
+    monkeypatch.setattr(data, "training_mix", failing)
+    blocks = iter(Blocks(run, 1, 4096, 7))
+    next(blocks)
+    assert "no second item" in capsys.readouterr().err
+    monkeypatch.setattr(data, "training_mix", lambda rng, families: [][0])
+    with pytest.raises(IndexError):
+        next(blocks)
 
 
 def test_split_tokens_have_the_same_bytes(run: Path) -> None:
