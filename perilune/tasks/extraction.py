@@ -147,14 +147,38 @@ _PROMPTS: Final = (
 )  # fmt: skip
 # {keys}: names in a line; {schema}: any layout of them.
 _ASKS: Final = (
-    "give me {keys} as json: {text}", "{text}\n\nTurn this into JSON with {keys}.",
-    "Parse this into JSON ({keys}): {text}", "\"{text}\" -> JSON with the fields {keys}",
-    "Text: {text}\n\nJSON keys: {keys}", "{text}\nExtract: {keys}. Format: JSON.",
-    "I got this e-mail:\n\n{text}\n\nPut {keys} into a JSON object.", "Output JSON only: {keys}.\n{text}",
-    "Our system needs {keys} as JSON. Here is what the customer wrote: {text}", "{keys} as JSON from \"{text}\"",
-    "Can you read {keys} out of this and give them to me as JSON? {text}", "Tell me {keys} in JSON. {text}",
-    "Use {keys} as keys. Text to convert to JSON: {text}", "Record this as JSON, with {keys}: {text}",
-    "We store {keys}. Make the JSON entry for: {text}", "JSON, fields {keys}:\n{text}",
+    "Give me {keys} as JSON.\n\n{text}", "give me {keys} as json: {text}",
+    "Extract {keys} from this text as JSON: {text}",
+    "I need the fields {keys} from the text below as a JSON object.\n\n{text}",
+    "{text}\n\nTurn this into JSON with {keys}.", "Return only a JSON object with the keys {keys}.\n\n{text}",
+    "json with {keys} pls: {text}", "Pull out {keys} and answer in JSON only.\n---\n{text}\n---",
+    "Parse this into JSON ({keys}): {text}", "What are {keys} here? JSON please.\n{text}",
+    "\"{text}\" -> JSON with the fields {keys}", "Make a JSON object with {keys} from: {text}",
+    "Text: {text}\n\nJSON keys: {keys}",
+    "{text}\n\nGive {keys} as JSON.", "{text}\nExtract: {keys}. Format: JSON.",
+    "Read this message and give me back {keys} in JSON format:\n\n{text}",
+    "I got this e-mail:\n\n{text}\n\nPut {keys} into a JSON object.",
+    "Create JSON from the sentence: {text} Keys: {keys}",
+    "Convert the following to a JSON object that has {keys}: {text}", "From this note: {text} I want {keys} as JSON.",
+    "{text} Answer as JSON with {keys}.",
+    "Fill a JSON object. Fields: {keys}. Source: {text}",
+    "Our system needs {keys} as JSON. Here is what the customer wrote: {text}",
+    "Please find {keys} in the text and output JSON.\n\nText:\n{text}", "Output JSON only: {keys}.\n{text}",
+    "Here is a message.\n\n{text}\n\nWhich {keys} does it state? Answer with a JSON object.",
+    "Take the text \"{text}\" and return {keys} in JSON.",
+    "Can you read {keys} out of this and give them to me as JSON? {text}",
+    "Summarise as JSON with exactly these keys: {keys}\n\n{text}", "JSON, fields {keys}:\n{text}",
+    "Structured data please ({keys}), as JSON: {text}", "The object should have {keys}. Text: {text}",
+    "Extract the following as JSON: {keys}. {text}",
+    "Only JSON. Keys are {keys}. {text}", "{keys} as JSON from \"{text}\"",
+    "Write a JSON object. It must contain {keys}. Use this text: {text}",
+    "Get {keys} out of the following lines and reply with JSON.\n{text}", "{text}\n\n=> JSON: {keys}",
+    "I'd like a JSON with {keys} from this: {text}",
+    "Could you give me a JSON object with {keys}? The text is: {text}", "Record this as JSON, with {keys}: {text}",
+    "Use {keys} as keys. Text to convert to JSON: {text}", "Message: {text}\nTask: return {keys} as JSON.",
+    "We store {keys}. Make the JSON entry for: {text}",
+    "Turn the text into a JSON object having {keys}, nothing else. {text}", "Tell me {keys} in JSON. {text}",
+    "Here's the text: {text}\n\nAnd the keys: {keys}\n\nJSON:", "Make me JSON of this, keys {keys}. {text}",
     "I want an object with {keys} from: {text} (JSON)", "fields: {keys}. \"{text}\" JSON only",
     "What does this say about {keys}? Answer in JSON. '{text}'", "For our list: {keys}. {text} Reply in JSON",
     "As JSON, {keys}: {text}", "{text} Output JSON ({keys}).", "{text} -- json, {keys}", "{keys}?? json!! {text}",
@@ -188,8 +212,16 @@ _ABOUT_ASKS: Final = (
 )  # fmt: skip
 _BLOCK_ASKS: Final = (
     "Extract this as JSON.\n\n{text}\n\nFields:\n{schema}", "{text}\n\nI need JSON like this:\n{schema}",
-    "Give me a JSON object for this text.\n\n{text}\n\nSchema: {schema}", "Output:\n{schema}\n\nInput:\n{text}",
+    "Use this schema:\n{schema}\n\nInput: {text}",
+    "Give me a JSON object for this text.\n\n{text}\n\nSchema: {schema}",
+    "Follow the schema {schema} and extract: {text}",
+    "The JSON must have the form {schema}. The text: {text}", "Output format:\n{schema}\n\nInput:\n{text}",
     "Fields I need:\n{schema}\n\nHere is the e-mail:\n{text}", "{schema}\nFill this in as JSON with: {text}",
+    "Extract structured data.\n\nSchema: {schema}\nInput: {text}\nOutput:",
+    "Answer in JSON that fits this schema: {schema}\n\n{text}",
+    "Please answer in this format:\n{schema}\n\nThe message was:\n{text}",
+    "Turn the message into JSON as described.\n{schema}\n\nMessage: {text}",
+    "\"{text}\"\n\nReturn the JSON for it. Keys:\n{schema}",
     "{text}\n{schema}\nFill it, JSON only.", "Complete this: {schema} according to \"{text}\" (JSON)",
     "{schema} <- put in the values, JSON, from: {text}", "JSON. Template {schema}\nSource «{text}»",
     "My form wants\n{schema}\nand the letter says\n{text}\nJSON please",
@@ -216,14 +248,14 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
         roll = rng.random() if wide else 1.0
-        if roll < 0.68:
+        if roll < 0.6:
             messages, reasoning, expected = entry(rng)
             content = json.dumps(expected, ensure_ascii=False)
             if belongs(key := ("json", content), split):
                 reply = Reply(reasoning if thinking else "", content)
                 return Problem("json_extract", split, key, messages, reply, thinking=thinking)
             continue
-        from_record = roll < 0.9
+        from_record = roll < 0.86
         if from_record:
             prompt, wanted, expected = _record_prompt(rng, split == "wide" and rng.random() < 0.3)
         else:
@@ -369,7 +401,10 @@ def wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool, about:
     """A text and what is asked of it, in wide wordings; `typed`: the keys with their types; `about`: the kind."""
     if rng.random() < 0.1:
         return pick(rng, _SYSTEM_ASKS).format(keys=_key_list(rng, wanted, typed)) + _THEN + text
-    if not typed and rng.random() < 0.35:
+    if not typed and rng.random() < 0.15:
+        schema = pick(rng, (_blank, _listed, _listed))(rng, wanted)
+        return phrase(rng, pick(rng, _BLOCK_ASKS)).format(text=text, schema=schema)
+    if not typed and rng.random() < 0.25:
         before = rng.random() < 0.5
         asked = [Wanted(f.name, f.label, f.json_type, ()) for f in wanted]
         ask = request(rng, asked, "", explained=False, place="below" if before else "above")
@@ -378,6 +413,22 @@ def wide_prompt(rng: Random, text: str, wanted: list[Field], typed: bool, about:
         form = agreeing(phrase(rng, pick(rng, _ABOUT_ASKS)), {"about": about})
         return form.format(text=text, keys=_key_list(rng, wanted, typed), about=about)
     return phrase(rng, pick(rng, _ASKS)).format(text=text, keys=_key_list(rng, wanted, typed))
+
+
+_EMPTY: Final = {"integer": "0", "number": "0.0", "boolean": "false", "array": "[]"}
+
+
+def _blank(rng: Random, wanted: list[Field]) -> str:
+    """An object to fill in."""
+    empty = pick(rng, ('"..."', '"?"', '"<{n}>"', '""', "...", "...", "null", "_", "(typed)"))
+    key = "{n}: " if rng.random() < 0.15 else '"{n}": '
+    parts = [(key + (empty if empty != "(typed)" else _EMPTY.get(f.json_type, '""'))).format(n=f.name) for f in wanted]
+    return "{\n  " + ",\n  ".join(parts) + "\n}" if rng.random() < 0.2 else "{" + ", ".join(parts) + "}"
+
+
+def _listed(rng: Random, wanted: list[Field]) -> str:
+    form = pick(rng, ("- {n}", "* {n}", "{n}", "{i}. {n}", "- `{n}`", "{i}) {n}", "• {n}", "-{n}", "{n}:", "> {n}"))
+    return "\n".join([form.format(n=f.name, i=i) for i, f in enumerate(wanted, 1)])
 
 
 def copied(field: Field, value: Any) -> str:

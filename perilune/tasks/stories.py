@@ -135,6 +135,11 @@ SCENES: Final = (
            "{b} get off.|At the next stop {b} people get off.|{b} leave the bus.|Then {b} step out.",
            "How many people are on the bus now?|How many passengers are on board?|How many are still on the bus?",
            "people"),
+    _scene("A train starts with {a} passengers.|There were {a} people on the train.|{a} passengers are in a train.",
+        "{b} people board at the station.|At the second stop {b} more get on.|{b} joined.",
+           "{b} people leave at the station.|At the second stop {b} get off.|{b} got out.",
+           "How many people are on the train then?|How many passengers are left?|How many are in the train now?",
+           "passengers"),
     _scene("A library has {a} books.|There are {a} books in the library.|A small library owns {a} books.",
         "{b} books are returned.|{b} new books arrive.|It buys {b} more.|{b} books come back.",
            "{b} books are lent out.|{b} old books are thrown away.|People borrow {b} books.|{b} are checked out.",
@@ -155,6 +160,12 @@ SCENES: Final = (
            "are taken out.|A bill of {b} euros was paid.|{P} lent {m} {b} "
            "euros.", "How much money is left?|How many euros {does} {p} have now?|What is the balance?|How much is "
            "that now?|How many euros remain?", "euros"),
+    _scene("{n} had {a} dollars.|{n} {has} {a} dollars.|There are {a} dollars in the piggy bank of {n}.|{n} got {a} "
+        "dollars for {h} birthday.", "{P} earned {b} dollars.|{m} gave {i} {b} dollars.|{P} found {b} dollars.|{P} "
+        "made {b} dollars by washing cars.",
+           "{P} spent {b} dollars.|{P} paid {b} dollars for a game.|Lunch cost {i} {b} dollars.|{P} bought shoes for "
+           "{b} dollars.|{P} gave {m} {b} dollars.", "How many dollars {does} {p} have left?|How much money {does} "
+           "{n} have now?|How much is left?|How many dollars is that?", "dollars"),
     _scene("A bakery baked {a} rolls.|In the morning the bakery had {a} loaves.|The baker makes {a} buns.",
         "{b} more were baked.|At noon {b} more come out of the oven.|Another {b} were made.",
         "{b} were sold before noon.|{b} are sold.|Customers bought {b}.|{b} were burnt.|A hotel took {b}.",
@@ -192,6 +203,10 @@ SCENES: Final = (
         "flowers.", "{b} more come.|{b} fly in.|{b} join them.|Then {b} more "
         "arrive.", "{b} leave.|{b} go away.|{b} of them disappear.|A noise scares off {b}.",
            "How many are there now?|How many are left?|How many stay?|How many animals is that?", "animals"),
+    _scene("{n} is on page {a}.|A hiker stands at {a} metres.|A balloon floats at {a} metres.|The lift is on level "
+        "{a}.", "It goes up by {b}.|Then it goes {b} higher.|{b} further up.|After that {b} "
+        "more.", "It goes down by {b}.|Then it goes {b} lower.|Then {b} back.|{b} further down.",
+           "Where is it now?|What is the number now?|At which number does it end?", ""),
 )  # fmt: skip
 
 # Groups, rates, prices, shares, comparisons.
@@ -201,23 +216,164 @@ _GROUPS: Final = (
     "{k} {box} that contain {a} {o} each", "{k} {box} containing {a} {o} apiece",
     "{k} {box} and in each of them {a} {o}",
 )  # fmt: skip
+_GROUP_STARTS: Final = (
+    "{n} {has} {g}.", "{n} bought {g}.", "There are {g}.", "{n} had {g}.", "{n} packed {g}.", "A shop has {g}.",
+    "{n} got {g}.", "A truck brings {g}.", "{n} ordered {g}.", "{n} found {g} in the attic.",
+    "On the table stand {g}.", "{n} filled {g}.", "{n} sells {g}.", "We carried {g}.", "The school bought {g}.",
+)  # fmt: skip
+_GROUP_GAINS: Final = (
+    "{P} found {b} more {o}.", "{m} brought {b} more {o}.", "There are {b} loose {o} as well.", "{P} added {b} {o}.",
+    "Another {b} {o} lie on the floor.", "{P} also {has} {b} single {o}.", "{b} {o} are left over.",
+    "{P} bought {b} more.", "{P} got {b} {o} on top.",
+    "Besides, there are {b} {o} outside.", "{m} gave {i} {b} {o}.",
+)  # fmt: skip
+_TOTALS: Final = (
+    "How many {o} are there in total?", "How many {o} is that?", "How many {o} {does} {p} have altogether?",
+    "How many {o} in all?", "What is the total number of {o}?", "How many {o} are there now?",
+    "How many {o} does that make?", "How many {o} are there altogether?", "total {o}?",
+    "How many {o} {does} {n} have?", "How many {o} all together?", "So how many {o}?",
+    "Work out how many {o} there are.",
+)  # fmt: skip
+_LEFT: Final = (
+    "How many {o} are left?", "How many {o} remain?", "How many {o} {does} {p} still have?", "How many are left over?",
+    "How many {o} {does} {n} have left?", "How many {o} are still there?", "What is left?",
+    "How many {o} is that now?", "how many {o} left?",
+)  # fmt: skip
 
 FIXED: Final[tuple[Story, ...]] = (
+    ("a*k+b",
+        "{n} {has} {h} lessons {k} days a week, {a} minutes each day, and practises {b} minutes on Sunday. How many "
+        "minutes is that in a week?", "minutes"),
+    ("a*k+b", "{n} reads {a} pages a day for {k} days and {b} pages on the last day. How many pages {does} {p} read?",
+        "pages"),
+    ("a*k+b",
+        "A machine makes {a} parts an hour. It runs for {k} hours and {b} parts were there already. How many parts "
+        "are there?", "parts"),
     ("a*k+b", "A taxi costs {b} euros plus {a} euros per km. What does a trip of {k} km cost?", "euros"),
     ("a*k+b",
         "A plumber asks {a} dollars an hour and {b} dollars for the trip. {P} worked {k} hours. What is the bill?",
         "dollars"),
+    ("a*k+b", "{n} bought {k} {o} at {a} euros each and a bag for {b} euros. How much did {p} pay?", "euros"),
+    ("a*k+b",
+        "One ticket costs {a} dollars. {n} buys {k} tickets and pays a fee of {b} dollars. What does it cost "
+        "altogether?", "dollars"),
+    ("a*k+b", "{k} shirts for {a} euros each and one hat for {b} euros: what is the total price?", "euros"),
+    ("a*k+b", "{n} saved {a} euros a month for {k} months. {P} already had {b} euros. How much {does} {p} have now?",
+        "euros"),
+    ("a*k+b",
+        "In a hall there are {k} rows with {a} chairs and {b} extra chairs at the back. How many chairs are in the "
+        "hall?", "chairs"),
+    ("a*k+b", "{n} runs {a} km every day for {k} days and then walks {b} km. How far is that in total?", "km"),
+    ("a*k+b", "A gardener planted {k} rows of {a} trees and {b} more near the gate. How many trees are there?",
+        "trees"),
+    ("a*k+b",
+        "A film is shown {k} times a week to {a} people each time, and once to {b} people. How many people see it?",
+        "people"),
+    ("a*k-b", "{n} works {k} hours for {a} euros an hour and pays {b} euros for the train. What is left?", "euros"),
+    ("a*k-b", "{n} bought {k} {o} at {a} euros each and got a discount of {b} euros. How much did {p} pay?", "euros"),
+    ("a*k-b", "A hall has {k} rows of {a} seats. {b} seats are broken. How many can be used?", "seats"),
+    ("a*k-b", "A theatre has {k} rows with {a} seats each, and {b} tickets are sold. How many seats are empty?",
+        "seats"),
+    ("a*k-b", "{n} earns {a} dollars a day. After {k} days {p} spends {b} dollars. How many dollars are left?",
+        "dollars"),
+    ("a*k-b", "A hen farm collects {a} eggs a day. In {k} days {b} eggs broke. How many good eggs are there?", "eggs"),
+    ("a*k-b", "A plant makes {a} bottles an hour. Of the bottles of {k} hours {b} are faulty. How many are good?",
+        "bottles"),
+    ("a*k-b", "{n} baked {k} trays of {a} cookies. {b} cookies were burnt. How many were fine?", "cookies"),
+    ("a*k-b", "{k} buses with {a} seats each bring a school to the zoo. {b} seats stay empty. How many people go?",
+        "people"),
+    ("b-a*k", "{n} had {b} euros and bought {k} {o} for {a} euros each. How much is left?", "euros"),
+    ("b-a*k", "{n} had {b} dollars. {P} bought {k} tickets at {a} dollars each. How much money {does} {p} have left?",
+        "dollars"),
+    ("b-a*k", "{n} pays with a {b} euro note for {k} {o} at {a} euros each. How much change is that?", "euros"),
+    ("b-a*k", "A book has {b} pages. {n} reads {a} pages a day for {k} days. How many pages are left?", "pages"),
+    ("b-a*k", "A tank of {b} litres loses {a} litres a day. How many litres are left after {k} days?", "litres"),
+    ("b-a*k", "A shop has {b} {o} and sells {a} on each of {k} days. How many are left?", "{o}"),
     ("b-a*k", "{n} needs {b} {o} and already {has} {k} {box} of {a}. How many are missing?", "{o}"),
+    ("b-a*k", "The trip is {b} km. {n} drove {k} hours at {a} km per hour. How many km are still to go?", "km"),
+    ("b-a*k", "{n} {has} {b} {o}. {P} gives {a} to each of {h} {k} friends. How many {does} {p} keep?", "{o}"),
+    ("b-a*k", "Out of {b} {o}, {k} {box} are filled with {a} each. How many stay outside?", "{o}"),
+    ("a+b-c", "{n} is {a} years old. {m} is {b} years older. {q} is {c} years younger than that. How old is {q}?",
+        "years"),
+    ("a+b+c", "{n} spent {a} euros on food, {b} euros on clothes and {c} euros on books. How much did {p} spend?",
+        "euros"),
+    ("a+b+c", "In the first week {a} people came, in the second {b} and in the third {c}. How many came in total?",
+        "people"),
+    ("a+b+c", "A school has {a} red, {b} blue and {c} green chairs. How many chairs does it have?", "chairs"),
+    ("a+b+c", "{n} jogged {a} minutes, swam {b} minutes and cycled {c} minutes. How many minutes of sport is that?",
+        "minutes"),
+    ("a+b+c", "Three bags weigh {a} kg, {b} kg and {c} kg. What do they weigh together?", "kg"),
+    ("a+b+c", "{n} {has} {a} {o}, {m} {b} and {q} {c}. How many {o} do the three have?", "{o}"),
+    ("a+b-c", "A baker makes {a} white loaves and {b} brown loaves. {c} loaves are sold. How many are left?", "loaves"),
+    ("a+b-c", "{n} got {a} euros from {m} and {b} euros from {q}. {P} spent {c} euros. How much is left?", "euros"),
+    ("a+b-c", "There are {a} boys and {b} girls in a camp. {c} of them go swimming. How many stay?", "children"),
+    ("a+b-c",
+        "A shelf has {a} novels and {b} comics. {c} of these books are taken away. How many books are left on it?",
+        "books"),
+    ("c-a-b", "{n} wants to buy a bike for {c} euros. {P} {has} {a} euros and gets {b} euros. How much is missing?",
+        "euros"),
+    ("c-a-b", "{n} needs {c} {o}. {P} already {has} {a} and {m} brings {b}. How many more are needed?", "{o}"),
+    ("c-a-b", "The goal is {c} points. {n} has {a} points and wins {b}. How many points are missing?", "points"),
+    ("c-a-b", "Of {c} tickets {a} were sold on Monday and {b} on Tuesday. How many tickets are left?", "tickets"),
+    ("c-a-b", "A rope is {c} cm long. {n} cuts off {a} cm and then {b} cm. How long is the rest?", "cm"),
     ("c-a-b",
         "A company has {c} workers: {a} in the office, {b} in the shop, the rest in the store. How many work in the "
         "store?", "workers"),
     ("c-a-b", "There are {c} pupils. {a} walk to school, {b} take the bus and the others cycle. How many cycle?",
         "pupils"),
+    ("c-a-b", "{n} had {c} euros, paid {a} for a meal and {b} for the train. How much is left?", "euros"),
+    ("c-a-b",
+        "{n} had {c} dollars and bought a cap for {b} dollars and socks for {a} dollars. How much money is left?",
+        "dollars"),
+    ("a+b+a", "{n} {has} {a} {o}. {m} {has3} {b} more than {n0}. How many do they have together?", "{o}"),
+    ("a+b+a", "{n} sold {a} {o} on Monday and {b} more than that on Tuesday. How many {o} is that in both days?",
+        "{o}"),
+    ("a-b+a", "{n} sold {a} {o} on Monday and {b} fewer on Tuesday. How many {o} were sold in both days?", "{o}"),
+    ("a+b+a", "In May {n} read {a} pages, in June {b} pages more than in May. How many pages in total?", "pages"),
+    ("a*k+a", "{n} {has} {a} {o} and {m} {has3} {k} times as many. How many {o} do they have together?", "{o}"),
+    ("a*k+a", "{n} collected {a} {o}. {m} collected {k} times that. What is the total?", "{o}"),
+    ("a*k-a", "{n} {has} {a} {o}, {m} {k} times as many. How many more does {m} have?", "{o}"),
     ("a*k+b",
         "{m} {has3} {k} times as many {o} as {n0}, who {has} {a}, and buys {b} more. How many {o} does {m} have now?",
         "{o}"),
+    ("a*k-b",
+        "{m} {has3} {k} times as many {o} as {n0}, who {has} {a}, and gives away {b}. How many {o} does {m} have now?",
+        "{o}"),
+    ("a*k*j", "{n} works {k} hours a day on {j} days for {a} euros an hour. What {does} {p} earn?", "euros"),
     ("a*k*j", "There are {j} shelves with {k} {box} each, and each holds {a} {o}. How many {o} is that?", "{o}"),
     ("a*k*j", "A pack has {a} {o}. A crate holds {k} packs. How many {o} are in {j} crates?", "{o}"),
+    ("a*k*j", "{n} runs {a} km, {k} times a week. How many km is that in {j} weeks?", "km"),
+    ("a*k+c*j", "{n} bought {k} pens at {a} cents and {j} pads at {c} cents. How many cents is that?", "cents"),
+    ("a*k+c*j", "Adults pay {a} euros, children {c} euros. What do {k} adults and {j} children pay?", "euros"),
+    ("a*k+c*j", "There are {k} {box} with {a} {o} and {j} {box} with {c} {o}. How many {o} are there in total?", "{o}"),
+    ("(a+b)*k",
+        "Each day {n} walks {a} minutes in the morning and {b} minutes in the evening. How many minutes is that in "
+        "{k} days?", "minutes"),
+    ("(a+b)*k", "A menu costs {a} euros and a drink {b} euros. What do {k} people pay for a menu and a drink each?",
+        "euros"),
+    ("(a+b)*k", "{n} puts {a} red and {b} blue beads on each string. How many beads are on {k} strings?", "beads"),
+    ("(a+b)*k", "Every week {n} drives {a} km to work and {b} km to friends. How many km in {k} weeks?", "km"),
+    ("(a-b)*k", "{n} earns {a} euros a day and spends {b} euros a day. How much {does} {p} save in {k} days?", "euros"),
+    ("(a-b)*k", "A shop buys a lamp for {b} euros and sells it for {a} euros. What does it gain with {k} lamps?",
+        "euros"),
+    ("(a-b)*k", "Each of {k} {box} had {a} {o}, and {b} were taken out of each. How many {o} are left in all?", "{o}"),
+    ("(a+b)/k",
+        "{n} {has} {a} {o} and gets {b} more. {P} shares all of them equally among {k} friends. How many does each "
+        "get?", "{o}"),
+    ("(a+b)/k", "{a} boys and {b} girls form {k} equal teams. How many children are in a team?", "children"),
+    ("(a+b)/k", "{n} picked {a} {o} and {m} picked {b}. They put them into {k} {box} evenly. How many are in each?",
+        "{o}"),
+    ("(a+b)/k",
+        "{n} saved {a} euros and {m} saved {b} euros. They buy {k} tickets with all of it. What does one ticket cost?",
+        "euros"),
+    ("(a-b)/k",
+        "{n} had {a} {o}, gave away {b} and shared the rest equally among {k} children. How many did each child get?",
+        "{o}"),
+    ("(a-b)/k", "Of {a} {o} {b} are broken. The others are packed into {k} {box} evenly. How many are in each?", "{o}"),
+    ("(a-b)/k", "A trip of {a} km: {b} km are done. The rest is driven in {k} equal parts. How long is one part?",
+        "km"),
+    ("(a-b)/k", "{n} {has} {a} euros and spends {b}. With the rest {p} buys {k} equal presents. What does one cost?",
+        "euros"),
     ("a/k+b",
         "{n} shares {a} {o} equally among {k} children. {m} is one of them and already had {b}. How many does {m} "
         "have now?", "{o}"),
@@ -307,6 +463,15 @@ def changes(rng: Random, edible: bool) -> Story:
     return pattern, f"{question} {text}" if rng.random() < 0.05 else f"{text} {question}", unit
 
 
+def groups(rng: Random, edible: bool) -> Story:
+    """Several equal groups, something added or taken, and a question."""
+    up = rng.random() < 0.5
+    first = pick(rng, _GROUP_STARTS).replace("{g}", pick(rng, _GROUPS))
+    losses = _EATEN if edible and rng.random() < 0.3 else _LOSSES
+    second = pick(rng, _GROUP_GAINS if up else losses)
+    return ("a*k+b" if up else "a*k-b"), f"{first} {second} {pick(rng, _TOTALS if up else _LEFT)}", "{o}"
+
+
 def fixed(rng: Random, edible: bool) -> Story:
     return pick(rng, FIXED)
 
@@ -321,7 +486,7 @@ def single(rng: Random, edible: bool) -> Story:
     return pattern, f"{pick(rng, _STARTS)} {change} {pick(rng, _QUESTIONS)}", "{o}"
 
 
-KINDS: Final = (*(changes,) * 4, *(fixed,) * 2, single, *(more,) * 9, *(account,) * 5)
+KINDS: Final = (*(changes,) * 4, *(groups,) * 2, *(fixed,) * 4, single, *(more,) * 9, *(account,) * 5)
 
 
 def wide(rng: Random, thing: str) -> Story:
