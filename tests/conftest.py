@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 # One thread each, here and in the servers that tests start: the tensors are tiny, and threads that wait for each other
 # on a shared machine cost far more than they bring. Before torch is imported, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs tests in the background makes them ignore Ctrl-C, and processes that they start inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: one that fails once in a hundred runs stops other people's work. To search for more:
 # pytest --hypothesis-profile default.
