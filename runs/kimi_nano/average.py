@@ -44,11 +44,14 @@ def average(model: Path, before: Path, share: float) -> None:
     add_eyes(partial, eyes)
     noted = json.loads((model / TRAINING_FILE).read_text())
     fact = {"share": share, "with": card.weights_hash(before)}
-    for file in partial.iterdir():
-        file.replace(model / file.name)
-    partial.rmdir()
-    noted |= {"weights_sha256": card.weights_hash(model), "averaged": fact}
-    card.write(model / TRAINING_FILE, json.dumps(noted, indent=2) + "\n")
+    noted |= {"weights_sha256": card.weights_hash(partial), "averaged": fact}
+    card.write(partial / TRAINING_FILE, json.dumps(noted, indent=2) + "\n")
+    made = {file.name for file in partial.iterdir()}
+    shutil.copytree(model, partial, ignore=lambda folder, _: made if folder == str(model) else (), dirs_exist_ok=True)
+    replaced = model.with_name(f".{model.name}.replaced")
+    model.rename(replaced)  # a directory with weights of both stages never exists
+    partial.rename(model)
+    shutil.rmtree(replaced)
 
 
 def main() -> None:
