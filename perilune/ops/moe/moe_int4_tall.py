@@ -34,8 +34,9 @@ _kernel = build.launcher(SOURCE, "moe_int4_tall", "pl" + "p" * 14 + "l" * 9 + "p
 
 @functools.cache
 def classes(T: int, k: int, E: int) -> int:
-    """Bit mask of tile widths to launch beside the widest, bit n for 8 + 8 n columns. If tokens choose evenly, most
-    experts' pairs fit one of the two widths, nearly all experts' the other."""
+    """Bit mask of tile widths to launch besides the widest, bit n for 8 + 8 n columns: two widths. If tokens choose
+    experts at random, the narrower one fits most experts' pairs (mean + 0.5 standard deviations), the wider one nearly
+    all (mean + 2)."""
     even = T * k / E
     widths = (even + 0.5 * even**0.5, even + 2 * even**0.5)
     return sum({1 << max(1, math.ceil(w / STEP)) - 1 for w in widths if w <= WIDEST})
