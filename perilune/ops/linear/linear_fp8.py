@@ -27,8 +27,8 @@ from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
 LARGEST = 448.0  # e4m3's largest number
-FEW_ROWS = 4  # most rows of "cuda"
-FEW_LONG, LONG = 8, 1 << 15  # most rows of "cuda" if w has LONG rows or more
+FEW_ROWS = 4  # max rows of "cuda"
+FEW_LONG, LONG = 8, 1 << 15  # max rows of "cuda" if w has LONG rows or more
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 
 SEGMENT = 256  # columns of x that one warp reads at once
-MOST_WIDTH = 7168  # most columns of x: the experts' gate_up holds all of them in registers
+MOST_WIDTH = 7168  # max columns of x: the experts' gate_up holds all of them in registers
 LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate per CTA
 
 

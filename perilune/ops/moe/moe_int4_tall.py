@@ -23,7 +23,7 @@ from perilune.ops.moe.chosen import Chosen
 SOURCE = "moe_int4_tall.cu"
 # For fewer tokens, moe_int4_mma_tma.cu is faster; for more tokens, moe_int4_cluster.py.
 MIN_TOKENS, MAX_TOKENS = 128, 512
-WIDE, MAX_TOKENS_WIDE = 1024, 383  # most tokens for experts wider than WIDE
+WIDE, MAX_TOKENS_WIDE = 1024, 383  # max tokens for experts wider than WIDE
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
 STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024

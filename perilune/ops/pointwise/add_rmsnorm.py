@@ -83,7 +83,7 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return y
 
 
-MOST_CUDA = 8 * 4096  # largest width of "cuda": 8 CTAs, 256 threads of 16 values each
+MOST_CUDA = 8 * 4096  # max width of "cuda": 8 CTAs, 256 threads of 16 values each
 FEW_ROWS = 512  # max rows of "cuda", which uses a cluster of CTAs per row
 
 

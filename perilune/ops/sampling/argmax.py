@@ -83,7 +83,7 @@ def processors(rows: int) -> int:
     return _widest_row() if rows <= FEW_ROWS else 8
 
 
-MOST_IDS = 8 * 30_720  # largest vocabulary of sample.cu, with 8 CTAs sharing a row
+MOST_IDS = 8 * 30_720  # max vocabulary of sample.cu, with 8 CTAs sharing a row
 
 
 _kernel = build.launcher("sample.cu", "argmax", "pplllp")

@@ -6,13 +6,14 @@ namespace mla {
 
 constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of a tile
 constexpr int QUARTER = ROWS / 4;    // rows of a CTA if four CTAs share a tile
-constexpr int GROUP = 16;            // latents that are adjacent in the cache: the smallest block
+constexpr int GROUP = 16;            // latents that are surely adjacent in the cache: the smallest block size
 constexpr int MAX_RANGES = 256;
 constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's output: [LATENT / 64][ROWS][64], 128-byte swizzle
 constexpr uint32_t EVERYONE = ~0u;
 
-// The work of a CTA: query rows row .. row + rows - 1 of request b against positions start .. end - 1. quarter: which
-// quarter of the rows, or below 0: all. slot: the range to which its output is written.
+// The work of a CTA: query rows row .. row + rows - 1 of request b against positions start .. end - 1. quarter: the
+// quarter of these rows that this CTA computes; below 0: all. slot: index of its output in `partials`. The request has
+// `count` query tokens, from token first_token on, and `context` positions.
 struct Work {
   int b, row, rows, start, end, count, context, first_token, slot, quarter;
 };

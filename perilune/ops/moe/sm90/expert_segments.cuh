@@ -5,7 +5,7 @@
 namespace moe {
 
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 2048;
-constexpr int COLUMNS = 4;  // the most pairs of a segment
+constexpr int COLUMNS = 4;  // max pairs of a segment
 
 // Pairs of one expert: the expert, the first pair's index in the sorted list, their number.
 struct Segment {

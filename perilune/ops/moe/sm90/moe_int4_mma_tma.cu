@@ -2,11 +2,12 @@
 // moe_int4.py.
 //
 // Two phases, as two launches or JOINED in one: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of
-// weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.) A
-// producer warp only fills slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, copied as boxes of tensor maps. A
-// consumer warp multiplies the same chunk of every slot of its group, so its k are always the same: it keeps their
-// activations in registers and reads only weights and scales. A last warp groups the pairs, adds the sums of a tile's
-// warps and writes the result; the others never wait for each other within a phase.
+// weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.)
+//   producer   One warp fills slots of the CTA's ring by TMA: GROUP chunks of 128 bytes of each of a tile's rows.
+//   consumers  Each warp multiplies the same chunk of every slot of its group. So its k are always the same: it keeps
+//              the activations in registers and reads only weights and scales.
+//   finish     One warp groups the pairs by expert, adds the consumers' sums of a tile, and writes the result. Other
+//              warps never wait for each other within a phase.
 //
 // JOINED: while the last of h is written, the ring fills with weights of down. With two launches, DRAM would idle in
 // between, 6 us for one of four ranks' share of the width: CTAs end, new ones start and issue their first loads. down's

@@ -9,7 +9,7 @@ enum Phases { GATE_UP = 1, DOWN = 2, BOTH = 3 };
 // Counters in global memory, zero at first. Launches of one stream use the halves in turn; each clears the other's half
 // after its wait, when the launch before has ended.
 struct Units {
-  static constexpr int WORDS = MAX_PAIRS + 4;
+  static constexpr int WORDS = MAX_PAIRS + 4;  // of a half
   uint32_t ctas;  // CTAs started, modulo those of two launches: selects the half
   uint32_t apart[3];  // with two launches: ranges taken in gate_up's, in down's; each launch clears the other's
   uint32_t half[2][WORDS];

@@ -100,7 +100,7 @@ struct OneToken {
   // The choice that a unit number belongs to. Dividing by a variable would take longer than issuing a slot's copies.
   static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
 
-  // The first of CTA `cta`'s units, if `all` units are split evenly.
+  // The first unit of CTA `cta`, if `all` units are split evenly.
   static __device__ __forceinline__ int before(const Args& a, int cta, int all) { return __umulhi(cta * all, a.per_cta); }
 
   // down: this CTA's routed units. With its shared units they are an equal part of all bytes. The host has divided

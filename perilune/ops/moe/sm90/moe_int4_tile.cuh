@@ -49,7 +49,7 @@ struct Maps {
   CUtensorMap routed, scales, shared;
 };
 
-struct Sums {  // a ring of sums of tiles
+struct Sums {  // barriers of the ring through which consumers pass their sums of tiles to the last warp
   static constexpr int TURNS = 8;
   uint64_t added[TURNS], free[TURNS];
   int result[TURNS];  // items

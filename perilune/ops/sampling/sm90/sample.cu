@@ -16,7 +16,7 @@ namespace {
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_CTAS = 16;  // most CTAs per row; clusters of more than 8 are not portable to every GPU
+constexpr int MOST_CTAS = 16;  // max CTAs per row; clusters of more than 8 are not portable to every GPU
 constexpr int FEW = 8192;      // a vocabulary up to this size needs one CTA
 constexpr int FULL = 15 * 1024 / THREADS;  // max ids per thread with one histogram: 15 x 1,024 halves sum in 32 bits
 constexpr int MOST_EACH = 2 * FULL;
