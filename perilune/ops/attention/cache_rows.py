@@ -28,7 +28,7 @@ SIGNATURE = "plpppp" + "llp" + "lf"  # types of `arguments`, for build.function
 def inputs(
     g: Make, T: int, R: int, r: int, *, blocks: int = 2, block_size: int = 64, padding: int = 0, narrow: bool = False
 ) -> dict[str, Any]:
-    """Test inputs but ckv. The last `padding` rows have no slot; if `narrow`, the cache is bfloat16."""
+    """Test inputs except ckv. The last `padding` rows have slot -1; if `narrow`, the cache is bfloat16."""
     slots = g.permutation(blocks * block_size)[:T]
     slots[T - padding :] = -1
     angles, pages = g.rand(T, r // 2) * 6.0, g.nan(blocks, block_size, R + r)
@@ -81,7 +81,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def composed(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, eps: float) -> None:
-    """As `reference`, by the ops in turn."""
+    """As `reference`, by three ops: rmsnorm, rope and write_cache."""
     R = kv_norm.shape[0]
     c, k_pe = rmsnorm(ckv[:, :R], kv_norm, eps), rope(ckv[:, R:].unsqueeze(1), rotary.cos, rotary.sin)
     write(latents, c, k_pe.squeeze(1))
@@ -96,10 +96,10 @@ def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
             c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
         write_cache(latents, c, k_pe)
     elif len(slots):
-        # The host does not know which rows have a slot. A row without a slot repeats the write of a row with one. If no
-        # row has a slot, all rows write the present values of slot 0 to slot 0.
+        # Selecting the rows that have a slot would synchronise: the host needs their number. So a row without a slot
+        # repeats the write of a row with one. If no row has a slot, all rows write slot 0's present values to slot 0.
         flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
-        other, some = real.int().argmax(0, keepdim=True), real.any()  # an index of no dimension would be read here
+        other, some = real.int().argmax(0, keepdim=True), real.any()  # keepdim: torch reads a 0-d index on the host
         spare = torch.where(some, slots[other], 0)
         values = torch.where(some, rows[other], flat[0])
         flat[torch.where(real, slots, spare)] = torch.where(real.unsqueeze(1), rows, values)
@@ -111,7 +111,7 @@ def arguments(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, ep
 
 
 def places(kv_norm: Tensor, rotary: Rotary, latents: Latents) -> tuple[Any, ...]:
-    """Those of `arguments` between ckv's and the number of rows."""
+    """The part of `arguments` between ckv and T: kv_norm, cos, sin, pages, rows of pages, packed, slots."""
     cos, sin, pages, slots = rotary.cos, rotary.sin, latents.pages, latents.slots
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous(), f"{cos.stride()=} {slots.stride()=}"
     return (

@@ -6,14 +6,15 @@ type or packed (latent_cache.py); span: tables [B, M], query_start [B + 1] and c
 the last positions of its context, already in the pages; w_uv [H, R, v]; o [T, H, v] as q_full.
 A request with context 0 is padding, as are rows from query_start[B] on: they get zeros, and nothing is read for them.
 Positions outside a request's context are never used: they may hold anything, nan included.
-Softmax and sums in fp32; the latent output is rounded before it meets w_uv. "cuda" also rounds probabilities, and the
-outputs of the ranges it splits a long context into.
+Softmax and sums in fp32; the latent output is rounded before the product with w_uv. "cuda" also rounds probabilities,
+and the outputs of the ranges it splits a long context into.
 
-"cuda" is two launches (see mla_decode.cu). Their grids depend on T, B and the GPU alone, as a CUDA graph needs. How a
-context is split, and whether processors share a tile of heads because all contexts are short, depends on the
-contexts of the whole batch, so a token's last bits do too; a repetition has equal bits.
-It reads the span and the latents before a request's queries without waiting for the kernels just before it: their
-writer must have finished before `mla_absorb_query` begins, as an ordinary kernel, a copy, or an earlier step has.
+"cuda" is two launches (see mla_decode.cu). Their grids depend only on T, B and the GPU, as a CUDA graph needs. The
+split of contexts into ranges, and whether four CTAs share a tile of query rows (short contexts), depend on the contexts
+of the whole batch. So a token's last bits depend on the batch, but the same batch always gives the same bits.
+Before its PDL wait (cuda/hopper.cuh) it reads the span, and the latents of positions before the step's queries. So
+their writers must have ended before `mla_absorb_query` starts, as have a copy, an earlier step, or a kernel that does
+not let its successor start early.
 Packed rows are widened while they are copied to shared memory. `perilune bench decode --kernels` times it in a step.
 """
 
@@ -34,14 +35,15 @@ from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Span
 from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
 
-ROWS = 64  # (token, head) pairs of one tile, as in the kernel
-GROUP = 16  # positions copied together; blocks of the cache hold whole groups
-LEAST = 64  # positions worth a CTA of their own
-FEW = 48  # the same where one token's context is short, by the table's width
-MOST_RANGES = 128  # of one token there: its output's kernel reads 32 at a time
-MOST_PACKED = 192  # positions of a range there that the table may hold, of a packed cache
-QUARTER = 16  # heads of a CTA there
-MOST_ROWS = 512  # of "rows"
+ROWS = 64  # query rows (token, head) of a tile, as in split_kv_schedule.cuh
+GROUP = 16  # positions that one TMA copy loads; a cache block is a multiple of it
+LEAST = 64  # min positions of a range: with fewer, a CTA of their own does not pay
+# The next four are for `mla_attend_few` (split_kv_short.cuh): one token with a narrow block table.
+FEW = 48  # positions of the table per range
+MOST_RANGES = 128  # max ranges of a packed cache: mla_decode_output_mma.cu reads 32 at a time
+MOST_PACKED = 192  # max positions of the table per range of a packed cache: two passes of 96
+QUARTER = 16  # max heads per CTA
+MOST_ROWS = 512  # max rows of q_full that implementation "rows" takes
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Case(Sized):
     block_size: int = 16
     narrow: bool = False  # a bfloat16 cache whatever the activations are
     scale: float = 1.0  # of the scores
-    rows: int = 0  # beyond those of the requests
+    rows: int = 0  # padding rows after those of the requests
     packed: bool = False
 
 
@@ -71,7 +73,7 @@ CASES = [
             (16, 4, 4096),
             (64, 8, 600),
             (200, 1, 300),
-            *((1, 1, c) for c in (63, 65, 2000)),  # up to about 2,100 positions in all, four processors share a tile
+            *((1, 1, c) for c in (63, 65, 2000)),  # up to about 2,100 positions in all, four CTAs share a tile
             *((2, n, c) for n, c in ((1, 500), (1, 1100), (4, 60))),
             (3, 5, 150),
             (1, 8, 100),
@@ -153,7 +155,7 @@ _few = build.launcher("mla_decode.cu", "mla_attend_few", "pplll" + "plpppp" + "l
 
 
 def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:
-    """Of `attend`."""
+    """Conditions of `attend`, for `build.on_hopper`."""
     return (
         (q_full.dtype == BFLOAT16, "bfloat16"),
         (pages.dtype in (BFLOAT16, latent_cache.PACKED), "a bfloat16 or packed cache"),
@@ -165,12 +167,12 @@ def needs(q_full: Tensor, pages: Tensor) -> tuple[tuple[bool, str], ...]:
 def attend(
     q_full: Tensor, pages: Tensor, span: Span, scale: float, w_uv: Tensor | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(partials [C, ROWS, R], weights [ROWS, C] float32): results of the ranges of C CTAs (mla_decode.cu). Unless w_uv
-    is None, they are also combined into `out` [T, H, v].
-    """
+    """Split-KV attention (mla_decode.cu): partials [C, ROWS, R] bfloat16 and weights [ROWS, C] float32, which are the
+    outputs and log-sum-exps (base 2) of the ranges of C CTAs. Unless w_uv is None, they are also combined into `out`
+    [T, H, v]."""
     tables, query_start, context = span.contiguous()
     (T, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device
-    # As many CTAs as the GPU runs at once, and one for each tile there may be.
+    # One CTA per SM, but at least one per tile. The number of tiles depends on the span; this is an upper bound.
     ctas = max(build.sm_count(device), min(T * -(-H // ROWS), (T * H + (ROWS - 1) * B) // ROWS))
     partials = torch.empty(ctas, ROWS, K2.latent, dtype=BFLOAT16, device=device)
     weights = torch.empty(ROWS, ctas, dtype=FLOAT32, device=device)
@@ -196,10 +198,11 @@ def attend(
 
 
 def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple[Tensor, Tensor, int]:
-    """Results of `attend` for one token of 8, 16, 32 or 64 heads, and the least positions of a range.
+    """(partials, weights, least) of one token of 8, 16, 32 or 64 heads. The combining kernel needs `least`.
 
-    Where the table is so narrow that attention's CTAs, one per SM, are co-resident with those of the kernel after it
-    (split_kv_short.cuh), ranges share its groups by turns, and the number is that of ranges, negated.
+    Usually the results of `attend`, with `least` the min positions of a range. If the block table is narrow,
+    `mla_attend_few` runs instead: its CTAs are co-resident with those of the next kernel (split_kv_short.cuh). It deals
+    groups of 16 positions round robin to n ranges, and `least` is -n.
     """
     tables, query_start, context = span.contiguous()
     (_, H, _), (N, block_size, _), (B, M), device = q_full.shape, pages.shape, tables.shape, q_full.device

@@ -1,15 +1,15 @@
 """Absorbed MLA and the output projection: y = o w^T, with o [T, H v] as `mla_decode` gives it.
 
-q_full [T, H, R + r], pages, span and scale are those of `mla_decode`, and so is the rule on reading without waiting. Of
-weights: w_uv [H, R, v] is W_UV and o [D, H v] is w, dense as q_full, or FP8; then uv_fp8 [H, R, v] e4m3 with scale
-[H, v] float32 has the same numbers as w_uv, else None; y [T, D] as q_full. The latent output and o are rounded to
-q_full's type; sums are fp32, rounded once.
+q_full [T, H, R + r], pages, span and scale are as in `mla_decode`, with the same rule on reads before the PDL wait. Of
+weights: w_uv [H, R, v] is W_UV; o [D, H v] is w, dense in q_full's type, or FP8. With an FP8 o, uv_fp8 (weight
+[H, R, v] e4m3, scale [H, v] float32) has the same values as w_uv; otherwise it is None. y [T, D] as q_full. The latent
+output and o are rounded to q_full's type; sums are fp32, rounded once.
 
-"cuda" and "cuda_mma" are attention's launch, and one for the rest, which reads w and w_uv before attention has ended,
-or its queries are ready if one token's table is narrow (split_kv_short.cuh): so its last bits depend on the table's
-width too. "cuda" (mla_decode_output_t1.cu) takes one token: of 8 to 64 heads in bf16, of 32 or 64 in FP8. "cuda_mma"
-(mla_decode_output_mma.cu) takes 1 to 4 tokens of 8 or 16 heads in FP8, 2 to 4 of 32 or 64. "composed" is the ops one by
-one.
+"cuda" and "cuda_mma" are two launches: attention, then everything else. The second loads w and w_uv while attention
+runs; if one token's block table is narrow, even while attention waits for its queries (split_kv_short.cuh). A narrow
+table also changes the split into ranges, so a result's last bits depend on the table's width. "cuda"
+(mla_decode_output_t1.cu) takes one token: of 8 to 64 heads in bf16, of 32 or 64 in FP8. "cuda_mma"
+(mla_decode_output_mma.cu) takes 1 to 4 tokens of 8 or 16 heads in FP8, 2 to 4 of 32 or 64. "composed" calls the ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ from perilune.ops.linear import linear, linear_fp8
 
 HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
-LEAST_ROWS = 32  # of o, for each processor
-MMA_HEADS = (8, 16)  # of "cuda_mma" for one token, in FP8
+LEAST_ROWS = 32  # min rows of o per SM
+MMA_HEADS = (8, 16)  # heads for which "cuda_mma" takes one token too
 MMA_TOKENS = 4
-OWNERS, MOST_TILES = 16, 8  # its CTAs that make values; tiles of 8 rows of o for each of the others
+OWNERS, MOST_TILES = 16, 8  # of "cuda_mma": CTAs that compute values; max tiles of 8 rows of o per other CTA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ CASES = [
     *(_one(300, H=32, block_size=16, fp8=fp8) for fp8 in (False, True)),
     *(_one(70, D=4232, block_size=16, fp8=fp8) for fp8 in (False, True)),
     *(_one(1030, packed=True, fp8=fp8) for fp8 in (False, True)),
-    *(_one(c, fp8=c % 2 == 0) for c in (16, 47, 48, 49, 97, 1472, 1473)),  # tables of more are wide
+    *(_one(c, fp8=c % 2 == 0) for c in (16, 47, 48, 49, 97, 1472, 1473)),  # up to 1,472 positions the table is narrow
     *(_one(c, H=32, block_size=16) for c in (48, 1999, 3152, 3153)),
     _one(1500, scale=200.0),
     _one(0),
@@ -100,7 +100,7 @@ def inputs(c: Case, g: Make) -> dict[str, Any]:
 
 
 def output_weights(w_uv: Tensor, D: int, fp8: bool, g: Make) -> Attention:
-    """`weights` with a random o, and in FP8 a W_UV of the same size."""
+    """Test weights with a random o. In FP8, w_uv is replaced by values that e4m3 with scales represents exactly."""
     H, _, v = w_uv.shape
     o, uv_fp8 = Matrix(g.randn(D, H * v, scale=(H * v) ** -0.5)), None
     if fp8:
@@ -137,20 +137,20 @@ _mma = build.launcher("mla_decode_output_mma.cu", "mla_decode_output_mma", "p" *
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Outputs and log-sum-exps (base 2) that a kernel combines before W_UV: of a context's ranges, or of ranks' parts
-    of a sharded KV cache (mla_merge_output.py)."""
+    """Outputs and log-sum-exps (base 2) that the second launch combines: of a context's ranges (`attend`), or of ranks'
+    parts of a sharded KV cache (mla_merge_output.py)."""
 
     outputs: Tensor
-    weights: Tensor
-    count: int
+    weights: Tensor  # log-sum-exps
+    count: int  # CTAs of attention, or ranks
     steps: tuple[int, int] = (0, 0)  # elements between ranks' outputs, and between their log-sum-exps; 0: no ranks
     query_start: Tensor | None = None
     context: Tensor | None = None
-    least: int = 0
+    least: int = 0  # as from `mla_decode.attend_one`
 
 
 def attend(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> Ranges:
-    """Attention's launch."""
+    """Launches attention. Returns what the second launch combines."""
     _, query_start, context = span.contiguous()
     if q_full.shape[0] == 1:
         partials, shares, least = mla_decode.attend_one(q_full, pages, span, scale)
@@ -161,7 +161,7 @@ def attend(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> Ranges:
 
 
 def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """Whether `launch` with `mma` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
+    """Whether `launch` with mma=True takes counts = (tokens, heads) and `needs` hold: True, or the first unmet need."""
     (T, H), D, processors = counts, len(weights.o.weight), build.sm_count(device)
     return _fits(
         "mla_decode_output_mma.cu",
@@ -180,7 +180,7 @@ def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *n
 
 
 def fits(counts: Sequence[int], weights: Attention, device: torch.device, *needs: tuple[bool, str]) -> bool | str:
-    """Whether `launch` takes so many (tokens, heads), if `needs` hold: True, or the first reason against."""
+    """Whether `launch` takes counts = (tokens, heads) and `needs` hold: True, or the first unmet need."""
     (T, H), D, processors = counts, len(weights.o.weight), build.sm_count(device)
     return _fits(
         "mla_decode_output_t1.cu",
@@ -208,7 +208,7 @@ def _fits(source: str, H: int, D: int, device: torch.device, *needs: tuple[bool,
 
 
 def mma_mailbox(H: int, T: int) -> int:
-    """Words of the mailbox of `launch` with `mma`; one token and more of them have different ones."""
+    """32-bit words of the mailbox of `launch` with mma=True. T = 1 and T > 1 need separate mailboxes."""
     return (1 if T == 1 else MMA_TOKENS) * H * K2.value + MOST_PROCESSORS
 
 
@@ -220,11 +220,16 @@ def launch(
     out: Tensor | tuple[Tensor, Tensor, Peers | None],
     mma: bool = False,
 ) -> None:
-    """The launch that follows attention. It writes `out` [T, D]; or, where that is (residual [1, D], fresh [D] int32,
-    the peers that have the other parts of that sum), adds to the residual and hands the sums over by `fresh`. `mailbox`
-    is the mailbox of its CTAs. A kernel that writes before this launch has ended must have its memory before `attend`
-    is called, because memory that the launches only read is free again after this call. `mma`: the launch is that
-    of mla_decode_output_mma.cu."""
+    """The launch after attention: combines ranges, multiplies by W_UV and o.
+
+    out      y [T, D]; or (residual [1, D], fresh [D] int32, peers): y, summed over ranks if there are peers, is added
+             to the residual, and the new residual is also published in the mailbox `fresh`
+    mailbox  through which CTAs of this launch exchange values
+    mma      launches mla_decode_output_mma.cu
+
+    Before calling `attend`, allocate the outputs of all later kernels that may write while this launch runs: when this
+    function returns, the allocator may reuse the memory of tensors that the two launches still read.
+    """
     w, device = weights, ranges.outputs.device
     H = len(w.w_uv)
     assert w.w_uv.shape == (H, K2.latent, K2.value), f"{w.w_uv.shape=}"
@@ -250,7 +255,7 @@ def launch(
 
 
 def run(read: Callable[[], Ranges], T: int, weights: Attention, device: torch.device, mma: bool) -> Tensor:
-    """y [T, D] of the ranges that `read` launches."""
+    """y [T, D]. read() launches attention, if needed, and returns the ranges; y is allocated before (see `launch`)."""
     H = len(weights.w_uv)
     y = torch.empty(T, len(weights.o.weight), dtype=BFLOAT16, device=device)
     words = mma_mailbox(H, T) if mma else H * K2.value + 2

@@ -1,11 +1,11 @@
 """Merges the attention outputs over all ranks' parts of a sharded KV cache, then the output projection: y = o w^T, with
 o [T, H v] as `mla_decode_merge` gives it.
 
-o [N, T, H, R] and lse [N, T, H] are those of `mla_decode_merge`, weights those of `mla_decode_output`, and so are
-roundings; y [T, D] as o.
+o [N, T, H, R] and lse [N, T, H] as in `mla_decode_merge`; weights and roundings as in `mla_decode_output`; y [T, D] as
+o.
 
 "cuda" and "cuda_mma" are the launch that follows attention in `mla_decode_output`'s implementations of the same names;
-it combines ranks' parts instead of a context's ranges. "composed" is the ops one by one.
+it combines ranks' parts instead of a context's ranges. "composed" calls the ops.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def needs(o: Tensor) -> tuple[tuple[bool, str], ...]:
 
 
 def ranges(o: Tensor, lse: Tensor) -> Ranges:
-    """What the launch combines."""
+    """The ranks' parts, as `mla_decode_output.launch` takes them."""
     return Ranges(o, lse, len(o), (o.stride(0), lse.stride(0)))
 
 

@@ -51,7 +51,7 @@ class Case(Sized):
     parts: int = 0  # 0: x has no parts
     fp8: bool = False
     padding: int = 0  # rows at the end without a slot
-    ranks: int = 0  # x is one of so many ranks' partial outputs; 0: x is whole
+    ranks: int = 0  # number of ranks over which x is summed; 0: x is whole
 
 
 CASES = [

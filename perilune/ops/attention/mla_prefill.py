@@ -164,7 +164,7 @@ def keys_and_values(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: 
 
 
 def rows_apart(q: Tensor) -> Tensor:
-    """q, copied if necessary, with adjacent heads and rows at multiples of 16 bytes, as kernels read it."""
+    """q with adjacent heads and rows at multiples of 16 bytes, as TMA requires: q itself, or a copy."""
     return q.contiguous() if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % 8 or q.data_ptr() % 16 else q
 
 
@@ -231,8 +231,8 @@ def cuda(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale
 
 @op.impl("torch")
 def in_pieces(q: Tensor, pages: Tensor, w_uk: Tensor, w_uv: Tensor, span: Span, scale: float) -> Tensor:
-    """Groups of heads with at most PIECE_BYTES of keys and values, blocks of queries with as many bytes of scores. A
-    block is multiplied only by the keys that its last query may see."""
+    """Loops over groups of heads with at most PIECE_BYTES of keys and values, and over blocks of queries with at most
+    PIECE_BYTES of scores. A block is multiplied only by the keys that its last query may see."""
     device, (T, H, size), (n, R), v = q.device, q.shape, w_uk.shape[1:], w_uv.shape[2]
     out = torch.empty(T, H, v, device=device)
     starts, lengths = span.query_start.tolist(), span.context.tolist()

@@ -3,12 +3,12 @@
 Arguments as in mla_prefill.py. o [T, H v] is rounded to q's type, then quantized as by quantize_tokens.py: values
 [T, H v] float8_e4m3fn, scale [ceil(H v / 128), T rounded up to whole tiles] float32.
 
-"cuda" (mla_prefill_w8a8.cu) rounds more than mla_prefill's: queries and keys without rope to int8, with a scale per
-query and head, and per 128 keys and head; values to e4m3, with a scale per 128 keys and head; 2^8 times probabilities
-to e4m3. Rope parts stay in bfloat16. With random scores o has an rms error of 3 %, as products of linear_w8a8 have,
-mostly from values; with keys in e4m3 it would be 6 to 10 %. A query's result depends only on keys of its request. A NaN
-in keys or values of a tile makes all queries that see a key of the tile NaN. "composed" is mla_prefill, then
-quantize_tokens.
+"cuda" (mla_prefill_w8a8.cu) multiplies 8-bit operands. The 128 no-rope values of queries and keys are rounded to int8,
+with a scale per query and head, or per 128 keys and head. Values are rounded to e4m3 with a scale per 128 keys and
+head, probabilities times 2^8 to e4m3. Rope parts stay in bfloat16. With random scores o has an rms error of 3 %, mostly
+from values, as linear_w8a8 has; with e4m3 keys it would be 6 to 10 %. A query's result depends only on keys of its
+request. A NaN in keys or values of a tile (128 keys) makes all queries that see a key of the tile NaN. "composed" is
+mla_prefill, then quantize_tokens.
 """
 
 import torch

@@ -33,7 +33,7 @@ class Case(Sized):
     r: int = K2.rope
     block_size: int = 64
     strided: bool = False
-    elsewhere: int = 1  # one of so many rows has a slot on this rank, as with sharded KV
+    elsewhere: int = 1  # every n-th row has a slot on this rank, as with KV sharded over n ranks
     narrow: bool = False  # the cache is bfloat16
 
 

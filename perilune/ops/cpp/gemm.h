@@ -13,7 +13,7 @@ constexpr int64_t SMALL = 6;  // vectors in registers at once: 4 rows times 6 su
 #else
 constexpr int64_t SMALL = 3;  // of 16 registers
 #endif
-constexpr int64_t PARALLEL = 1 << 15;  // multiplications below which sharing costs more than it saves
+constexpr int64_t PARALLEL = 1 << 15;  // max multiplications for one thread: using more threads would cost more time
 
 // Rows of weights. `chunk` is how many groups of eight `get` yields at once; K is a multiple of 8 * chunk.
 template <class T>
@@ -97,7 +97,7 @@ INLINE void blocks(const W& w, int64_t row, int64_t rows, const float* const* x,
   for (; r < rows; r++) block<1, N>(w, row + r, x, out + r);
 }
 
-// The same for rows <= TILE and n <= SMALL. Not inlined: it would multiply the code and the compiler's time.
+// As `blocks` with N = n <= SMALL, for rows <= TILE. Not inlined: it would multiply the code and the compiler's time.
 template <class W>
 __attribute__((noinline)) void tile_dots(const W& w, int64_t row, int64_t rows, const float* const* x, int64_t n,
                                          float (*out)[SMALL]) {

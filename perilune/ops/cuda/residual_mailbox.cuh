@@ -1,5 +1,5 @@
-// x = norm(residual), while mla_decode_output's kernel still writes the residual to a mailbox, an inverted pair of bf16
-// per word (`written` in router_mailbox.cuh). 7 warps compute it, up to 4 pieces of 8 values per thread.
+// Computes x = rmsnorm(residual) while mla_decode_output's kernel still writes the residual to a mailbox, an inverted
+// pair of bf16 per word (`written` in router_mailbox.cuh). 7 warps share x, up to 4 pieces of 8 values per thread.
 // mla_decode_router_t1.cu and moe_int4_t1.cu both use this code, so that their x has the same bits.
 #pragma once
 #include "cuda/router_mailbox.cuh"
@@ -9,7 +9,7 @@ namespace fresh {
 using namespace hopper;
 
 constexpr int WARPS = 7, THREADS = WARPS * 32, PIECES = 4;
-constexpr int LATE = 8;  // pieces near the residual's end that a warp polls before it reads the rest
+constexpr int LATE = 8;  // pieces, spread over the residual's last quarter, that a warp polls before it reads the rest
 
 __device__ __forceinline__ int piece_of(int n) { return threadIdx.x + n * THREADS; }
 
@@ -19,11 +19,12 @@ __device__ __forceinline__ void load_weights(uint4 (&w)[PIECES], const bf16* nor
   for (int n = 0; n < PIECES; n++) w[n] = piece_of(n) < pieces ? load16(norm + piece_of(n) * 8) : uint4{};
 }
 
+// The address of the one of the LATE pieces that this lane polls.
 __device__ __forceinline__ const uint32_t* late(const uint32_t* half, int pieces) {
   return half + (pieces - 1 - threadIdx.x % LATE * (pieces / 28)) * 4;
 }
 
-// Reads those of this thread's pieces that v lacks. True if all lanes of the warp have theirs. v is 0 at first.
+// Polls once: reads those of this thread's pieces that v lacks (v is 0 at first). True if all lanes have all pieces.
 __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, int pieces) {
   bool waits = false;
 #pragma unroll

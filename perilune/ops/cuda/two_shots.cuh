@@ -7,8 +7,8 @@
 //   2. The owner sends the new row of the residual to each other rank (with step 1: two-shot all-reduce).
 // In either step a rank sends N - 1 lines for every N lines of the T rows.
 //
-// A CTA processes whole rows, in turn one of each owner's. Two CTAs per SM hide each other's waits; then 264 rows are
-// in flight, more than the links carry. Each CTA has a place in every mailbox (ROWS_AT); epoch e uses half e % 2. All
+// A CTA processes whole rows, one of each owner in turn. Two CTAs per SM hide each other's waits; then 264 rows are in
+// flight, enough to saturate NVLink. Each CTA has a place in every mailbox (ROWS_AT); epoch e uses half e % 2. All
 // ranks must run the same launches with the same T in the same order. Why rank A may reuse its place at rank B:
 //   all-reduce  In epoch e, A overwrites a line of epoch e - 2 or before. A has received B's line of epoch e - 1, or a
 //               sum that contains it. B sent that line after B had read the overwritten one.

@@ -234,7 +234,7 @@ struct Sums {
       mma(d[1][n], a[1], b.z, b.w, __half());
     }
   }
-  // The same for both bf16 chunks of a block, with one read of x.
+  // As above for both bf16 chunks of a block, with one read of x.
   __device__ void add(const uint4& w, const uint4& v, const bf16* (&x)[KINDS], int offset) {
     const uint32_t a[2][4] = {{w.x, w.y, w.z, w.w}, {v.x, v.y, v.z, v.w}};
 #pragma unroll

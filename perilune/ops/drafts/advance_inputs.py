@@ -1,15 +1,14 @@
 """Completes the inputs of a chained step, planned before the host has read the step before: B requests, m columns each.
 
 ids [B, m] int64 and tensors of `columns` and `requests` are changed in place. Request b's own columns are front[b] ..
-m - 1. If chained[b] is not 0, the host filled them in as if the step before had produced one token. With r = rows[b],
-that step produced s = shifts[r] more; the last one is last_tokens[r], followed by the drafts drafts[r], K >= m - 1.
-Then
+m - 1. If chained[b] is not 0, the host filled them in as if the step before had produced one token. In fact it produced
+s = shifts[r] more, with r = rows[b]; the last one is last_tokens[r]. drafts[r] are the K >= m - 1 drafts after it. Then
 
   context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else drafts[r, j - front[b] - 1];
   slots[b, j] = tables[b, p // block_size] block_size + p % block_size with p = positions[b, j], where it was not -1;
   u[b, j] = random number `draws[b] + s + j - front[b]` of seeds[b], of own columns: engine/sampler's `uniform`.
 
-Other requests, and those with a row outside the buffers, do not change. Positions beyond the table get slot -1.
+Requests with chained 0 or with r outside the buffers do not change. Positions beyond the table get slot -1.
 "cuda" is one launch.
 """
 

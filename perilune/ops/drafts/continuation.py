@@ -1,4 +1,4 @@
-"""State on the device, by slot, from which the next step starts before the host has read the step before."""
+"""Device state per request slot, from which a chained step starts before the host has read the previous step."""
 
 from dataclasses import dataclass
 

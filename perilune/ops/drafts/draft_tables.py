@@ -9,7 +9,7 @@ with p = last[b] + 1 and f = p // block_size:
   slots[i, b] = (scratch + ahead b) block_size + p % block_size + i                           [k, S] int64
 
 and in place: pages[scratch + ahead b] = pages[tables[b, f]], if f < M. All blocks exist in `pages`. "cuda" is one
-launch in place of about 25. It lets the next kernel start only after its end (see argmax_probability.py).
+launch in place of about 25. It does not let the next kernel start early (see argmax_probability.py).
 """
 
 from dataclasses import dataclass

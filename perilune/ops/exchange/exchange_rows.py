@@ -20,8 +20,8 @@ from perilune.ops.harness.case import Make, Sized, exact
 from perilune.ops.harness.registry import Op
 
 WORD_BYTES = 16
-# Longer rows go through NCCL, where there is a choice: NCCL is as fast, and a kernel that waits for peers keeps all SMs
-# busy.
+# Longer rows go through NCCL if the caller can choose: NCCL is as fast, and this kernel occupies all SMs while its CTAs
+# wait for peers.
 MAX_ROW_BYTES = 8 << 20
 
 

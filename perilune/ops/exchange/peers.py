@@ -85,7 +85,7 @@ class Peers:
 
 
 def needs(peers: Peers | None) -> tuple[tuple[bool, str], ...]:
-    """Conditions of a kernel that exchanges, for `build.on_hopper`; () without peers."""
+    """Conditions of a kernel that exchanges data with peers, for `build.on_hopper`; () without peers."""
     if peers is None:
         return ()
     return (
@@ -117,7 +117,7 @@ def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Pe
 
 def beside(others: Tensor) -> Peers:
     """Rank 0 for a test on one rank: the other ranks' rows are `others` [ranks - 1, T, D]. It has mailboxes only if
-    there are none."""
+    there are no other ranks."""
 
     def gather(own: Tensor) -> Tensor:
         return torch.cat([own[None], others.to(own.dtype)])

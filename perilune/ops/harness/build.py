@@ -60,8 +60,9 @@ def library(source: str) -> "ctypes.CDLL | str":
 
 
 def compile_aside(done: Callable[[], None]) -> int:
-    """Starts to compile the CPU kernels that the cache lacks, on threads; returns how many. Until a kernel is compiled,
-    `library` gives a reason for it, so that slower implementations run. `done` is called on a thread after each."""
+    """Starts threads that compile the CPU kernels missing from the cache; returns how many kernels. Until a kernel is
+    compiled, `library` returns a reason instead, so that slower implementations run. A thread calls `done` after each
+    kernel."""
     absent = sorted(stem for stem, path in _paths().items() if path.suffix == ".cpp" and _absent(path))
     _aside.update(absent)
     begun, ended = time.monotonic(), itertools.count(1)
@@ -100,7 +101,7 @@ def _say(line: str) -> None:
 
 
 def compiling() -> bool:
-    """Whether `compile_aside` has not compiled all kernels yet."""
+    """Whether `compile_aside` still has kernels to compile."""
     return bool(_aside)
 
 
@@ -186,7 +187,7 @@ def on_hopper(source: str, device: torch.device, *needs: tuple[bool, str]) -> bo
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """SMs of a GPU; 0 of a CPU. Cached: torch would be asked seven times per layer of a prompt."""
+    """Number of SMs of a GPU; 0 for a CPU. Cached: the ops of a prompt's layer need it seven times."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 

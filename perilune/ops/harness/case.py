@@ -12,6 +12,8 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Dims:
+    """Sizes of a model. width: of one expert."""
+
     hidden: int
     heads: int
     latent: int

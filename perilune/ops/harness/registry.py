@@ -218,8 +218,8 @@ def forget() -> None:
 
 
 def _key(deciding: Sequence[tuple[int, Any]]) -> Callable[[Sequence[Any]], Any]:
-    """The function of a call's arguments that gives the key of its choice, from (position, annotated type) of the
-    deciding ones. Compiled: a loop over them would take longer than the rest of a call.
+    """Compiles the function from a call's arguments to the key under which its choice is cached. deciding: (position,
+    annotated type) of the deciding arguments. A loop over them would take longer than the rest of a call.
 
     The device is its index, -1 for the CPU: an int is made and compared in less time than a torch.device.
     """

@@ -14,7 +14,7 @@ from perilune.ops.harness.case import FLOAT32, Make, clone, tensors
 from perilune.ops.harness.check import SEED
 from perilune.ops.harness.registry import Op
 
-CACHE_BYTES = 64 << 20  # Calls cycle through copies of the inputs, of so many bytes together: more than caches hold.
+CACHE_BYTES = 64 << 20  # Calls cycle through copies of the inputs with this total size, more than caches hold.
 MAX_COPIES = 16
 ROUNDS = 7
 ROUND_SECONDS = 4e-3

@@ -117,7 +117,7 @@ class Attention:
     w_uk: Tensor  # [H, n, R]: k_nope = c @ w_uk[h].T, and absorbed q_lat = q_nope @ w_uk[h]
     w_uv: Tensor  # [H, R, v]: v = c @ w_uv[h], and absorbed o = o_lat @ w_uv[h]
     o: Matrix  # [D, H v]
-    uv_fp8: Matrix | None = None  # w_uv in FP8 with scale [H, v], if o is FP8: for the kernel of one token
+    uv_fp8: Matrix | None = None  # w_uv's values in FP8 with scale [H, v], if o is FP8: for mla_decode_output's kernels
 
     @property
     def kind(self) -> Hashable:

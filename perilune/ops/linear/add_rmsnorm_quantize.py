@@ -3,7 +3,7 @@
 residual [T, D] is updated in place; x [T, D] of the same type, or float32 [T, P, D], P parts; w [D]; values [T, D]
 float8_e4m3fn and scale [ceil(D / 128), T rounded up to whole tiles] float32 as quantize_tokens gives them, of the norm
 rounded to the residual's type. "cuda" keeps the norm in registers: that saves 4 of 13 bytes per value if x is float32.
-"composed" calls both ops; "cuda" gives its bits.
+"composed" calls both ops; "cuda" gives the same bits.
 """
 
 import torch

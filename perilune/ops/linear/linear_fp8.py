@@ -2,10 +2,10 @@
 
 x [T, i], rows may be strided; norm [i] as x, or None; w [o, i] float8_e4m3fn; scale [o] float32; y [T, o] as x, or
 float32 if `wide`. Dequantised weights are exact, sums are fp32, the scale is applied to the sum. "cuda" (linear.cu) is
-for decode steps of a few rows; its products are of fp16, and a row of x is multiplied by the power of two that
-brings its largest value near 2^15, which is exact down to 2^-28 of that value. "cuda_many" (skinny_gemm.cu) is for up
-to 128 rows, with products of bf16. "torch" converts the weights to x's type first (widen_fp8.py) and scales the product
-(scale_columns.py): for prompts, where that takes little time compared with the product.
+for decode steps of a few rows. It multiplies in fp16: each row of x is first multiplied by the power of two that brings
+its largest magnitude to between 2^14 and 2^15, exact for values down to 2^-28 of the largest. "cuda_many"
+(skinny_gemm.cu) is for up to 128 rows and multiplies in bf16. "torch" is for prompts: it converts the weights to x's
+type first (widen_fp8.py) and scales the product (scale_columns.py), which takes little time beside the product.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
 LARGEST = 448.0  # e4m3's largest number
-FEW_ROWS = 4  # most rows of "cuda"
-FEW_LONG, LONG = 8, 1 << 15  # most rows of "cuda" if w has LONG rows or more
+FEW_ROWS = 4  # max rows of "cuda"
+FEW_LONG, LONG = 8, 1 << 15  # max rows of "cuda" if w has LONG rows or more
 
 
 @dataclass(frozen=True)

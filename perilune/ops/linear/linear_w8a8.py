@@ -1,9 +1,9 @@
 """y = (x x_scale) (w w_scale)^T with both in e4m3 (W8A8): for prompts, if weights are FP8 and activations may be.
 
 x [T, i] float8_e4m3fn and x_scale [ceil(i / 128), rows] float32 as quantize_tokens.py makes them; w of format "fp8",
-[o, i] with a scale for each of its rows; y [T, o] bfloat16, or float32 if `wide`. "cuda" (linear_w8a8.cu) adds the
-products of 128 columns on the tensor cores, and these sums, times the token's scale, in fp32. The result times w's
-scale is rounded once. A row's result does not depend on the others.
+[o, i] with a scale for each of its rows; y [T, o] bfloat16, or float32 if `wide`. "cuda" (linear_w8a8.cu) sums the
+products of 128 columns on the tensor cores, then adds these sums, times the token's scale, in fp32. The result times
+w's scale is rounded once. A row's result does not depend on the others.
 
 `linear` and `mlp` quantise activations first, in the kernel that normalises or gates them if there is one. For normally
 distributed activations, results then differ by 2.6 % (rms) from linear_fp8's, which quantises no activations.

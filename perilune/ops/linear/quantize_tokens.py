@@ -22,9 +22,9 @@ from perilune.ops.pointwise.rmsnorm import reference as norm_reference
 from perilune.ops.pointwise.swiglu import reference as gate_reference
 
 GROUP = 128  # columns that share a scale
-ROWS = 256  # scales are stored for whole tiles of so many rows
+ROWS = 256  # rows of a tile: scales are stored for whole tiles
 LARGEST, LEAST = 448.0, 1e-30  # e4m3's largest number; lower bound of a group's largest magnitude, unless that is 0
-MOST_NORMED = 8192  # most columns of a row with a norm
+MOST_NORMED = 8192  # max columns of a row with a norm
 
 
 @dataclass(frozen=True)

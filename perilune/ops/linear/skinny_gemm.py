@@ -7,8 +7,8 @@ bits depend on whether x has more than 32, or more than 64 rows. `linear`, `line
 they have the contracts and the checks.
 
 Times in us for 64 (32) tokens, with the small kernel that follows, in the decode graph of K2.5's layers on an H200:
-o 36.3 (34.3), cuBLAS 39.3 (37.5); qkv_a 13.0 (13.1), 15.0 (15.6); q_b 19.7 (17.4), 20.9 (19.6). The shared expert's
-gate and up are slower: 21.0 against 17.9 at 64.
+o 36.3 (34.3), cuBLAS 39.3 (37.5); qkv_a 13.0 (13.1), cuBLAS 15.0 (15.6); q_b 19.7 (17.4), cuBLAS 20.9 (19.6). The
+shared expert's gate and up are slower than cuBLAS: 21.0 against 17.9 for 64 tokens.
 """
 
 import torch
@@ -19,11 +19,11 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32
 
 SOURCE = "skinny_gemm.cu"
 MOST_ROWS = 128
-MOST_DENSE = 64  # up to so many rows it is faster than cuBLAS for bfloat16 weights of LARGE values or more
+MOST_DENSE = 64  # max rows for which it is faster than cuBLAS, with bfloat16 weights of at least LARGE values
 LARGE = 1 << 22
-WORTH = 5760  # rows of w, times the CTAs that split k, that fill the GPU
-ONE_PASS = 15360  # rows of w, times the CTAs that split k, in one wave of CTAs
-LONGEST = 4096  # columns (k) of a CTA at most, if they can be split
+WORTH = 5760  # min (rows of w) x (CTAs that split k) to fill the GPU
+ONE_PASS = 15360  # max (rows of w) x (CTAs that split k) in one wave of CTAs
+LONGEST = 4096  # max columns (k) per CTA, if k can be split further
 # With more than SOME_ROWS rows of x, bfloat16 is faster than cuBLAS only if w has FULL rows, times the splits, or more.
 SOME_ROWS, FULL = 32, 8400
 

@@ -2,8 +2,8 @@
 
 residual [T, D] is updated in place and rounded to its type before the norm; pairs: see `Pairs`; w [D]; y [T, D] as
 residual. Sums over experts are fp32 in the order of choices, then the shared expert; squares are summed in fp32, y is
-rounded once. "cuda" (rmsnorm.cu) gives the bits of the two ops in sequence. It keeps the sums in registers: that saves
-8 D of 32 D bytes per token with 8 experts and a shared one.
+rounded once. "cuda" (rmsnorm.cu) gives the same bits as the two ops in sequence. It keeps the sums in registers: that
+saves 8 D of 32 D bytes of memory traffic per token with 8 experts and a shared one.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ _kernel = build.launcher(SOURCE, "combine_add_rmsnorm", "pppppllppplllfp")
 
 
 def places(residual: Tensor, pairs: Pairs, w: Tensor) -> tuple[int | None, ...]:
-    """The first arguments of the kernels that add pairs."""
+    """The first arguments of the kernels that sum the results of pairs."""
     return (
         residual.data_ptr(),
         pairs.part.data_ptr(),

@@ -1,6 +1,6 @@
 """As combine_add_rmsnorm.py, with the norm quantised to e4m3, the input of linear_w8a8.py.
 
-values and scale are those of linear/add_rmsnorm_quantize.py. "cuda" gives the bits of the two ops in sequence.
+values and scale are as in linear/add_rmsnorm_quantize.py. "cuda" gives the same bits as the two ops in sequence.
 """
 
 import torch

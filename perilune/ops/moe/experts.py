@@ -29,7 +29,7 @@ from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Matrix
 from perilune.ops.moe.chosen import Chosen
 
-GATHERED_BYTES = 256 << 20  # "gathered" copies at most so many bytes of weights; beyond, a loop over experts is faster
+GATHERED_BYTES = 256 << 20  # max bytes of weights that "gathered" copies; beyond, "torch" is faster
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ TOL = {
 
 
 def quantized_cases(*small: Case) -> list[Case]:
-    """Cases: 16 whole experts of K2, the bundled model's, and small ones."""
+    """Test cases with 16 of K2's experts, with the bundled model's experts, and `small` ones."""
     return [
         *(Case(t, K2.top_k, 16, K2.hidden, K2.width, big=True) for t in (1, 4, 16, 64, 512)),
         *(Case(t, NANO.top_k, NANO.experts, NANO.hidden, NANO.width) for t in (1, 4, 16, 64, 512)),
@@ -86,9 +86,9 @@ class Format:
     """How the experts' weights are stored.
 
     name           of the op
-    bits           bits per weight, with its share of the scales; None: those of x's type
-    matrices       make gate_up and down of a case
-    gate_up, down  dequantise a Matrix, of all experts, of some or of one, to [..., o, i] of a dtype
+    bits           stored bits per weight, scales included; None: weights have x's type
+    matrices       makes gate_up and down of a case
+    gate_up, down  dequantise a Matrix with any leading dimensions (all experts, some, none) to [..., o, i] of a dtype
     needs          conditions of "cpp" on a call's arguments, for `build.on_cpu`
     gathers        whether to define "gathered"
     """

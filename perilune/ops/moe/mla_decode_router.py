@@ -1,5 +1,5 @@
-"""Absorbed MLA with its output projection, the residual, its norm, and the router: all between a MoE layer's queries
-and its experts.
+"""Absorbed MLA with its output projection, the residual, its norm, and the router: everything in a MoE layer between
+queries and experts.
 
 y = `mla_decode_output`(q_full, pages, span, attention, scale); residual [T, D] += y in place, or, if the norm has
 peers, += the sum of all ranks' y, as in `exchange_add_rmsnorm`; x [T, D] = the norm of the residual; the experts
@@ -10,11 +10,11 @@ are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are
 1. attention;
 2. the output projection, as in `mla_decode_output`'s implementation of the same name. It adds y, and the y that peers
    send, to the residual and writes the sums to a mailbox;
-3. mla_decode_router_t1.cu reads the sums from the mailbox while launch 2 still runs. The gate is in shared memory by
-   then, and no kernel's end is waited for.
+3. mla_decode_router_t1.cu starts while launch 2 runs, loads the gate to shared memory, then polls the mailbox for the
+   sums. It does not wait for launch 2 to end.
 The expert kernel may read the same mailbox: `Chosen.publication` names it (chosen.py). "cuda_mma" is for 8 or 16 heads
-in FP8, "cuda" for others. "composed" calls the ops one by one, also if "cuda_mma" would take the heads but not the
-width or the number of SMs.
+in FP8, "cuda" for others. "composed" calls the ops. It also runs for 8 or 16 heads in FP8 if "cuda_mma" does not take
+the width or the GPU's number of SMs.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ from perilune.ops.moe import router
 from perilune.ops.moe.chosen import Chosen, Source, mailbox
 
 SEGMENT = 256  # columns of x that one warp reads at once
-MOST_WIDTH = 7168  # most columns of x: the experts' gate_up holds all of them in registers
+MOST_WIDTH = 7168  # max columns of x: the experts' gate_up holds all of them in registers
 LEAST_GATE, MOST_GATE = 3, 4  # rows of the gate per CTA
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What a case says of residual, norm and gate."""
+    """Fields of a case for residual, norm and gate."""
 
     E: int = K2.experts
     k: int = K2.top_k
@@ -50,7 +50,7 @@ class Stream:
     normalise: bool = True
     against: bool = False  # rows of the gate have the other sign: the order of experts is reversed
     ties: bool = False  # all scores are equal
-    ranks: int = 0  # y is this rank's part of a sum over so many ranks; 0: y is whole
+    ranks: int = 0  # number of ranks over which y is summed; 0: y is whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def stream_inputs(T: int, D: int, c: Stream, g: Make) -> dict[str, Any]:
         "norm": Norm(g.randn(D, scale=0.1) + 1, 1e-5, peers.loopback(c.ranks, g.device, 1.0) if c.ranks else None),
         "gate": Gate(
             rows.to(FLOAT32 if c.wide_gate else BFLOAT16),
-            multiples * (0 if c.against else -2),  # reverses the choice; the weights of the chosen do not have it
+            multiples * (0 if c.against else -2),  # the bias reverses the choice; weights ignore it
             Routing(c.k, 1, 1, 2.827, c.normalise),
         ),
     }
@@ -170,7 +170,8 @@ def _fits(a: Any, device: torch.device, mma: bool) -> bool | str:
 
 
 def fits(counts: Sequence[int], a: Any, device: torch.device, mma: bool, *needs: tuple[bool, str]) -> bool | str:
-    """Whether `run` takes so many (tokens, heads) and these arguments, if `needs` hold."""
+    """Whether `run` takes counts = (tokens, heads) and the op's arguments a, and `needs` hold: True, or the first unmet
+    need."""
     takes = mla_decode_output.fits_mma if mma else mla_decode_output.fits
     found = takes(counts, a.attention, device, (counts[0] == 1, "one token"), *needs)
     if found is not True:
@@ -190,7 +191,7 @@ def fits(counts: Sequence[int], a: Any, device: torch.device, mma: bool, *needs:
 
 
 def _rows(experts: int, device: torch.device) -> int:
-    """Rows of the gate for each CTA but the one that chooses the experts."""
+    """Rows of the gate per CTA. The CTA that selects the experts has none."""
     return max(LEAST_GATE, -(-experts // (build.sm_count(device) - 1)))
 
 
@@ -202,7 +203,7 @@ def run(
     norm: Norm,
     gate: Gate,
 ) -> tuple[Tensor, Chosen]:
-    """Launches 2 and 3, after `read`, which launches attention."""
+    """Launches 2 and 3. read() launches attention, if needed, and returns the ranges that launch 2 combines."""
     H, (E, D), device, routing = len(attention.w_uv), gate.weight.shape, residual.device, gate.routing
     assert all(t.is_contiguous() for t in (norm.weight, gate.weight, gate.bias)), f"{gate.weight.stride()=}"
     memory = workspace.current(device)

@@ -1,5 +1,5 @@
-"""`mla_merge_output`, the residual, its norm, and the router: with a sharded KV cache, all between the exchange of
-attention's outputs and a MoE layer's experts.
+"""`mla_merge_output`, the residual, its norm, and the router: with a sharded KV cache, everything in a MoE layer
+between the exchange of attention's outputs and the experts.
 
 As `mla_decode_router`, with y = `mla_merge_output`(o, lse, attention). "cuda" and "cuda_mma" are that op's launches
 after attention.

@@ -11,15 +11,16 @@ of y for every pair (token, expert), times its routing weight, and one for the s
 shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token,
 moe_int4_mma_tma.cu for more: it reads an expert once for every 4 of its tokens. From 2 tokens on, the rows of routed
 experts do not depend on the batch. The shared expert's row depends only on whether the batch has up to 16 tokens (it is
-part of the two steps) or more (separate launches). An id that is no expert is skipped and its row left unwritten. The
-steps are two launches, or one with the same bits for a few tokens of a rank's slice (MAX_JOINED): weights of down
-arrive while the last of h is computed. Its CTAs wait for each other, so an engine must be `alone` (workspace.py).
+part of the two steps) or more (separate launches). An id outside 0 .. E - 1 is skipped; its row stays unwritten. The
+steps are two launches. For few tokens of a rank's share of the width (MAX_JOINED) they are one launch with the same
+bits, which loads weights of down while the last of h is computed. Its CTAs wait for each other, so the engine must be
+`alone` (workspace.py).
 
-Overlap with the router: gate_up may read x while the kernel that writes ids still runs, so from 2 tokens on an earlier
-kernel must have made x (router.py's lets gate_up start only when x is ready). One token's gate_up starts before the
-router has ended if `chosen` carries a publication that is still valid (`chosen.Mailbox.take`), else it waits for the
-router's end. Where x is the norm of a residual that is still being written (mla_decode_router.py), gate_up computes x
-itself, with the same bits. Each stream has its own mailbox and counters.
+Overlap with the router: gate_up may read x while the kernel that writes ids still runs. So from 2 tokens on, x must be
+written before that kernel lets gate_up start (router.py's kernel waits until x is ready). One token's gate_up starts
+before the router has ended if `chosen` carries a publication that is still valid (`chosen.Mailbox.take`); otherwise it
+waits for the router's end. If x is the norm of a residual that is still being written (mla_decode_router.py), gate_up
+computes x itself, with the same bits. Each stream has its own mailbox and counters.
 
 "cuda_tall" (moe_int4_tall.py) is for 128 to 383 tokens (512 if experts have width 1,024 or less), "cuda_cluster"
 (moe_int4_cluster.py) for up to 5,000 and for compact scales from 128, "cuda_prefill" (moe_int4_grouped.py) for more:
@@ -62,9 +63,9 @@ T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
 MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
-MAX_JOINED = 2048  # tokens times width for one launch; with more, its fewer registers per thread cost more
+MAX_JOINED = 2048  # max T * I for gate_up and down in one launch; above, that kernel's fewer registers cost more
 MAX_CHOICES = 32  # experts per token
-MAX_SHARED = 16  # up to so many tokens, the routed experts' launches compute the shared expert too
+MAX_SHARED = 16  # max tokens for which the routed experts' launches compute the shared expert too
 UNITS = 4 + 2 * (MAX_PAIRS + 4)  # words of counters, `Units` in moe_int4_mma_tma.cu
 PIECE = 128  # INT4 values of a weight row that the kernels load at once
 
@@ -250,7 +251,7 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     upper, lower = places(gate_up, fused.gate_up if fused else None), places(down, fused.down if fused else None)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
     if one:
-        # Counters of the units that the CTAs of gate_up and of down have taken: each kernel clears the other's counter.
+        # Work counters, [0] of gate_up and [1] of down: units that CTAs have taken. Each kernel clears the other's.
         words, number = mailbox(memory).words.data_ptr(), published.number if published else 0
         taken = memory.zeros("moe_int4.taken", 2).data_ptr(), words, number
         found = published.source if published else None

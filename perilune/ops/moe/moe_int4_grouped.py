@@ -24,7 +24,7 @@ from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
 
 SOURCE, COMPACT = "moe_int4_grouped.cu", "moe_int4_grouped_compact.cu"
-CHUNK = 16384  # most tokens at a time; more take a larger workspace
+CHUNK = 16384  # max tokens at a time. Larger: more workspace memory.
 BLOCK = 128  # values of k that a product takes at a time
 NARROWEST, WIDEST, STEP = 16, 256, 8  # pairs of a tile
 WIDTHS = 31
@@ -38,8 +38,8 @@ def _kernel(source: str) -> Any:
 
 @functools.cache
 def classes(T: int, k: int, E: int) -> int:
-    """Bit mask of tile widths to launch, bit n for 16 + 8 n columns: one in four, and all near a tile's width if tokens
-    choose evenly."""
+    """Bit mask of tile widths to launch, bit n for 16 + 8 n columns: every fourth width, and all widths near the tile
+    size that tokens spread evenly over experts would have."""
     even = T * k / E
     size = even / max(1, math.ceil(even / WIDEST))
     most = max(1.6 * size, 64) if even < WIDEST / 1.6 else WIDEST

@@ -23,7 +23,7 @@ from perilune.ops.moe.chosen import Chosen
 SOURCE = "moe_int4_tall.cu"
 # For fewer tokens, moe_int4_mma_tma.cu is faster; for more tokens, moe_int4_cluster.py.
 MIN_TOKENS, MAX_TOKENS = 128, 512
-WIDE, MAX_TOKENS_WIDE = 1024, 383  # most tokens for experts wider than WIDE
+WIDE, MAX_TOKENS_WIDE = 1024, 383  # max tokens for experts wider than WIDE
 BLOCK = 256  # values of k, and rows of weights, that a CTA loads at a time
 STEP, WIDEST = 8, 96  # a tile has a multiple of 8 pairs, up to 96
 MAX_EXPERTS = 1024
@@ -34,8 +34,9 @@ _kernel = build.launcher(SOURCE, "moe_int4_tall", "pl" + "p" * 14 + "l" * 9 + "p
 
 @functools.cache
 def classes(T: int, k: int, E: int) -> int:
-    """Bit mask of tile widths to launch beside the widest, bit n for 8 + 8 n columns. If tokens choose evenly, most
-    experts' pairs fit one of the two widths, nearly all experts' the other."""
+    """Bit mask of tile widths to launch besides the widest, bit n for 8 + 8 n columns: two widths. If tokens choose
+    experts at random, the narrower one fits most experts' pairs (mean + 0.5 standard deviations), the wider one nearly
+    all (mean + 2)."""
     even = T * k / E
     widths = (even + 0.5 * even**0.5, even + 2 * even**0.5)
     return sum({1 << max(1, math.ceil(w / STEP)) - 1 for w in widths if w <= WIDEST})

@@ -1,6 +1,6 @@
 """As scatter_pairs_add_rmsnorm.py, with the norm quantised to e4m3, the input of linear_w8a8.py.
 
-values and scale of the n owned rows are those of linear/add_rmsnorm_quantize.py. "cuda" gives the bits of the two ops
+values and scale of the n owned rows are as in linear/add_rmsnorm_quantize.py. "cuda" gives the same bits as the two ops
 in sequence.
 """
 

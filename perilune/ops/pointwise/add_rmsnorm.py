@@ -2,8 +2,8 @@
 
 residual [T, D] is updated in place and rounded to its type before the norm; x [T, D] of the same type, or float32
 [T, P, D]: the sum of its P parts (in order, fp32) is added; w [D]; y [T, D] as residual. Squares are summed in fp32,
-y is rounded once. The C++ is in rmsnorm.cpp; "cuda" gives a row to a cluster of CTAs, "cuda_many" (rmsnorm.cu) one or
-several rows to a CTA.
+y is rounded once. "cpp" is in rmsnorm.cpp. "cuda" uses a cluster of CTAs per row, "cuda_many" (rmsnorm.cu) a CTA for
+one or several rows.
 """
 
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ def cpp(residual: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     return y
 
 
-MOST_CUDA = 8 * 4096  # largest width of "cuda": 8 CTAs, 256 threads of 16 values each
-FEW_ROWS = 512  # up to so many rows "cuda" is used, with a cluster for each
+MOST_CUDA = 8 * 4096  # max width of "cuda": 8 CTAs, 256 threads of 16 values each
+FEW_ROWS = 512  # max rows of "cuda", which uses a cluster of CTAs per row
 
 
 _cluster = build.launcher("add_rmsnorm.cu", "add_rmsnorm", "ppllpplllfp")

@@ -2,9 +2,10 @@
 
 ids [T] int64; where an id is PENDING, the token is last[rows[t]], with rows [T] and last [slots] int64 (both None: no
 id is pending); positions [T] int64; table [V, D]; norm [D] -> h and x [T, D] as table; cos, sin [P, r] float32 ->
-[T, r] each. Squares are summed in fp32, x is rounded once. New requests are checked, so tokens are rows of the table
-and positions rows of the rope tables. "cuda" is one launch in place of eight, and reads the nearest row of the table
-for a token outside it; "cpp" is one call for few tokens of float32; "composed" is the ops that it replaces.
+[T, r] each. Squares are summed in fp32, x is rounded once. Callers guarantee that tokens are rows of the table and
+positions rows of the rope tables, because new requests are checked. "cuda" is one launch in place of eight, and reads
+the nearest row of the table for a token outside it; "cpp" is one call for few tokens of float32; "composed" calls the
+ops that "cuda" replaces.
 """
 
 from dataclasses import dataclass

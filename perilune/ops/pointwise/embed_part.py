@@ -3,7 +3,7 @@
 ids [T] int64, PENDING ones as in embed_norm, with rows and last; positions [T] int64; table [V / N, D], the rows of ids
 first .. first + V / N - 1; cos, sin [P, r] float32 -> zeros [T, D], the residual stream to which the sum is added; part
 [T, D] as table: the tokens' rows of the table, 0 for tokens of other ranks; cos and sin rows [T, r]. Positions are
-rows of the rope tables. "cuda" is one launch; "composed" is the ops that it replaces.
+rows of the rope tables. "cuda" is one launch; "composed" calls the ops that "cuda" replaces.
 """
 
 from dataclasses import dataclass

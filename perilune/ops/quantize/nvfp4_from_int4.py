@@ -21,8 +21,8 @@ The cost is the squared error plus a small bias term: rounding with the smallest
 (the error e is orthogonal to the result, so w . e < 0). Unlike the rest of the error, the shrinkage adds up over the
 inputs of a layer and over layers. The term TILT * 2 w . e removes it and costs 0.02 dB.
 
-"cpp" takes 0.06 s for a matrix of Kimi K2's on two cores. "cuda", with a lane for every candidate, takes 0.4 ms on an
-H200; the reference, a gather and a sum per level, 10 ms there.
+"cpp" takes 0.06 s for one of Kimi K2's expert matrices on two cores. "cuda", with a lane for every candidate, takes 0.4
+ms on an H200; the reference, with a gather and a sum per level, 10 ms.
 """
 
 import functools
@@ -225,7 +225,7 @@ def _results(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _arguments(
     packed: Tensor, scale: Tensor, exponent: int, often: Tensor | None, results: tuple[Tensor, ...]
 ) -> tuple[int | None, ...]:
-    """What a kernel takes, without its last argument."""
+    """The arguments of both kernels, without the last one (threads or stream)."""
     (o, words), t = packed.shape, tables(packed.device)
     return (
         *addresses(packed, scale, often), o, words * 8, exponent,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from perilune.ops.harness import build
 
-LANE_BYTES = 4096  # The checksum adds the words of so many bytes, then multiplies the sum by a factor for its position.
+LANE_BYTES = 4096  # The checksum adds the words of each lane, then multiplies the sum by a factor for its position.
 STEM = "host_rows"
 MAX_PITCH_BYTES = 2**31 - 1  # the driver's limit for a two-dimensional copy
 _FACTOR = 0x9E3779B97F4A7C15

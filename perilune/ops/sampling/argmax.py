@@ -69,7 +69,7 @@ def reference(logits: Tensor) -> Tensor:
 op = Op("argmax", CASES, TOL, inputs, cost, reference, dtypes=(FLOAT32,))
 
 
-FEW_ROWS = 4  # Up to so many rows, 16 CTAs share a row. For more rows that would leave too many SMs idle.
+FEW_ROWS = 4  # Max rows with 16 CTAs per row. Larger: clusters of 16 leave too many SMs idle.
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def processors(rows: int) -> int:
     return _widest_row() if rows <= FEW_ROWS else 8
 
 
-MOST_IDS = 8 * 30_720  # largest vocabulary of sample.cu, with 8 CTAs sharing a row
+MOST_IDS = 8 * 30_720  # max vocabulary of sample.cu, with 8 CTAs sharing a row
 
 
 _kernel = build.launcher("sample.cu", "argmax", "pplllp")

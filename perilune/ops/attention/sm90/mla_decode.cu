@@ -2,7 +2,7 @@
 // multiplied by W_UV (split_kv_combine.cuh); the contract is in mla_decode.py. `share_work` (split_kv_schedule.cuh)
 // gives every CTA its range from the contexts, so that one launch fits all contexts.
 //
-// No activation's pointer is __restrict__: the compiler may move a load through such a one above the wait.
+// No pointer to activations is __restrict__: the compiler may move a load through such a pointer above the PDL wait.
 #include "attention/sm90/split_kv_range.cuh"
 #include "attention/sm90/split_kv_combine.cuh"
 
@@ -10,7 +10,8 @@ using namespace mla;
 
 namespace {
 
-// [chunk][row][64] of `chunks` chunks of rows, in boxes of `rows` rows and all chunks, or one if `single`.
+// Describes `count` rows of 64 * chunks values as [chunk][row][64]. A box has `rows` rows and all chunks, or one chunk
+// if `single`. bytes: values of 1 byte, not swizzled; else bf16 with the 128-byte swizzle.
 bool describe(CUtensorMap* map, const void* from, bool bytes, int64_t count, int64_t row_bytes, int chunks, int rows,
               bool single) {
   return maps::describe(map, from, bytes ? maps::BYTES : maps::SWIZZLED, {64, count, chunks},
@@ -29,8 +30,9 @@ bool describe_cache(Maps* maps, const void* cache, int64_t rows, bool packed) {
 
 }  // namespace
 
-// cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16, weights [64, ctas] float:
-// what the ranges give, which is all if w_uv is null. -1: no driver entry point for tensor maps, or they are refused.
+// cache [cache_rows, 576] bf16, or packed rows of 640 bytes; partials [ctas, 64, 512] bf16 and weights [64, ctas]
+// float: outputs and log-sum-exps of the ranges. If w_uv is null, they are not combined. -1: no driver entry point for
+// tensor maps, or the driver refuses one.
 API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t packed, int64_t block,
                    const void* tables, int64_t M, const void* query_start, const void* context, const void* w_uv,
                    void* partials, void* weights, void* out, int64_t B, int64_t T, int64_t H, int64_t ctas,
@@ -51,8 +53,8 @@ API int mla_decode(const void* q, const void* cache, int64_t cache_rows, int64_t
   return combine_ranges<false>(partials, weights, query_start, context, w_uv, out, ctas, B, T, H, least, stream);
 }
 
-// What `ranges` ranges of one token give, in the first of `slots` places, at most 48 positions each of a bf16 cache, 512
-// of a packed one. tables: [M]; H: 8, 16, 32 or 64.
+// Attention of one token over `ranges` ranges (attend_few), of at most 48 positions each of a bf16 cache, or 512 of a
+// packed one. Results of range i are in slot i of `slots`. tables: [M]; H: 8, 16, 32 or 64.
 API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int64_t packed, int64_t block,
                        const void* tables, int64_t M, const void* query_start, const void* context, void* partials,
                        void* weights, int64_t H, int64_t ranges, int64_t slots, float scale, void* stream) {
@@ -64,7 +66,7 @@ API int mla_attend_few(const void* q, const void* cache, int64_t cache_rows, int
                    describe(&ropes, static_cast<const uint8_t*>(cache) + LATENT, false, cache_rows, row, 1, GROUP, false)
              : describe(&latents, cache, false, cache_rows, WIDTH * 2, CHUNKS, GROUP, false);
   if (!described) return -1;
-  // Of the processor's memory nothing is to be left to the first-level cache: the next kernel needs it.
+  // Max shared-memory carve-out: on each SM, a CTA of the next kernel must fit beside this kernel's.
   auto kernel = packed ? attend_few<true> : attend_few<false>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   if (e != cudaSuccess) return static_cast<int>(e);

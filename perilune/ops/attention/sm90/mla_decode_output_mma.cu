@@ -5,11 +5,13 @@
 //      and write them to the mailbox. They have no rows of w: the copies of w could start only once W_UV has been read.
 //   2. The other CTAs have copied their rows of w by then, a tile of 8 whole rows per two warps. They poll the mailbox
 //      and multiply. They load scales and the launch counter before they poll.
-// From attention's end on, three round trips through L2 (ranges; mailbox written; mailbox read), with peers two more.
+// Latency after attention's end: three round trips to L2 (read ranges, write mailbox, read mailbox); two more with
+// peers.
 //
 // A CTA claims so much shared memory that no SM holds two; with one token, it leaves room for a CTA of attention
-// (split_kv_short.cuh). CTAs wait only for the first OWNERS CTAs of their launch, which wait for none. With more heads,
-// all CTAs have rows of w, in rings, and one CTA per head computes its values before.
+// (split_kv_short.cuh). CTAs wait only for the first OWNERS CTAs of their launch, which wait for none. With 32 or 64
+// heads (streamed_kernel), every CTA streams rows of w through rings, and CTA h < H first computes the values of head
+// h.
 #include "attention/sm90/output_values.cuh"
 
 using namespace stream;
@@ -34,8 +36,8 @@ struct Plan : ValuesPlan<HEADS, TOKENS, OWNERS, TOKENS == 1 ? 4 : 8> {
 
 struct Shared {
   ValuesShared values;
-  float lowered[4][32];            // factor of sums, per token and BLOCK values
-  float sums[2][TILES][4 * TILE];  // of either half of k
+  float lowered[4][32];            // factor of sums that undoes the values' power of two, per token and BLOCK values
+  float sums[2][TILES][4 * TILE];  // partial sums over the two halves of k
   uint64_t full[TILES];
 };
 
@@ -51,7 +53,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   const bool real = tile < a.D / TILE;
   __half* xs = reinterpret_cast<__half*>(memory + TILES * S::BYTES);
   const int row = tile * TILE + lane % TILE;
-  const float scale = half == 0 && real ? __ldg(a.scale + row) : 0;  // issued before w: memory answers in order
+  const float scale = half == 0 && real ? __ldg(a.scale + row) : 0;  // issued before w: loads return in order of issue
   if (half == 0 && real) {
     if (slot >= OPEN) barrier_wait(&shared.full[slot - OPEN], 0);  // that tile exists, because this one does
     if (elected()) {
@@ -178,8 +180,8 @@ __global__ void __maxnreg__(TOKENS == 1 ? 56 : 96) output_kernel(const __grid_co
 constexpr int KS = 8, GROUPS = WARPS / KS;           // warps that share a tile; tiles at once
 constexpr int OF_PART = 1, OF_GROUP = OF_PART + KS;  // first of the named barriers of a part of k; of a tile's warps
 
-// A warp's ring has STAGES of ROW bytes of each row; OPEN: max stages in flight until attention has ended. One stage of
-// all warps is contiguous: an owner's last LATE stages hold W_UV first.
+// A warp's ring has STAGES stages of ROW bytes of each row of a tile; OPEN: max stages in flight until attention has
+// ended. Stage s of all warps is contiguous. In a CTA that computes values, the last LATE stages first hold W_UV.
 template <int HEADS>
 struct Streamed {
   static constexpr int ROW = HEADS == 32 ? 512 : 256, STAGES = 1024 / ROW, OPEN = 512 / ROW;
@@ -198,7 +200,7 @@ struct StreamedShared {
   uint64_t full[WARPS][4];
 };
 
-// Every CTA multiplies tiles of w, 8 warps a tile; CTA h < HEADS computes the values of head h before.
+// Every CTA multiplies tiles of w, 8 warps a tile. CTA h < HEADS first computes the values of head h.
 template <int HEADS, bool SHARDED>
 __global__ void __launch_bounds__(THREADS, 1) streamed_kernel(const __grid_constant__ Args a) {
   using P = Streamed<HEADS>;
@@ -348,7 +350,7 @@ int start_streamed(const Args& a, int64_t sms, void* stream) {
 
 template <int HEADS, int TOKENS, bool EXCHANGES, bool SHARDED>
 int start(const Args& a, int64_t sms, void* stream) {
-  // As in mla_decode_output_t1.cu.
+  // The carve-out: as in mla_decode_output_t1.cu.
   auto kernel = output_kernel<HEADS, TOKENS, EXCHANGES, SHARDED>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), Plan<HEADS, TOKENS>::BYTES, stream, 1, a);
@@ -367,9 +369,9 @@ int choose(const Args& a, int64_t sms, void* stream) {
 
 }  // namespace
 
-// As mla_decode_output, for T tokens (1 to 4) of H heads (8 or 16) with e4m3 weights. mailbox: H VALUE + 160 words for
-// one token, 4 H VALUE + 160 for more, zero at first; one per stream, H, and kind (one token or more). sms: at most
-// 160, with D / 8 at most 8 (sms - 16). residual, fresh: only for one token.
+// As mla_decode_output, for T tokens (1 to 4) of H heads (8 or 16; 32 or 64 if T > 1) with e4m3 weights. mailbox:
+// H VALUE + 160 words for one token, 4 H VALUE + 160 for more, zero at first; one per stream, H, and kind (one token or
+// more). sms: at most 160, with D / 8 at most 8 (sms - 16). residual, fresh: only for one token.
 API int mla_decode_output_mma(const void* partials, const void* weights, const void* query_start, const void* context,
                                 const void* w_uv, const void* uv_scale, const void* w, const void* scale,
                                 void* mailbox, void* y, void* residual, void* fresh, int64_t part_step,

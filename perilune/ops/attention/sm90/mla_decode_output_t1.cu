@@ -11,7 +11,7 @@
 //   readers of launch n - 1 have ended.
 //
 // Two more warps, the askers, issue the copies of W_UV and of the first stages of w, from before attention has ended.
-// They keep only as many bytes in flight as keep memory busy: more would delay what attention and step 2 wait for.
+// They keep just enough bytes in flight to saturate memory: more would delay loads of attention and of step 2.
 // A CTA uses at most 166 KB and 48 registers per thread, so that an SM also has room for a CTA of attention
 // (split_kv_short.cuh), then for one of the router.
 //
@@ -29,11 +29,11 @@ constexpr int KS = 8, GROUPS = WARPS / KS;  // warps that share a tile; tiles at
 constexpr int ASKERS = 2, ASKED = WARPS / ASKERS, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + ASKERS * 32;
 constexpr int LATENTS = mla::LATENT / WARPS;      // latents of a head that a warp combines
 constexpr int VALUES_OPEN = 4;                    // max copies of W_UV that an asker has in flight
-constexpr int AT_ONCE = 5, SIDES = 8;             // ranges that a lane reads together; ranges that a warp reads at once
+constexpr int AT_ONCE = 5, SIDES = 8;             // loads in flight per lane, one range each; ranges per load of a warp
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of scratch per warp while a head is computed
 constexpr int PIECES = 2;                         // max pieces of 8 values that a lane reads from the mailbox
-constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of all consumers; first of those of a part of k
+constexpr int OF_HEAD = 14, OF_PART = 3;          // named barriers: of all consumers; first of those per part of k
 static_assert(LATENTS == 32 && MOST_RANGES % (SIDES * AT_ONCE) == 0 && MOST_RANGES % 32 == 0);
 static_assert(ASIDE % 4 == 0 && sizeof(mla::Found) == 16);
 
@@ -452,7 +452,7 @@ int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
   using R = Ring<W>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
-  // Else an SM may be configured with too little shared memory for this CTA beside one of the kernels before or after.
+  // Max carve-out: otherwise an SM may have too little shared memory for this CTA beside one of its neighbour kernels.
   auto kernel = exchanges ? output_kernel<W, SHORT, true, SHARDED> : output_kernel<W, SHORT, false, SHARDED>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);

@@ -7,7 +7,7 @@ using namespace mla;
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, AT_ONCE = 4;  // AT_ONCE: ranges that a warp reads together
-constexpr int FEW_TOKENS = 8;  // Up to 8 tokens, a head has many ranges, so all warps of a CTA share them.
+constexpr int FEW_TOKENS = 8;  // Max tokens for which all warps of a CTA share a head: it then has many ranges.
 
 struct Args {
   const bf16* partials;  // [ctas][LATENT / 64][ROWS][64], swizzled

@@ -33,8 +33,8 @@ constexpr int ROOM = 227 * 1024;  // max bytes of shared memory per CTA
 static_assert(PIECE <= 32 && PIECES == 128);
 static_assert(CTAS * TILE <= INNER && OUTER % ROWS_A == 0 && NOPE_ROWS % ROWS_Q == 0 && ROPE_ROWS % ROWS_Q == 0);
 
-// The part of a head that each of its SPLIT CTAs computes. SPLIT is 2; with a rank's share of the heads 4 or 8, so that
-// hardly any CTA is without a head. A CTA's part of q_b and W_UK must fit the ring, to arrive before q_a does.
+// The part of a head that each of its SPLIT CTAs computes. SPLIT is 2 for all heads; 4 or 8 for a rank's share of the
+// heads, so that nearly every CTA has one. A CTA's part of q_b and W_UK must fit the ring, to arrive before q_a does.
 constexpr int MOST_SPLIT_HEADS = 32;  // max heads with SPLIT > 2
 template <int SPLIT_>
 struct Part {

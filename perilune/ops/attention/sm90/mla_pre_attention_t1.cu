@@ -1,10 +1,10 @@
 // The operations before absorbed attention for one token, in one launch: the residual's sum and norm, qkv_a, and the
 // queries (q_b, W_UK, rope) with the step's cache row. Contract in mla_pre_attention.py.
 //
-// As three launches, the memory idles twice, while sums of one product become the input of the next. Here one ring of
-// slots streams each CTA its part of all three matrices, in order, so that the next weights are in flight while CTAs
-// publish results: first each CTA its piece of the residual, then its rows of qkv_a. A published word holds a pair of
-// values and a tag, the launch number: readers poll until the tag matches, without a separate flag.
+// With three launches, DRAM would idle twice, while the sums of one product become the input of the next. Here one ring
+// streams each CTA's part of all three matrices, in order. So the next weights are in flight while CTAs publish
+// results: first pieces of the residual, then rows of qkv_a's product. A published word holds a pair of values and a
+// tag, the launch number: readers poll until the tag matches, without a separate flag.
 #include "attention/sm90/mla_pre_attention.cuh"
 
 using namespace before_attention;
@@ -58,7 +58,8 @@ struct Shared {
   uint32_t most[INNER_WARPS];
   float x_scale, x_raise;
   uint2 parts[MAX_RANKS][PIECE];  // each rank's part of this CTA's piece of x
-  __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];  // q_nope: the other CTA's half; or all
+  // q_nope: with SPLIT 2 the other CTA's half, else all of it.
+  __align__(16) uint32_t nope[P::SPLIT == 2 ? P::NOPE_ROWS / 2 : NOPE / 2];
   uint64_t full[P::STAGES], empty[P::STAGES], published, handed;
 };
 
@@ -269,7 +270,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     wait_for_predecessor();
     return;
   }
-  // Small loads first: memory answers in order, so a load issued after the weights returns some microseconds later.
+  // Small loads first: loads return in order of issue, so one issued after the weights would take microseconds longer.
   const int group = warp / KS_A, in_group = tid % (KS_A * 32), first = (cta + group * CTAS) * TILE;
   const bool publishes = lane < PIECE && cta * PIECE + lane < QUADS;
   uint2 weight = make_uint2(0, 0), q_weight = weight;

@@ -1,12 +1,13 @@
 // Causal attention as mla_prefill.cu, with products of 8 bits. Contract in mla_prefill_w8a8.py.
 //
 // round_kernel: per tile (128 keys of a head), the no-rope part of keys is rounded to int8 with one scale, values to
-// e4m3 with another. Values are transposed, because the tensor cores take 8-bit operands only with k innermost. Keys
-// are in a thread's order of probabilities: position 16 h + 4 t + i of 32 is key 16 h + 8 (i / 2) + 2 t + i mod 2.
+// e4m3 with another. Values are transposed, because the tensor cores take 8-bit operands only with k innermost. Their
+// keys are permuted to the order in which thread t of four holds probabilities as accumulators: in each 32 keys,
+// position 16 h + 4 t + i is key 16 h + 8 (i / 2) + 2 t + i mod 2.
 //
 // attend_kernel: as in mla_prefill.cu; the warpgroups round their queries to int8, with a scale per query. Scores are
 // int8 products of 128 values, scaled; the bf16 products of the 64 rope values are added in the same registers. The
-// int32 sums begin at the bits of 1.5 2^23 as a float, so they are floats without a conversion.
+// int32 sums start at the bits of the float 1.5 2^23, so that their bits are the float 1.5 2^23 + sum: no conversion.
 #include "attention/sm90/mla_prefill.cuh"
 #include "cuda/token_scale.cuh"
 
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint64_t* q_full = reinterpret_cast<uint64_t*>(values + STAGES * V_BYTES);
   uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
   const int tid = threadIdx.x, head = blockIdx.y;
-  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // the longest rows first
+  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // queries with the most keys first
   const Request& request = requests.of[blockIdx.z];
   const int count = request.count, context = request.context, before = context - count;
   const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;
@@ -346,7 +347,7 @@ API int mla_prefill_w8a8_round(const void* k, const void* v, void* k8, void* v8,
 
 // q [T, heads, 192] with rows q_row values apart, heads adjacent; k8, v8 and scales as above; rope [total, 64] bf16,
 // rows rope_row apart; values [T, heads, 128] e4m3, rows out_row bytes apart; out_scales [heads, scale_rows], written
-// for rows of requests only. The rest as for mla_prefill.
+// for rows of requests only. Other arguments as for mla_prefill.
 API int mla_prefill_w8a8(const void* q, const void* k8, const void* rope, const void* v8, const void* scales,
                          void* values, void* out_scales, const void* requests, int64_t count, int64_t longest,
                          int64_t T, int64_t total, int64_t heads, int64_t q_row, int64_t rope_row, int64_t out_row,

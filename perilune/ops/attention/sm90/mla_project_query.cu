@@ -96,7 +96,7 @@ __global__ __launch_bounds__(THREADS, Share<C>::CTAS) void project(const __grid_
   if (lane < a.stages) barrier_init(&barriers[warp][lane], 1);
   if (threadIdx.x == 0) barrier_init(&w_uk_full, ASKING);
   barriers_visible();
-  // Load the norm first: memory answers in order.
+  // Load the norm before the weights: loads return in order of issue.
   const int preparing = threadIdx.x - ASKING * 32;  // index among the threads that prepare x
   if (preparing >= 0) {
     for (int k = preparing * 8; k < a.in.i; k += (WARPS - ASKING) * 256) copy16(norm + k, a.in.norm + k);

@@ -87,8 +87,8 @@ __device__ __forceinline__ uint32_t raised(float low, float high, float by) {
   return *reinterpret_cast<const uint32_t*>(&h);
 }
 
-// The values of this CTA, one of OWNERS. `memory`: P::VALUES bytes for W_UV; `scratch`: P::SCRATCH bytes. All threads
-// call then() when they have issued the copies of W_UV, and have read both memories when this function returns.
+// Computes the values of this CTA, one of OWNERS. `memory`: P::VALUES bytes for W_UV; `scratch`: P::SCRATCH bytes.
+// Every thread calls then() after it has issued its copies of W_UV. On return, all threads have finished reading both.
 template <int HEADS, int TOKENS, int OWNERS, int AT_ONCE, bool EXCHANGES, bool SHARDED, typename Then>
 __device__ __forceinline__ Turn<EXCHANGES> make_values(const Args& a, ValuesShared& shared, uint8_t* memory,
                                                        uint8_t* scratch, const Then& then) {

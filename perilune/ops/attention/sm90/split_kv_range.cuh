@@ -89,7 +89,7 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
 }
 
 // The producer warp. No kernel that may still run writes latents of earlier steps or block tables, so the first tile is
-// loaded before the wait. The second tile is loaded after the query, because memory answers in order.
+// loaded before the wait. The second tile is issued after the query, which would otherwise arrive behind it.
 template <bool PACKED>
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const Maps* maps, const int* table,
                                       int block, int H, char* shared, Control* control) {

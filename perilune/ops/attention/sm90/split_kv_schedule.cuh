@@ -4,15 +4,16 @@
 
 namespace mla {
 
-constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of one
+constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of a tile
 constexpr int QUARTER = ROWS / 4;    // rows of a CTA if four CTAs share a tile
-constexpr int GROUP = 16;            // latents that are adjacent in the cache: the smallest block
+constexpr int GROUP = 16;            // latents that are surely adjacent in the cache: the smallest block size
 constexpr int MAX_RANGES = 256;
 constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's output: [LATENT / 64][ROWS][64], 128-byte swizzle
 constexpr uint32_t EVERYONE = ~0u;
 
-// The work of a CTA: query rows row .. row + rows - 1 of request b against positions start .. end - 1. quarter: which
-// quarter of the rows, or below 0: all. slot: the range to which its output is written.
+// The work of a CTA: query rows row .. row + rows - 1 of request b against positions start .. end - 1. quarter: the
+// quarter of these rows that this CTA computes; below 0: all. slot: index of its output in `partials`. The request has
+// `count` query tokens, from token first_token on, and `context` positions.
 struct Work {
   int b, row, rows, start, end, count, context, first_token, slot, quarter;
 };
@@ -40,14 +41,15 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 __device__ __forceinline__ int quotient_up(int a, int b) { return quotient(a + b - 1, b); }
 
-// Run by one warp. Every tile with a context gets at least one CTA, the other CTAs go to the longest contexts. If all
-// contexts are so short that there are CTAs enough for each quarter of a range's rows (of fewer heads than 64, for each
-// that has rows), these share it. Returns this CTA's work, or with `record` writes down the ranges (`Found`) of `tokens` tokens from `first_token` on.
+// Called by one warp. Every tile of query rows with a context gets at least one CTA; the other CTAs split the longest
+// contexts into ranges of at least `least` positions. If no range exceeds KEYS positions and there are enough CTAs,
+// each quarter of a range's rows that has any rows (QUARTER each) gets a CTA of its own. Returns this CTA's work. With
+// `record`, writes instead the ranges of tokens first_token .. first_token + tokens - 1 to `found`.
 template <bool record>
 __device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
                                            int least, Found* found, int first_token, int tokens) {
   int lane = threadIdx.x % 32, mine = blockIdx.x, quarter = -1;
-  int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n tiles
+  int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n: its tiles
   auto read = [&](int b) {
     bool real = b < B;
     start = real ? kept(query_start + b) : 0;
@@ -58,7 +60,7 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
   if constexpr (record) {
     if (lane < tokens) found[lane] = {};
     __syncwarp();
-    if (least < 0) {  // one token, of at most so many ranges that share its groups by turns (split_kv_short.cuh)
+    if (least < 0) {  // one token, at most -least ranges, groups dealt to them round robin (split_kv_short.cuh)
       const int token = kept(query_start), next = kept(query_start + 1), there = kept(context);
       if (lane == 0 && next > token && there > 0) found[0] = {0, min(-least, ceil_div(there, GROUP)), 0, 0};
       return {};
@@ -82,7 +84,7 @@ __device__ __forceinline__ Work share_work(const int* query_start, const int* co
     if (B > 32) read(base + lane);
     if (n) {
       size = quotient_up(known, min(length < known ? quotient_up(known, length) : 1, MAX_RANGES));
-      int unit = size > KEYS ? KEYS : GROUP;  // whole tiles: a part of one costs as much
+      int unit = size > KEYS ? KEYS : GROUP;  // whole tiles: a partial tile costs as much as a whole one
       size = (size + unit - 1) & -unit;
       ranges = quotient_up(known, size);
     }

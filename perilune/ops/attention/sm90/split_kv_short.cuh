@@ -1,10 +1,10 @@
-// Absorbed MLA over one tile of 64 latents for a quarter of its query rows: where contexts are so short that most
-// processors would idle, four of them share a tile. What takes time then is not bytes but 64 rows in one processor's
-// hands: their queries, products and outputs.
+// Absorbed MLA for short contexts. attend_quarter: one tile of at most 64 latents, for 16 of its 64 query rows.
+// Contexts so short have few ranges, so that most SMs would idle, and a CTA's time is not that of loading latents but
+// of computing 64 rows (queries, products, outputs). So four CTAs share a tile.
 //
-// One token's attention has a kernel of its own if the block table holds at most 48 latents of a bf16 cache per SM: the
-// next kernel's CTA (mla_decode_output) is then co-resident and requests weights while this kernel waits for queries
-// and attends. Of a packed cache: 96 latents per turn, two turns.
+// attend_few: attention of one token with a narrow block table, at most 48 latents of a bf16 cache per range or 192 of
+// a packed cache (two passes of 96). On each SM, a CTA of the next kernel (mla_decode_output) is then co-resident and
+// loads weights while this kernel waits for its queries and computes.
 #pragma once
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/e4m3.cuh"
@@ -13,7 +13,8 @@
 
 namespace mla {
 
-// Four 8 x 8 matrices of a 128-byte swizzled [rows][64] chunk: rows from `row` and row + 8, columns likewise.
+// Stores four 8 x 8 matrices to a 128-byte swizzled [rows][64] chunk: a at (row, column), b 8 rows lower, c 8 columns
+// further, d both.
 __device__ __forceinline__ void store_matrices(char* chunk, int row, int column, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d) {
   int lane = threadIdx.x % 32, r = row + lane % 16, piece = column / 8 + lane / 16;
@@ -23,13 +24,13 @@ __device__ __forceinline__ void store_matrices(char* chunk, int row, int column,
                : "memory");
 }
 
-// How a tile of N latents lies in shared memory, [N / TOGETHER][WIDTH / 64][TOGETHER][64] swizzled, and what attending
-// it needs besides.
+// Shared memory of attend_quarter: a tile of N latents, [N / TOGETHER][WIDTH / 64][TOGETHER][64] swizzled, and SCRATCH
+// bytes for scores and probabilities.
 template <int N, int TOGETHER>
 struct Short {
   static constexpr int COUNT = N, TILE = N * WIDTH * 2, STRIDE = TOGETHER * 128;  // bytes of a tile; of one chunk
-  static constexpr int PITCH = N == KEYS ? N : N + 4;       // of a row's scores, by halves of the width
-  static constexpr int ODDS_PITCH = N * 2 + 16;             // of a row's probabilities, in bytes
+  static constexpr int PITCH = N == KEYS ? N : N + 4;       // floats from row to row of scores
+  static constexpr int ODDS_PITCH = N * 2 + 16;             // bytes from row to row of probabilities
   static constexpr int SCORES = 2 * QUARTER * PITCH * 4;
   static constexpr int SCRATCH = SCORES + QUARTER * (ODDS_PITCH + 4);
   static_assert(N % 16 == 0 && N <= KEYS && TOGETHER % 16 == 0);
@@ -38,23 +39,25 @@ struct Short {
   }
 };
 
-// By warps 0 to 7, once the predecessors have finished. `keys` is the tile, there when `arrived()` returns; `scratch`
-// shared memory; q the first of `rows` rows; unseen(r): row r sees positions before it. at: the tile's first position,
-// end: its last's successor. partial, weights: of the first row, with `slots` weights to a row.
+// Called by warps 0 to 7 after the PDL wait. q: the first of `rows` query rows. keys: the tile, loaded when arrived()
+// returns, overwritten here; scratch: S::SCRATCH bytes of shared memory. The tile holds positions at .. end - 1, of
+// which row r sees those before unseen(r). partial, weights: output and log-sum-exp of the first row; the next row's
+// weight is `slots` floats further.
 template <typename S, typename Arrived, typename Unseen>
 __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* keys, char* scratch, int at, int end,
                                                float scale, bf16* partial, float* weights, int slots,
                                                Arrived arrived, Unseen unseen) {
-  constexpr int BLOCKS = WIDTH / 32 / 2;  // of 32 values of k, in half of the width
+  constexpr int BLOCKS = WIDTH / 32 / 2;  // blocks of 32 values of k in half of the width
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int GROUPS = S::COUNT / 16;
-  const int part = warp / GROUPS, group = warp % GROUPS * 16;  // of the width; keys
+  const int part = warp / GROUPS, group = warp % GROUPS * 16;  // this warp's half of the width; first of its 16 keys
   float* scores = reinterpret_cast<float*>(scratch);
   char* odds = scratch + S::SCORES;
   float* inverses = reinterpret_cast<float*>(odds + QUARTER * S::ODDS_PITCH);
 
   if (part < 2) {
-    // Within 32 values of k, lane t has 8 t .. 8 t + 7 of either operand: a sum is the same in any order.
+    // In each 32 values of k, lane t holds 8 t .. 8 t + 7 of both operands. mma assigns other k to the lanes, but a dot
+    // product may permute k.
     uint4 low[BLOCKS], high[BLOCKS];
     const bf16* from = q + part * (WIDTH / 2) + t * 8;
 #pragma unroll
@@ -63,7 +66,7 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
       high[n] = *reinterpret_cast<const uint4*>(from + min(g + 8, rows - 1) * WIDTH + n * 32);
     }
     arrived();
-    const int key = g / 2 + g % 2 * 4;  // column g of the products: so that two rows of 64 bytes share no bank
+    const int key = g / 2 + g % 2 * 4;  // the key of column g: the two rows that 8 lanes read then share no bank
     float d[2][2][4] = {};
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
@@ -86,9 +89,9 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
     }
   }
   named_sync(3, 256);
-  arrived();  // for those who have not multiplied
+  arrived();  // for the warps that skipped the products: they read the tile below
 
-  // A row's scores by 16 threads.
+  // 16 threads share a row of scores.
   const int row = threadIdx.x / 16, first = threadIdx.x % 16 * 4, seen = unseen(row) - at;
   float s[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, top = -INFINITY, sum = 0;
   if (first < S::COUNT) {
@@ -117,14 +120,15 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
     inverses[row] = sum > 0 ? __frcp_rn(sum) : 0;
     weights[row * slots] = top + __log2f(sum);
   }
-  // Past the end lies anything, nan included, and a probability of 0 does not hide that.
+  // Latents past the end may hold NaN, and 0 x NaN is NaN, so set them to zero.
   for (int i = threadIdx.x; i < (S::COUNT - (end - at)) * (LATENT / 8); i += 256) {
     const int past = end - at + i / (LATENT / 8), piece = i % (LATENT / 8);
     *reinterpret_cast<uint4*>(keys + S::place(past) + piece / 8 * S::STRIDE + piece % 8 * 16) = uint4{};
   }
   named_sync(3, 256);
 
-  // A warp's columns are those of one chunk of the tile, which no other warp reads any more.
+  // Warp w computes output columns 64 w .. + 63 from chunk w of the tile. No other warp reads this chunk from here on,
+  // so the warp stages its output there.
   char* const own = keys + warp * S::STRIDE;
   float o[8][4] = {};
 #pragma unroll
@@ -155,17 +159,19 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
   }
 }
 
-// One token of H heads: a CTA for each 16, or for 8 if there are no more. Range i of n has every n-th GROUP of latents
-// from the i-th on: which they are does not depend on the context, so block tables and the context are asked for together.
-// The successor starts when the latents are asked for, which else would arrive behind its weights. Memory and registers
-// are what output_kernel leaves. Registers are claimed beyond need, more than half of a processor's: of two CTAs on one,
-// neither would have the next kernel's beside it, and others would idle.
+// attend_few: one token of H heads, a CTA per range and 16 heads (or 8, if H is 8). Range i of n has groups i, i + n,
+// i + 2 n .. of GROUP latents. This does not depend on the context's length, so table entries and the length are loaded
+// in parallel. The successor may start once the loads of latents are issued: earlier, they would queue behind its
+// weights. A CTA uses only the shared memory and registers that output_kernel leaves on an SM, but claims more
+// registers than it needs, over half of an SM's: two CTAs on one SM would leave no room there for the next kernel's
+// CTA, and leave another SM without one of attention's.
 using Few = Short<48, GROUP>;
 constexpr int FEW_THREADS = 256, FEW_REGISTERS = 136;
 static_assert(2 * FEW_REGISTERS * FEW_THREADS > 65536 && FEW_REGISTERS * FEW_THREADS + 48 * 576 <= 65536);
 
-// Of packed latents (latent_cache.py), AT_ONCE groups at a time: [4][GROUP][128] bytes and [GROUP][64] bf16, swizzled.
-// Both products are fp16's, which has e4m3's numbers: queries are raised by a power of two for each row.
+// Shared memory of attend_packed. Packed latents (latent_cache.py) are loaded AT_ONCE groups at a time, per group
+// [4][GROUP][128] e4m3 and the rope keys [GROUP][64] bf16, swizzled. Products with latents are in fp16, which
+// represents every e4m3 value. Each query row is multiplied by a power of two, because fp16 has less range than bf16.
 struct Packed {
   static constexpr int AT_ONCE = 6, COUNT = AT_ONCE * GROUP, ROPE_AT = GROUP * LATENT, BYTES = ROPE_AT + GROUP * ROPE * 2;
   static constexpr int Q_PITCH = WIDTH * 2 + 16, PITCH = COUNT + 4, ODDS_PITCH = COUNT * 2 + 16;
@@ -176,12 +182,12 @@ struct Packed {
 constexpr int FEW_BYTES = Few::TILE + Few::SCRATCH;
 static_assert(FEW_BYTES <= 64 * 1024 && Packed::ALL <= 100 * 1024 && Packed::BYTES % 1024 == 0);
 
-// The scores of this warp's keys, N times 8, by its half of the width; the keys are those of `here` groups.
+// Scores of this warp's 8 N keys, over this warp's half of the width. here: groups of keys in shared memory.
 template <int N>
 __device__ __forceinline__ void packed_scores(char* memory, uint64_t* full, int here, int phase) {
   using P = Packed;
   const int warp = threadIdx.x / 32, part = warp / 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int key = g / 2 + g % 2 * 4;  // of column g: so that two rows of 64 bytes share no bank
+  const int key = g / 2 + g % 2 * 4;  // the key of column g: the two rows that 8 lanes read then share no bank
   const char* q = memory + P::Q_AT + g * P::Q_PITCH;
   const char* row[N];
 #pragma unroll
@@ -192,7 +198,7 @@ __device__ __forceinline__ void packed_scores(char* memory, uint64_t* full, int 
   }
   float d[N][2][4] = {};
 #pragma unroll 2
-  for (int n = 0; n < 4; ++n) {  // lane t has 16 t .. 16 t + 15 of 64 latents
+  for (int n = 0; n < 4; ++n) {  // of 64 latents each, lane t has 16 t .. 16 t + 15
     const int chunk = part * 2 + n / 2;
     uint4 a[4];
 #pragma unroll
@@ -230,7 +236,7 @@ __device__ __forceinline__ void packed_scores(char* memory, uint64_t* full, int 
   }
 }
 
-// As attend_quarter, for `have` packed latents, of which bring(n) has groups n .. n + AT_ONCE - 1 brought.
+// As attend_quarter, for `have` packed latents. bring(n) issues the loads of groups n .. n + AT_ONCE - 1.
 template <typename Bring>
 __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* memory, uint64_t* full, int have,
                                               float scale, bf16* partial, float* weights, int slots, Bring bring) {
@@ -255,7 +261,7 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
     }
 #pragma unroll
     for (int i = 1; i < 16; i <<= 1) most = max(most, __shfl_xor_sync(EVERYONE, most, i));
-    const uint32_t exponent = min(268u - (most >> 23), 253u);  // the largest comes to at least 2^14, below 2^15
+    const uint32_t exponent = min(268u - (most >> 23), 253u);  // the row's largest magnitude becomes 2^14 to 2^15
     const float by = __uint_as_float(exponent << 23);
     scale *= __uint_as_float((254 - exponent) << 23);
 #pragma unroll
@@ -280,7 +286,7 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
     const int left = have - first, here = min(ceil_div(left, GROUP), P::AT_ONCE);
     if (first > 0) {
       __syncthreads();
-      shared_writes_visible();  // between their reading and the copies
+      shared_writes_visible();  // all reads of the previous latents come before the copies that overwrite them
       bring(first / GROUP);
     }
     if (here <= 2) {
@@ -291,7 +297,7 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
       packed_scores<3>(memory, full, here, phase);
     }
     __syncthreads();
-    for (int i = 0; i < here; ++i) barrier_wait(&full[i], phase);  // for those who have not multiplied
+    for (int i = 0; i < here; ++i) barrier_wait(&full[i], phase);  // a warp has waited only for groups it multiplied
     float s[6], largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < 6; i += 2) {
@@ -322,7 +328,7 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
         factors[QUARTER + row] = all > 0 ? __frcp_rn(all) : 0;
         weights[row * slots] = top + __log2f(all);
       }
-      for (int i = threadIdx.x; i < (here * GROUP - left) * (LATENT / 16); i += 256) {  // nan times 0 is nan
+      for (int i = threadIdx.x; i < (here * GROUP - left) * (LATENT / 16); i += 256) {  // 0 x NaN is NaN
         const int past = left + i / (LATENT / 16), piece = i % (LATENT / 16);
         char* to = memory + past / GROUP * P::BYTES + (piece / 8 * GROUP + past % GROUP) * 128 + piece % 8 * 16;
         *reinterpret_cast<uint4*>(to) = uint4{};
@@ -334,7 +340,8 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
 #pragma unroll
       for (int i = 0; i < 32; ++i) o[i / 4][i % 4] *= factors[g + i % 4 / 2 * 8];
     }
-    // A warp has 64 columns. Pairs of bytes are transposed, so products have even columns, or odd ones.
+    // A warp computes 64 output columns. ldmatrix transposes pairs of bytes (two adjacent columns), so that one product
+    // has even columns and the next one odd columns.
     const char* values = memory + warp / 2 * GROUP * 128 + lane % 16 * 128;
     const char* odd = memory + P::ODDS_AT + lane % 16 * P::ODDS_PITCH + lane / 16 * 16;
 #pragma unroll 2
@@ -369,7 +376,8 @@ __device__ __forceinline__ void attend_packed(const bf16* q, int rows, char* mem
   }
 }
 
-// `latents` brings GROUP rows of the cache, all chunks; of packed ones all but the rope, which `ropes` brings.
+// A box of `latents` has GROUP whole rows of a bf16 cache, or GROUP latents of a packed cache; a box of `ropes` has the
+// rope keys of the latter.
 template <bool PACKED>
 __global__ void __maxnreg__(FEW_REGISTERS)
     attend_few(const __grid_constant__ CUtensorMap latents, const __grid_constant__ CUtensorMap ropes, const bf16* rows,
@@ -379,14 +387,14 @@ __global__ void __maxnreg__(FEW_REGISTERS)
   static_assert(PACKED || AT_ONCE * GROUP == Few::COUNT);
   extern __shared__ __align__(1024) char few_memory[];
   __shared__ uint64_t full[AT_ONCE];
-  registers_give<FEW_REGISTERS>();  // gives none: the compiler takes no fewer then
+  registers_give<FEW_REGISTERS>();  // releases none: keeps the compiler from allocating fewer
   const int warp = __shfl_sync(EVERYONE, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int quarters = ceil_div(H, QUARTER), range = blockIdx.x / quarters, skipped = blockIdx.x % quarters * QUARTER;
   const int ranges = gridDim.x / quarters, position = (range + lane * ranges) * GROUP, page = quotient(position, block);
-  int entry = 0;  // the block of this lane's group, there or not
+  int entry = 0;  // block of this lane's group; loaded before it is known whether the context reaches the group
   if (warp == 7 && page < M) entry = kept(tables + page);
   const int token = kept(query_start), next = kept(query_start + 1), there = kept(context);
-  if (warp == 7) {  // one of the two that have no scores to make
+  if (warp == 7) {  // with a bf16 cache, one of the two warps that compute no scores
     if (lane < AT_ONCE) barrier_init(&full[lane], 1);
     barriers_visible();
     if (elected()) prefetch_map(&latents);
@@ -394,7 +402,7 @@ __global__ void __maxnreg__(FEW_REGISTERS)
   }
   __syncthreads();
   const int known = next > token ? there : 0, all = ceil_div(max(known, 0), GROUP);
-  if (range >= all) {  // that all predecessors have finished when this kernel has is up to the others
+  if (range >= all) {  // no latents. CTA 0 always waits, so that this kernel does not end before its predecessors
     if (blockIdx.x == 0) wait_for_predecessor();
     return;
   }
@@ -406,7 +414,7 @@ __global__ void __maxnreg__(FEW_REGISTERS)
     const int found = entry * block + (position - page * block), end = min(first + AT_ONCE, groups);
 #pragma unroll 1
     for (int n = first; n < end; ++n) {
-      if (newest && n == groups - 1) wait_for_predecessor();  // which may write the last
+      if (newest && n == groups - 1) wait_for_predecessor();  // it may write the newest latent
       const int row = __shfl_sync(EVERYONE, found, n);
       char* to = few_memory + (n - first) * BYTES;
       if (elected()) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_CTAS = 8;  // most CTAs per row: the portable size of a cluster
+constexpr int MOST_CTAS = 8;  // max CTAs per row: the portable size of a cluster
 constexpr int FEW = 8192;     // a vocabulary up to this size needs one CTA
 constexpr int BATCH = 8;      // loads in flight per thread
 constexpr float INFINITE = __builtin_inff();

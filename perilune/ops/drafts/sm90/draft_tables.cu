@@ -6,7 +6,7 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MOST_CTAS = 16;  // most CTAs per request
+constexpr int MOST_CTAS = 16;  // max CTAs per request
 constexpr int EACH = 4;        // copies of 16 bytes in flight per thread
 
 struct Args {

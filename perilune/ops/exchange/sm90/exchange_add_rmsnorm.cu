@@ -2,10 +2,10 @@
 // GPU can write to. Contract in exchange_add_rmsnorm.py. The last functions allocate mailboxes.
 //
 // Lines. 56 bf16 values travel as one line of 128 bytes: 112 bytes of data, 16 bytes of flag (LL128, as in NCCL). Eight
-// threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and the
-// second-level cache move such a line whole, so a reader that sees the flag has the data, and no fence is needed: a
-// separate flag behind a fence takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's
-// place, so nothing is ever cleared.
+// threads of a warp write a line with one store instruction and read it with one load instruction. NVLink and L2 move
+// such a line whole, so a reader that sees the flag has the data, and no fence is needed: a separate flag after a fence
+// takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's place, so nothing is ever
+// cleared.
 //
 // Places. A cluster of CTAs processes one token at a time, each CTA up to 16 lines of it. A line's place in the mailbox
 // belongs to one CTA. Every CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph
@@ -39,7 +39,7 @@ __device__ __forceinline__ void send_in(const float* p, uint64_t* barrier, int c
       : "memory");
 }
 
-// By value, as in two_shots.cuh.
+// By value, for the reason given in two_shots.cuh.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
   return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
@@ -135,7 +135,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   }
   wait_for_predecessor();
 
-  // First the loads that the rest depends on.
+  // Issue the loads that everything else depends on first.
   uint4 old = data ? *reinterpret_cast<const uint4*>(at_h) : uint4{};
   uint4 own = data ? partial<WIDE>(at_x, at_part, parts, D / 4) : uint4{};
   uint32_t epoch = *count;
@@ -230,7 +230,7 @@ API int exchange_add_rmsnorm(const Peers* peers, void* residual, const void* x, 
                 static_cast<bf16*>(y), static_cast<int>(T), static_cast<int>(D), 1.f / D, eps);
 }
 
-// The same by two_shots.cuh.
+// As exchange_add_rmsnorm, with the kernel of two_shots.cuh.
 API int exchange_two_shots(const Peers* peers, void* residual, const void* x, int64_t parts, int64_t wide, const void* w,
                            void* y, int64_t T, int64_t D, float eps, void* stream) {
   using two_shots::FEW, two_shots::MANY, two_shots::NARROW, two_shots::PARTS, two_shots::start;

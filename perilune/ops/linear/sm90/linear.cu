@@ -9,7 +9,7 @@
 // long. Why not tensor maps: their rows of 128 bytes reach 4.1 TB/s, bulk copies of 256 bytes 4.5.
 //
 // With 5 to 8 rows of x, or very wide ones, two CTAs of a cluster split k: the first sends its sums to the second,
-// which adds its own in the same order. Such rows of x are copied in memory order, the first half of every warp's part
+// which adds its own in the same order. Then rows of x are copied in memory order, the first half of every warp's part
 // first.
 #include "cuda/weight_stream.cuh"
 
@@ -26,7 +26,7 @@ struct Args {
   int stages;  // of each warp's ring
 };
 
-constexpr int LONG = 32;  // with so many tiles per group of warps, larger copies of bf16 weights are faster
+constexpr int LONG = 32;  // min tiles per group of warps for which larger copies of bf16 weights are faster
 
 template <int ROW>
 constexpr int MOST_STAGES = ROW > 256 ? 2 : ROW == 256 ? 5 : 8;
@@ -109,19 +109,20 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   barriers_visible();
   __syncthreads();  // the barriers are initialised
   if (SPLIT) cluster_arrive();
-  // Load the scale of the row of w that this lane writes now, with the tile, not after its sum.
+  // This lane's output row needs a scale: load it with the tile. Loaded after the sum, it would cost a memory latency.
   float scale = 1;
   auto load_scale = [&]() {
     if (W::BYTES == 1 && tile < tiles) scale = a.scale[tile * TILE + lane % TILE];
   };
   load_scale();
-  // Memory answers in order: a load issued after the weights returns some microseconds later. So load the norm first.
+  // Load the norm first: loads return in order of issue, so one issued after the weights takes microseconds longer.
   if (warp >= FIRST && norm != nullptr) {
 #pragma unroll 1
     for (int k = (threadIdx.x - FIRST * 32) * 8; k < a.in.i; k += PREPARING * 256) copy16(norm + k, a.in.norm + k);
     copies_commit();
   }
-  // Filling a ring takes some microseconds, as long as memory takes to answer: warps that prepare x leave it to others.
+  // Issuing the copies that fill a ring takes some microseconds, about a memory latency, so warps that prepare x leave
+  // it to the others.
   Next other = first(warp + ASKING);
 #pragma unroll 1
   for (int s = 0; s < a.stages; s++) {
@@ -230,12 +231,12 @@ int start(Args a, int sms, void* stream) {
   const int pitch = CTAS > 1 ? a.in.i / CTAS + RAW_PAD : pitch_of(a.in.i);
   const int rows = (a.in.T * pitch + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
   const int units = (a.o / TILE + GROUPS - 1) / GROUPS;
-  // With one tile per warp, use the largest ring: all loads are issued before x is ready. Else leave shared memory
-  // beside the ring to the next kernel: the CTAs of the router start early and wait there.
+  // With one tile per warp, use the largest ring: all loads are issued before x is ready. Otherwise leave shared memory
+  // to the next kernel, so that the router's CTAs start early and wait beside this kernel's.
   const int most = ROW == 256 && units * CTAS > sms ? 4 : MOST_STAGES<ROW>;
   a.stages = min(most, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
-  // Claim enough shared memory for one CTA per SM. Else, after a predecessor that ends unevenly, the hardware may place
-  // two small CTAs on one SM and none on another, and evenly divided work takes twice as long.
+  // Claim so much shared memory that an SM holds one CTA only. Otherwise, after a predecessor that ends unevenly, the
+  // hardware may place two CTAs on one SM and none on another, and evenly divided work takes twice as long.
   const int claimed = max(rows + a.stages * ROUND, 116 * 1024);
   return launch(linear_kernel<W, ROW, KS, TOKENS, CTAS>, dim3(min(units, sms / CTAS) * CTAS), dim3(WARPS * 32), claimed,
                 stream, CTAS, a);
@@ -251,7 +252,7 @@ template <typename W, int KS>
 int choose(const Args& a, int ctas, int sms, void* stream) {
   const int chunks = a.in.i / W::CHUNK / KS;
   const bool room = a.in.T <= 4 && a.in.T * pitch_of(a.in.i) <= 32 * 1024;
-  if constexpr (W::BYTES == 1) {  // larger copies, half as many, gain more than twice as many stages would
+  if constexpr (W::BYTES == 1) {  // larger copies gain more than a deeper ring of smaller ones
     if (room && chunks % 8 == 0) return start<W, 512, KS, 4>(a, sms, stream);
     if (room && chunks % 7 == 0) return start<W, 448, KS, 4>(a, sms, stream);
   }

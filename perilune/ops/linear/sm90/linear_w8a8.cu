@@ -1,9 +1,9 @@
 // y = (x sx) (w sw)^T of e4m3 on the tensor cores, for prompts. Contract in linear_w8a8.py.
 //
-// A CTA has WAVES x 128 tokens by 128 outputs. Two warpgroups have half of the tokens each and go over k 128 values at
-// a time, in waves of 64 tokens: the sums of a block of k, times the tokens' scales for that block, are added to fp32
-// sums. Tensor cores keep only some 14 bits of sums of e4m3 products, so no sum there has more than 128 products. While
-// one warpgroup adds, the other one multiplies.
+// A CTA computes WAVES x 128 tokens by 128 outputs. Each of two warpgroups takes half of the tokens, in waves of 64,
+// and goes over k in blocks of 128: the tensor cores' sums of a block, times the tokens' scales for it, are added to
+// fp32 sums in registers. Tensor cores keep only some 14 bits of sums of e4m3 products, so no sum there has more than
+// 128 products. While one warpgroup adds, the other one multiplies.
 //
 // Two CTAs of a cluster have the same tokens and neighbouring outputs. Each copies half of the tokens to both, so that
 // a CTA reads 32 KB instead of 48 from L2 for a stage of 256 tokens.
@@ -186,7 +186,7 @@ int start(const void* x, const void* w, const Args& a, int i, int sms, void* str
 
 // x [T, i] and w [o, i] e4m3; x_scale [ceil(i / 128), scale_rows], scale_rows a multiple of 256 and at least T; w_scale
 // [o]; y [T, o]. i is a multiple of 16, o of 8. tall: tiles of 256 tokens, not 128. -1: no driver entry point for
-// tensor maps, or they are refused.
+// tensor maps, or the driver refuses one.
 API int linear_w8a8(const void* x, const void* x_scale, const void* w, const void* w_scale, void* y, int64_t T,
                     int64_t i, int64_t o, int64_t scale_rows, int64_t tall, int64_t sms, void* stream) {
   const Args a{static_cast<const float*>(x_scale),

@@ -4,7 +4,7 @@
 // A CTA has some rows of w, the A operand of wgmma; x is B, multicast to all CTAs of a cluster that multiply the same
 // k. If w has few rows, CTAs of a cluster split k and add their sums through shared memory at the end. A producer warp
 // keeps a ring of stages (128 bytes of each row of w, and the part of x with the same k) in flight, those of w starting
-// before the wait; two or three consumer warpgroups take stages by turns. e4m3 is converted to bf16, exactly, between
+// before the wait; two or three consumer warpgroups take stages in turn. e4m3 is converted to bf16, exactly, between
 // shared memory and registers.
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(THREADS) widen_fp8_kernel(const uint2* w, uint
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     if (first + i * THREADS >= pieces) break;
-    // By way of fp16, which holds e4m3 exactly too, as the conversion instructions do; nan stays nan.
+    // Through fp16, to which the hardware converts e4m3, also exactly; NaN stays NaN.
     const uint2 low = e4m3::halves(value[i].x), high = e4m3::halves(value[i].y);
     y[first + i * THREADS] = make_uint4(paired(low.x), paired(low.y), paired(high.x), paired(high.y));
   }

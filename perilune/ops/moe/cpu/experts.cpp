@@ -1,7 +1,7 @@
-// The experts ops on CPU, one entry for each format of the weights. Pairs (token, choice) are sorted by expert, so that
-// each expert's weights are read once per call; work is cut into (expert, tile of rows) for gate and up, and into tiles
-// of rows for down, where a thread owns its columns of y and adds the experts in ascending order: no atomics, the same
-// bits every time.
+// The experts ops on CPU, one entry point per weight format. Pairs (token, choice) are sorted by expert, so that each
+// expert's weights are read once per call. gate and up: a piece of work is (expert, tile of rows). down: a piece is a
+// tile of rows for all experts; its thread alone writes these columns of y and adds the experts in ascending order, so
+// results need no atomics and have the same bits every time.
 #include <algorithm>
 
 #include "cpp/gemm.h"

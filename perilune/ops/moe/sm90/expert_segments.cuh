@@ -5,7 +5,7 @@
 namespace moe {
 
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 2048;
-constexpr int COLUMNS = 4;  // the most pairs of a segment
+constexpr int COLUMNS = 4;  // max pairs of a segment
 
 // Pairs of one expert: the expert, the first pair's index in the sorted list, their number.
 struct Segment {
@@ -34,7 +34,7 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     const int e = n < pairs ? __ldcg(ids + n) : -1;
     return static_cast<unsigned>(e) < static_cast<unsigned>(E) ? e : -1;
   };
-  if (pairs <= 32) {  // a lane for each; counting all experts would take 3 us
+  if (pairs <= 32) {  // one lane per pair; counting all experts would take 3 us
     const int e = id_of(lane);
     const unsigned same = __match_any_sync(~0u, e), before = (1u << lane) - 1;
     const int place = __popc(same & before), size = min(COLUMNS, __popc(same) - place);
@@ -120,10 +120,10 @@ __device__ __forceinline__ Range equal_part(int all) {
   return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
 }
 
-// Ranges of `all` items that CTAs take by turns, numbered from 0. In each round every CTA takes an equal part of
+// Ranges of `all` items, numbered from 0, that CTAs take one at a time. In each round every CTA takes an equal part of
 // QUARTERS quarters of the remaining items: long runs of one expert at first, short ranges at last, so that all CTAs end
-// together. A CTA asks for rising numbers. reciprocal: 2^32 / (4 CTAs), rounded up; a division would take the thread that
-// issues copies about 100 clocks.
+// together. Each CTA calls number() with increasing i. reciprocal: 2^32 / (4 CTAs), rounded up; a division would take
+// the thread that issues copies about 100 clocks.
 template <int QUARTERS>
 class Ranges {
  public:

@@ -4,9 +4,10 @@
 // Each CTA loads some rows of the gate to shared memory first. Then it reads the new residual from the mailbox that the
 // launch before writes, normalises all of it, and writes the scores of its rows. The last CTA, which has no rows, writes
 // x, polls for the scores and selects the experts. x is not published: the expert kernel computes it itself. The code
-// that runs once the residual has arrived is run once before, without effect: an instruction cache miss takes
-// microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that both CTAs of
-// the expert kernel's next launch are co-resident with it on an SM, beside or after one of mla_decode_output's.
+// that runs once the residual has arrived is first run without effect (`rehearsal`), to fill the instruction cache: a
+// miss takes microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that
+// both CTAs of the expert kernel's next launch are co-resident with it on an SM, beside or after one of
+// mla_decode_output's.
 #include "cuda/residual_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -18,7 +19,7 @@ namespace {
 constexpr int THREADS = fresh::THREADS, WARPS = fresh::WARPS, PIECES = fresh::PIECES;
 
 struct Args {
-  const uint32_t* fresh;         // [2][D / 2]: the residual's mailbox; launches use the halves by turns
+  const uint32_t* fresh;         // [2][D / 2]: the residual's mailbox; launches alternate between halves
   unsigned long long* launches;  // number of CTAs of all launches so far
   const bf16* norm;              // [D]
   const bf16* gate;              // [E, D]
@@ -43,7 +44,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   const int pieces = a.D / 8, E = a.choice.E, begin = blockIdx.x * ROWS;
   const bool watches = blockIdx.x == gridDim.x - 1;
   let_successor_start();
-  // Small loads first: memory answers in order, and the rehearsal would wait for them behind the rows of the gate.
+  // Small loads before the gate: loads return in order of issue, and the rehearsal needs these.
   uint4 w[PIECES];
   fresh::load_weights(w, a.norm, pieces);
   if (tid == 0) {
@@ -69,7 +70,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     if (!rehearsal) {
       if (!watches) barrier_wait(&barrier, 0);
       if (warp == 0) {
-        while (__all_sync(~0u, mailbox::glance(late) == 0)) {  // any: the others follow while the pieces are asked for
+        while (__all_sync(~0u, mailbox::glance(late) == 0)) {  // until one late piece is written; `look` polls for all
         }
       }
       __syncthreads();

@@ -9,7 +9,8 @@
 //
 // The width N of a product is part of the wgmma instruction. The kernel holds the code of all twelve widths, so that
 // every tile uses the narrowest that fits and a product is one launch. Of n clusters, each takes every n-th piece of
-// work (tile, two units of 256 weight rows), the widest tiles first: pieces of a round are alike, the last are short.
+// work (tile, two units of 256 weight rows), the widest tiles first: the pieces that clusters compute at the same time
+// take equally long, and the last ones are short.
 #pragma once
 #include "moe/sm90/moe_int4_tall.cuh"
 #include "moe/sm90/token_gather.cuh"

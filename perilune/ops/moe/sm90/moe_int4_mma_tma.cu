@@ -2,18 +2,20 @@
 // moe_int4.py.
 //
 // Two phases, as two launches or JOINED in one: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of
-// weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.) A
-// producer warp only fills slots of the CTA's ring: GROUP chunks of 128 bytes of each of a tile's rows, copied as boxes of tensor maps. A
-// consumer warp multiplies the same chunk of every slot of its group, so its k are always the same: it keeps their
-// activations in registers and reads only weights and scales. A last warp groups the pairs, adds the sums of a tile's
-// warps and writes the result; the others never wait for each other within a phase.
+// weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.)
+//   producer   One warp fills slots of the CTA's ring by TMA: GROUP chunks of 128 bytes of each of a tile's rows.
+//   consumers  Each warp multiplies the same chunk of every slot of its group. So its k are always the same: it keeps
+//              the activations in registers and reads only weights and scales.
+//   finish     One warp groups the pairs by expert, adds the consumers' sums of a tile, and writes the result. Other
+//              warps never wait for each other within a phase.
 //
-// JOINED: while the last of h is written, the ring fills with weights of down. As two launches, memory idles meanwhile,
-// 6 us on a slice of four: CTAs end, start and ask. down's products need all of a segment's h: `Units` counts finished
-// tiles. The producer reads the count when it issues copies, when most segments are complete, and else marks the item
-// WAITS: the consumers then wait for the count. All CTAs must be resident at once.
+// JOINED: while the last of h is written, the ring fills with weights of down. With two launches, DRAM would idle in
+// between, 6 us for one of four ranks' share of the width: CTAs end, new ones start and issue their first loads. down's
+// products need all of a segment's h: `Units` counts finished tiles. The producer reads the count when it issues
+// copies; most segments are complete by then. If not, it marks the item WAITS, and the consumers wait for the count.
+// All CTAs must be resident at once.
 //
-// INT4: ldmatrix hands lane (g, t) word t of a group's 16 bytes in row g (int4_mma.cuh).
+// INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g (int4_mma.cuh).
 //
 // The 8 columns of B are N tokens times 8 / N groups of 32 k: a column's activations are zero except for its own
 // groups, so that one accumulator holds the sums of 8 / N groups, each of which is multiplied by its own scale in fp32:
@@ -40,9 +42,11 @@ struct Kernel {
   using Up = Phase<true, COMPACT, WIDE, JOINED>;
   using Down = Phase<false, COMPACT, WIDE, JOINED>;
   static constexpr int WARPS = PHASES == GATE_UP ? Up::WARPS : Down::WARPS;
-  // JOINED: the producer and the finishing warp share the SM's parts that have fewer of gate_up's warps (14 of 16).
+  // JOINED: the producer and the finishing warp are on the two SM sub-partitions that have only 3 of gate_up's 14
+  // warps.
   static constexpr int PRODUCER = WARPS + (JOINED ? 2 : 0), THREADS = (PRODUCER + 2) * 32;
-  // JOINED: registers per thread at the launch, of consumers, of the other warpgroup. More than the launch got: a hang.
+  // JOINED: registers per thread at launch; then of consumers; of the other warpgroup. setmaxnreg would wait forever if
+  // the sum exceeded that of the launch.
   static constexpr int REGISTERS = 96, MANY = 112, FEW = 32;
   static_assert(!JOINED || (WARPS * MANY + 4 * FEW <= (WARPS + 4) * REGISTERS && THREADS == (WARPS + 4) * 32));
 
@@ -87,12 +91,12 @@ struct Kernel {
     if (PHASES & DOWN) Down::produce(b.down, b.down_maps, b.up.routed.tiles, into);
   }
 
-  // Plans, adds and writes.
+  // The last warp: groups the pairs by expert, adds the sums of tiles, writes results.
   static __device__ __forceinline__ void finish(const Both& b) {
     Control& c = control();
     const int lane = threadIdx.x % 32;
-    // As a launch of its own, down reads ids before its wait: they are older than gate_up, which lets down start only
-    // after gate_up's own wait.
+    // With two launches, down reads ids before its wait: gate_up lets down start only after gate_up's own wait, when
+    // the ids are written.
     if (PHASES & GATE_UP) wait_for_predecessor();
     let_successor_start();
     uint32_t started = 0;
@@ -128,7 +132,7 @@ struct Kernel {
       barrier_init(&c.sums[0].added[threadIdx.x], Down::GROUP * b.down.parts);
       for (int n = 0; n < 2; n++) barrier_init(&c.sums[n].free[threadIdx.x], 1);
     }
-    if (b.up.whole_scales || b.down.whole_scales) {  // bytes behind a short row are multiplied by zeros: no nan
+    if (b.up.whole_scales || b.down.whole_scales) {  // bytes after a short row are multiplied by 0: must not be NaN
       for (int n = threadIdx.x; n < b.up.slots * Up::SCALES_PITCH / 4; n += THREADS) {
         reinterpret_cast<uint32_t*>(Up::memory(b.up.scales))[n] = 0;
       }
@@ -228,7 +232,7 @@ Matrix matrix(const void* data, const void* scale, const void* factor, int64_t r
 
 }  // namespace
 
-// y [T, P, D] from x [T, D] by way of h [T k, I] and h_shared [T, S]; S = 0: no shared expert. P = k + 1 with a row of
+// y [T, P, D] from x [T, D] through h [T k, I] and h_shared [T, S]; S = 0: no shared expert. P = k + 1 with a row of
 // y for the shared expert, written if S > 0. `row`s are null unless scales are compact, `shared_scale`s unless the
 // shared expert is e4m3. units: `Units`, for launches with this `sms` on this stream. apart: two launches, in which no
 // CTA waits for another. Returns -1 for sizes it cannot take.

@@ -9,9 +9,9 @@ enum Phases { GATE_UP = 1, DOWN = 2, BOTH = 3 };
 // Counters in global memory, zero at first. Launches of one stream use the halves in turn; each clears the other's half
 // after its wait, when the launch before has ended.
 struct Units {
-  static constexpr int WORDS = MAX_PAIRS + 4;
-  uint32_t ctas;  // that have started in this launch and the one before: says which half
-  uint32_t apart[3];  // ranges taken, of gate_up's launch and of down's: each clears the other's
+  static constexpr int WORDS = MAX_PAIRS + 4;  // of a half
+  uint32_t ctas;  // CTAs started, modulo those of two launches: selects the half
+  uint32_t apart[3];  // with two launches: ranges taken in gate_up's, in down's; each launch clears the other's
   uint32_t half[2][WORDS];
   // Indices in a half: ranges taken after every CTA's first, of gate_up and of down; finished tiles of gate_up, of the
   // shared expert and of each segment.
@@ -65,7 +65,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
 
   // ---- the producer warp: one thread ----
 
-  // tiles_of_h: of a segment, of which down's products need all.
+  // tiles_of_h: gate_up's tiles per segment; down's products need all of them.
   static __device__ void produce(const Args& a, const Maps& maps, uint32_t tiles_of_h, Place& into) {
     Control& c = control();
     auto put = [&](const Matrix& m, const CUtensorMap& map, int row, int chunk, int item, bool begins) {
@@ -150,7 +150,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
       c.down = {into.at, into.phase ^ 1};  // consumers begin with the other parity
       c.down.advance(GROUPS, a.slots);
     }
-    for (int n = 0; n < GROUPS; n++) {  // a slot for each group of warps says that there is no more
+    for (int n = 0; n < GROUPS; n++) {  // the end mark: a slot with item -1 for each group of warps
       barrier_wait(&c.empty[into.at], into.phase);
       c.item[into.at] = -1;
       barrier_arrive(&c.full[into.at]);
@@ -169,7 +169,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
     for (int n = rt; n < items; n += lanes) {
       const int half = n % halves(a);
       if (half != held) {
-        if (JOINED && !UP) barrier_wait(&control().full[w.from.at], w.from.phase);  // issued when h was complete
+        if (JOINED && !UP) barrier_wait(&control().full[w.from.at], w.from.phase);  // then h is complete
         Base::template hold_tokens<FP8>(a, w, half, b);
       }
       held = half;

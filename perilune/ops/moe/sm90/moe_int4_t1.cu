@@ -18,8 +18,8 @@
 // For widths up to EARLY_WIDTH (a rank's slice), starting takes longer than streaming. So down's CTAs are small: one is
 // co-resident with two of gate_up on an SM, and has filled its first slots when gate_up ends.
 //
-// The ring of gate_up is no deeper than the stream needs: memory answers other loads, such as the router's, only after
-// all slots that were requested before.
+// The ring of gate_up is no deeper than full bandwidth needs: other loads, such as the router's, return only after
+// those of all slots that were requested before.
 #include "moe/sm90/moe_int4_t1.cuh"
 
 #include <type_traits>

@@ -37,8 +37,8 @@ struct Args {
   const uint32_t* fresh;  // gate_up: residual mailbox, to compute x from (residual_mailbox.cuh); null: x is read
   const bf16* norm;       // [K] norm weights, if `fresh`
   float eps;
-  int dealt;          // gate_up: routed units that CTAs begin with; 0: these come from the counter too
-  uint32_t* counter;  // routed units that gate_up's CTAs have taken besides; zero before, down clears it
+  int dealt;          // gate_up: routed units that CTAs take without the counter, one each; 0: all from the counter
+  uint32_t* counter;  // routed units that gate_up's CTAs have taken from it; zero before, down clears it
   int chunk;          // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
   int slots;          // of the ring
   int scale_buffers;  // units with scales and factors in shared memory
@@ -100,7 +100,7 @@ struct OneToken {
   // The choice that a unit number belongs to. Dividing by a variable would take longer than issuing a slot's copies.
   static __device__ __forceinline__ int choice_of(const Args& a, int unit) { return __umulhi(unit, a.reciprocal); }
 
-  // The first of CTA `cta`'s units, if `all` units are split evenly.
+  // The first unit of CTA `cta`, if `all` units are split evenly.
   static __device__ __forceinline__ int before(const Args& a, int cta, int all) { return __umulhi(cta * all, a.per_cta); }
 
   // down: this CTA's routed units. With its shared units they are an equal part of all bytes. The host has divided

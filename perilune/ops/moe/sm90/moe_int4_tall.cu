@@ -21,7 +21,7 @@ constexpr int width_of(int c) { return 8 + 8 * c; }
 using Planned = Planner<1, CLASSES>;
 
 constexpr int SHARED = 226 * 1024;
-constexpr int ITEMS = 16;           // ring of numbers of pieces of work: at most one in use for each stage, and 2
+constexpr int ITEMS = 16;           // ring of work numbers: at most one in use per stage, and 2 more
 
 struct Args {
   const uint8_t* in;    // gate_up: x [T, K], permuted; down: slabs of h
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
             barrier_expect(barrier, STAGE);
             load_weights<false>(stage, maps, first, GATE_UP ? a.to.rows / 2 : BOX, block, barrier);
             to.advance(S::STAGES);
-            if (block == 0) publish(n);  // the counter has answered by now; activations are loaded ahead of weights
+            if (block == 0) publish(n);  // the atomic has returned by now; activations are loaded ahead of weights
           }
         }
       }

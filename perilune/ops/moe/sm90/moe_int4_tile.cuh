@@ -9,8 +9,8 @@ namespace moe {
 constexpr int MAX_SLOTS = 16;
 constexpr int TOKENS = 8;      // columns of B for the shared expert
 // A work item: segment << TILE_BITS | tile, and two flags; negative: no more.
-//   LAST: the CTA's last tile of a segment in a row: the segment's count of finished tiles is due.
-//   WAITS: of down: not all of the segment's h was written when the copies were issued.
+//   LAST: gate_up: the CTA's next item is of another segment or range, so its count of finished tiles is published.
+//   WAITS: down: not all of the segment's h was written when the copies were issued.
 constexpr int TILE_BITS = 10, LAST = 1 << 24, WAITS = 1 << 25;
 
 struct Matrix {
@@ -49,7 +49,7 @@ struct Maps {
   CUtensorMap routed, scales, shared;
 };
 
-struct Sums {  // a ring of sums of tiles
+struct Sums {  // barriers of the ring through which consumers pass their sums of tiles to the last warp
   static constexpr int TURNS = 8;
   uint64_t added[TURNS], free[TURNS];
   int result[TURNS];  // items
@@ -78,7 +78,7 @@ __device__ __forceinline__ Control& control() {
 template <bool GATE_UP, bool COMPACT, int WIDE>
 struct Tile {
   static constexpr int RT = GATE_UP ? 1 : WIDE;
-  // Warps that share a slot; groups of so many warps in a CTA; most slots of a tile per group.
+  // GROUP: warps that share a slot; GROUPS: such groups of warps per CTA; VISIT: max slots of a tile per group.
   static constexpr int GROUP = GATE_UP ? 7 : 8, GROUPS = 2, VISIT = GATE_UP ? 2 : 1;
   static constexpr int WARPS = GROUP * GROUPS;
   static constexpr int KS = GROUP / RT;  // warps of a group per tile
@@ -117,7 +117,7 @@ struct Tile {
     Place from;
     float* starts;
     int rt;
-    int odd;  // how much later scales begin in odd slots, if a slot's scales are no multiple of 16 bytes
+    int odd;  // offset of a slot's scales in its box, in odd slots: boxes start at multiples of 16 bytes
   };
 
   // Loads this warp's k of N tokens of a segment to registers b, and the start values of the sums to shared memory.
@@ -170,7 +170,8 @@ struct Tile {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000));
   }
 
-  // A slot is empty after 8 arrivals: gate_up's 7 warps make one more.
+  // A slot's `empty` barrier takes 8 arrivals (Down::GROUP), so that both phases can use it: of gate_up's 7 warps, warp
+  // 0 arrives twice.
   static __device__ __forceinline__ void release(const Args& a, Warp& w) {
     __syncwarp();
     if (w.lane == 0) barrier_arrive(&control().empty[w.from.at]);

@@ -14,10 +14,10 @@ struct Choice {
   float scale;
 };
 
-// Lane l holds logits and biases of experts 32 n + l. A negative token: a dry run, nothing is written. Lane 0 calls
-// publish(k, id) for each expert as soon as it is selected. Selects one after the other: computing the rank of each
-// candidate takes fewer steps, but three times as many instructions, all of them instruction cache misses, and was
-// slower.
+// Selection by one warp. Lane l holds logits and biases of experts 32 n + l. A negative token: a dry run, nothing is
+// written. Lane 0 calls publish(k, id) for each expert as soon as it is selected. Experts are selected one by one:
+// computing the rank of each candidate takes fewer steps, but three times as many instructions, which all miss the
+// instruction cache, and was slower.
 template <int EACH, typename Publish>
 __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], const float (&bias)[EACH], int token,
                                        int lane, Publish publish) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], co
 }
 
 // Selection by all WARPS warps of a CTA. A score is listed unless top_k lanes of its warp have a better one: with 7 warps
-// and 2 scores a lane about 8.4 of a warp's 64 are, more with ties. An expert's rank is the number of better ones in the
-// list. Ties go to the lower id.
+// and 2 scores per lane, about 8.4 of a warp's 64 scores are listed, more with ties. An expert's rank is the number of
+// better scores in the list. Ties go to the lower id.
 template <int EACH, int WARPS>
 struct Choosing {
   static constexpr int THREADS = WARPS * 32, BLOCK = 64, MOST = (THREADS * EACH + BLOCK - 1) / BLOCK * BLOCK;

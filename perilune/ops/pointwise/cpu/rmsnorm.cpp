@@ -1,7 +1,7 @@
 // rmsnorm, add_rmsnorm and embed_norm on CPU, fp32. D is a multiple of 8.
 #include "cpp/norm.h"
 
-// Values from which rows are split over OpenMP's threads, which torch's products of long prompts use too.
+// Min T * D to split rows over OpenMP's threads, the ones that torch's products of long prompts use too.
 constexpr int64_t WORTH = 1 << 18;
 
 API rmsnorm(const float* x, int64_t ldx, const float* w, float* y, int64_t T, int64_t D, int64_t threads, float eps) {

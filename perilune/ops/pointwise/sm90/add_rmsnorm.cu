@@ -10,8 +10,8 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int MOST = 4;     // most groups of 4 values per thread
-constexpr int CLUSTER = 8;  // most CTAs of a cluster
+constexpr int MOST = 4;     // max groups of 4 values per thread
+constexpr int CLUSTER = 8;  // max CTAs of a cluster
 
 template <bool WIDE>
 __global__ __launch_bounds__(THREADS) void add_rmsnorm_kernel(bf16* residual, const void* x, int parts,

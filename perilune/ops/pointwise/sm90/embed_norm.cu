@@ -6,7 +6,7 @@ using namespace hopper;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MOST = 4;  // most groups of 8 values per thread
+constexpr int MOST = 4;  // max groups of 8 values per thread
 
 struct Args {
   const int64_t *ids, *rows, *last;  // rows and last may be null

@@ -16,14 +16,14 @@ namespace {
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
-constexpr int MOST_CTAS = 16;  // most CTAs per row; clusters of more than 8 are not portable to every GPU
+constexpr int MOST_CTAS = 16;  // max CTAs per row; clusters of more than 8 are not portable to every GPU
 constexpr int FEW = 8192;      // a vocabulary up to this size needs one CTA
-constexpr int FULL = 15 * 1024 / THREADS;  // ids per thread up to which half weights sum in 32 bits: 15 x 1,024 ids
+constexpr int FULL = 15 * 1024 / THREADS;  // max ids per thread with one histogram: 15 x 1,024 halves sum in 32 bits
 constexpr int MOST_EACH = 2 * FULL;
 constexpr int BATCH = 5;       // loads in flight per thread
 constexpr int BITS = 11;
 constexpr int BUCKETS = 1 << BITS;
-constexpr int COPIES = 2;
+constexpr int COPIES = 2;  // histograms per CTA above FULL ids per thread
 constexpr int ONE = 36;   // the weight of the largest logit is 2^36
 constexpr int HALF = 18;  // weights are handled as two halves of 18 bits
 constexpr uint32_t NEAR = 0x32000000;  // bits of 2^-27: the first round's bucket 0 reaches from 0 to here
@@ -178,8 +178,8 @@ struct Row {
   }
 
   // Sums this CTA's share of the buckets over all CTAs, into s.mass and s.count. Lane n of warp 0 returns the sums of
-  // the n-th 32nd of the share. Eight lanes read 128 bytes of one CTA, and every CTA begins at another CTA: reading
-  // single words, or all CTAs in the same order, is 3 to 10 us slower.
+  // the n-th of 32 equal parts of the share. Eight lanes read 128 bytes of one CTA, and each CTA starts with a
+  // different CTA: reading single words, or all CTAs in the same order, is 3 to 10 us slower.
   template <bool MASS>
   __device__ Word merge() {
     const int share = BUCKETS / ctas, groups = min(ctas, 4), parts = ctas / groups;
