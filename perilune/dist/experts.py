@@ -5,9 +5,9 @@ from perilune.ops.moe.chosen import Chosen
 
 
 def own(chosen: Chosen, slicing: Slicing, experts: int) -> Chosen:
-    """`chosen` among all `experts`, restricted to this rank's, with ids that count from its first. Choices on other
-    ranks become experts of weight 0, so that shapes do not depend on routing. Ids stay distinct within a row: a rank
-    needs at least as many experts as a token chooses."""
+    """`chosen` among all `experts`, restricted to this rank's experts, with ids from its first expert on. In place of
+    experts on other ranks a row gets unchosen experts of this rank with weight 0, so that shapes do not depend on
+    routing. Ids are distinct within a row, so a rank needs at least as many experts as a token chooses."""
     first, last = (experts * rank // slicing.ranks for rank in (slicing.rank, slicing.rank + 1))
     ids = chosen.ids.long()
     weights = chosen.weights.new_zeros(len(ids), experts).scatter_(1, ids, chosen.weights)[:, first:last]

@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=30)
 # CPU time between two calls of `progress` from which a rank on a CPU counts as computing. Smaller: threads that only
 # report do, too. Larger: a rank that gets a tenth of a core counts as hanging.
 BUSY_SECONDS = 0.1
-END_SECONDS = 3.0  # for NCCL's connections to end when an engine closes
+END_SECONDS = 3.0  # `close` waits at most this long for NCCL's connections to end
 
 
 class Group(Protocol):
@@ -65,7 +65,7 @@ class Group(Protocol):
         ...
 
     def mark(self) -> None:
-        """Called between the layers of a long step."""
+        """Called before each layer of a long step, so that `progress` sees it advance."""
         ...
 
     def progress(self) -> int:
@@ -86,7 +86,7 @@ class Group(Protocol):
 
 
 def total(group: Group, x: Tensor) -> Tensor:
-    """Sums x over ranks: [T, D], or float32 [T, P, D] of P addends -> [T, 1, D]. With one rank x itself."""
+    """Sums x over ranks: [T, D] -> [T, D], or P addends float32 [T, P, D] -> [T, 1, D]. With one rank x itself."""
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
@@ -206,7 +206,8 @@ class _Process:
     def mark(self) -> None: ...
 
     def progress(self) -> int:
-        """By CPU time: a rank that waits for others uses hardly any."""
+        """Number of calls that found that the process had used BUSY_SECONDS of CPU time since the call before: a rank
+        that waits for others uses hardly any."""
         used = time.process_time()
         self._busy_calls += used - self._used_seconds >= BUSY_SECONDS
         self._used_seconds = used
@@ -269,7 +270,7 @@ class Nccl(_Process):
         host.copy_(marks.add_(1), non_blocking=True)
 
     def progress(self) -> int:
-        """By layers that the GPU computed, not by CPU time: a host that waits for its GPU uses CPU time, too."""
+        """Layers that the GPU has computed. Not CPU time, because a host that waits for its GPU uses it, too."""
         return 0 if self._marks is None else int(self._marks[1])
 
     def check(self) -> None:
@@ -333,8 +334,8 @@ def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool 
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # Else a thread of torch reads the store every second. The store's file is removed once all ranks have joined:
-        # the thread would wait for the file for TIMEOUT, and the end of the group for the thread.
+        # Otherwise a thread of torch reads the store every second. The store's file is removed once all ranks have
+        # joined: the thread would then wait for it up to TIMEOUT, and the end of the group would wait for the thread.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # engine/ranks.py says which rank is lost. Torch would end the process that holds the engine, a minute later.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

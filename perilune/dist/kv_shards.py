@@ -1,9 +1,9 @@
 """Which tokens of a request each rank's KV cache holds, where it is sharded along the sequence.
 
 A KV block of N L tokens is a stripe over N ranks: rank r holds its tokens r L to (r + 1) L - 1, L rows of the rank's
-memory. So all ranks have the same block tables, prefix digests and numbers of free blocks: those of one rank with
-blocks of N L tokens. Every rank holds its share of every block, whatever the lengths of requests. The rows of all
-ranks, in the order of ranks, make up the block.
+memory. So all ranks have the same block tables, prefix digests and numbers of free blocks, like one rank with blocks of
+N L tokens, and every rank holds an equal share of every request's blocks. The rows of all ranks, in the order of ranks,
+make up the block.
 """
 
 from dataclasses import dataclass

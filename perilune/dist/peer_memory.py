@@ -2,7 +2,8 @@
 
 Every rank allocates a mailbox on its GPU and gives the others its CUDA IPC handle: 64 bytes, over whatever carries
 bytes between the ranks (`Swap`). NVLink multicast is not used. The kernels on this memory wait for the peers' kernels,
-so each rank needs a GPU of its own: two processes of one GPU take turns, and each would wait for the other's turn.
+so each rank needs a GPU of its own: two processes on one GPU run in turns, and each would wait during its turn for the
+other, which cannot run then.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ log = logging.getLogger("perilune.dist")
 Swap = Callable[[bytes], list[bytes]]  # this rank's bytes to those of all ranks, in order; every rank calls it
 Gather = Callable[[Tensor], Tensor]
 
-WAIT_SECONDS = 60.0  # for a peer in one exchange: above the longest pause of a healthy rank, such as compiling kernels
+# Limit of a wait for a peer. It must exceed the longest pause of a healthy rank, such as compiling kernels.
+WAIT_SECONDS = 60.0
 HANDLE_BYTES, DEVICE_BYTES = 64, 16
 RANKS = (2, 4, 8)  # numbers of ranks that the kernels are compiled for
 
@@ -49,7 +51,7 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
         turn += 1
         store.set(f"{name}/{turn}/{rank}", "+" + own.hex())  # a store cannot hold the empty value
         found = [bytes.fromhex(store.get(f"{name}/{turn}/{r}")[1:].decode()) for r in range(ranks)]
-        if turn > 2:  # every rank has read that turn's values: it has written a value of a later turn
+        if turn > 2:  # every rank has written a value of turn - 1, so it has read all values of turn - 2
             store.delete_key(f"{name}/{turn - 2}/{rank}")
         return found
 
@@ -123,7 +125,7 @@ def connect(
 
 
 def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gather) -> tuple[Peers, PeerMemory | None]:
-    """The group as ops take it: over peer memory where every rank has it, else through `gather` (NCCL, gloo), with the
+    """The ranks as ops take them: over peer memory if every rank has it, else through `gather` (NCCL, gloo), with the
     reason in the log. The PeerMemory is to be checked after steps and closed at the end."""
     found = connect(rank, ranks, device, swap)
     if isinstance(found, str):

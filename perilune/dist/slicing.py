@@ -15,7 +15,7 @@ class Slicing:
 
     rank: int = 0
     ranks: int = 1
-    whole_experts: bool = False  # expert parallel: whole experts E * rank // ranks up to E * (rank + 1) // ranks
+    whole_experts: bool = False  # expert parallel: experts E * rank // ranks up to E * (rank + 1) // ranks, excluded
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:

@@ -63,8 +63,8 @@ class Vocabulary:
         return exchanged(self._group, found.view(1, -1)).view(len(logits), *found.shape[1:])
 
     def _shared_out(self, rows: int) -> bool:
-        """Whether each rank samples for an equal share of the rows; an even number, so that tokens (8 bytes each)
-        are exchanged in multiples of 16 bytes."""
+        """Whether each rank samples for an equal share of the rows. A share must be an even number of rows, because
+        tokens (8 bytes each) are exchanged in multiples of 16 bytes."""
         ranks = self._group.ranks
         return self.split and rows >= MIN_SHARE_ROWS * ranks and rows % (2 * ranks) == 0
 

@@ -8,7 +8,7 @@ from perilune.core.messages import Delta, EngineInfo, Submit
 from perilune.engine.client import check_pictures, room
 from perilune.engine.masks import Grammars
 
-COMPILE_WAIT_SECONDS = 0.05  # seconds that a step waits for a grammar to compile when there is nothing to compute
+COMPILE_WAIT_SECONDS = 0.05  # With nothing else to compute, a step waits this long for a grammar to compile.
 
 
 class Admission:
@@ -38,7 +38,7 @@ class Admission:
 
     def schedule_compiled(self, *, idle: bool) -> list[Delta]:
         """Schedules the requests with compiled grammars; a request with a grammar that failed gets its last Delta.
-        `idle`: there is nothing else to do, so it waits up to COMPILE_WAIT_SECONDS for a grammar."""
+        `idle`: nothing else can be computed, so wait up to COMPILE_WAIT_SECONDS for a grammar."""
         deltas: list[Delta] = []
         if not self._grammars.compiling:
             return deltas

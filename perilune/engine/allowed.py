@@ -56,7 +56,7 @@ class TokenRules:
 class Answer:
     """One unfinished answer. Used by one thread at a time.
 
-    `tight`: so few tokens are left that the next one has to go through `settle`, or the form might stay incomplete.
+    `tight`: so few tokens are left that the next one must go through `settle`: else the form may stay incomplete.
     """
 
     def __init__(self, enforcer: Enforcer | None, rules: TokenRules | None) -> None:

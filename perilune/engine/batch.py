@@ -14,7 +14,7 @@ from perilune.engine.sampler import on_device
 from perilune.model.kimi_k2 import Span, Step
 from perilune.speculation.drafter import Followed
 
-# Arrays begin at multiples of this in the common copy, as torch aligns tensors; kernels read 16 bytes at once.
+# Arrays begin at multiples of 256 bytes in the joint copy, as torch's own tensors do: kernels load 16 bytes at a time.
 ALIGNED_BYTES = 256
 
 

@@ -143,12 +143,12 @@ def build(
         if source is load:
             config = fitted(model_dir, config, device, choices, show=progress is True or owns_process)
     with contextlib.ExitStack() as shown:
-        of_all = None
+        bar = None
         if place is None:
             if progress is True and config.ranks > 1 and mark is None:
-                of_all = shown.enter_context(Bar(f"{model_dir.name} on {config.ranks} ranks")).report
-                progress = partial(of_all, 0)
-            place, ranks = _start_ranks(model_dir, config, device, owns_process, of_all)
+                bar = shown.enter_context(Bar(f"{model_dir.name} on {config.ranks} ranks")).report
+                progress = partial(bar, 0)
+            place, ranks = _start_ranks(model_dir, config, device, owns_process, bar)
         if place.gpu is not None:
             torch.cuda.set_device(place.gpu)
         if ranks is not None:
@@ -216,8 +216,8 @@ def _start_ranks(
 
 
 def _no_peers(task: _Task) -> str:
-    """Why this rank cannot add partial outputs over peer memory; empty if it can, as far as is known here. The exchange
-    is used only if all ranks can."""
+    """Why this rank cannot add partial outputs over peer memory; "" if no reason is known yet. The exchange over peer
+    memory is used only if no rank has a reason."""
     if task.config.ops.get(exchange.NAME, exchange.KERNEL) != exchange.KERNEL:
         return f"{exchange.NAME} is set to {task.config.ops[exchange.NAME]}"
     if task.device.type == "cuda" and exclusive_kernels.taken(torch.device("cuda", torch.cuda.current_device())):

@@ -43,7 +43,7 @@ from perilune.engine.inbox import Inbox
 from perilune.media import placeholders
 
 SHUTDOWN_SECONDS = 1.5
-# Messages read from the engine before other tasks run. More: longer gaps between the pieces of each stream.
+# Messages read from the engine before other asyncio tasks run. More: longer gaps in each client's stream.
 TURN_MESSAGES = 1024
 ENGINE_COMMAND = (sys.executable, "-m", "perilune.engine.process")  # the descriptor of the socket is appended
 CRASH_SECONDS = 0.5  # How long a process that has closed its socket may take to print its traceback and exit.
@@ -139,7 +139,7 @@ class _Process:
             except BaseException:  # also if this is cancelled: no process will ever use the socket
                 writer.close()
                 raise
-        self = cls(process, reader, writer)  # no await between here and the `try` that kills the process
+        self = cls(process, reader, writer)  # no await up to the `try`: a cancellation would leave the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
@@ -249,7 +249,7 @@ class EngineClient:
 
     @property
     def retry_seconds(self) -> int | None:
-        """Seconds until requests are taken again, if this start takes as long as the last; None: no process starts."""
+        """Seconds until requests are taken again, if the start takes as long as the last; None: none is starting."""
         if self.alive or not self._supervised:
             return None
         left = self._start_seconds - (_now() - self._down_since)

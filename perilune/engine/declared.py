@@ -1,9 +1,10 @@
-"""Declared acceptance: with random weights almost no draft is accepted, so --declared-acceptance X sets how many are.
+"""Declared acceptance, to measure speed with random weights: --declared-acceptance X sets the mean tokens per step,
+because almost none of their drafts would be accepted.
 
 A step verifies its drafts as usual; then the tokens sampled for its first n drafts are replaced by those drafts, which
 accepts them. n depends only on the position p at which the step begins: the step ends at the smallest floor(j X) above
-p, j a whole number. So steps bring X tokens on average, and n is the same on every rank, with and without CUDA graphs
-and chained steps, and after a preemption.
+p, j a whole number. With X = 2.5 steps end at 2, 5, 7, 10, ... So steps bring X tokens on average, and n is the same on
+every rank, with and without CUDA graphs and chained steps, and after a preemption.
 """
 
 import math
@@ -18,7 +19,7 @@ from perilune.engine.sampler import on_device
 
 
 class Declared:
-    """Accepts so many drafts that steps bring `mean` tokens on average, or fewer where steps have fewer drafts.
+    """`mean`: tokens that steps bring on average; fewer where steps have too few drafts.
 
     `positions`: tokens of the longest request.
     """

@@ -34,7 +34,7 @@ from perilune.speculation.step_cost import Costs
 
 Running = tuple[StepPlan, "Future[Readout]", float]  # a step in flight: plan, result, time.perf_counter() at launch
 
-# How long a step waits for a copy when every request waits for KV from a tier. Longer: a new message waits longer.
+# How long `step` blocks for a KV copy while every request waits for one. Longer: a new message is read later.
 TRANSFER_WAIT_SECONDS = 0.005
 
 
@@ -61,12 +61,12 @@ class Engine:
         self._transfer = parts.transfer
         self._grammars, self._drafter, self._rejected = self.runner.grammars, self.runner.drafter, parts.rejected
         self._running: Running | None = None
-        self._committed_at: float | None = None  # perf_counter() of the last result; None if no step followed at once
+        self._committed_at: float | None = None  # perf_counter() when the last result was read; None: idle since
         self._spare = SpareTime()
-        self._plans_late = self.runner.pages.data.device.type == "cuda"  # step times on a CPU vary too much for it
+        self._plans_late = self.runner.pages.data.device.type == "cuda"  # a CPU's step times vary too much for it
         self.drafting_seconds = self.waiting_seconds = 0.0
         self._encoder = self.scheduler.encoder
-        self._costs: dict[bool, Costs] = {}  # measured seconds of steps, by whether a draft model reads them
+        self._costs: dict[bool, Costs] = {}  # measured step times, by whether a draft model runs with the steps
         self.speculator: Drafting | None = None
         with self._explained():
             self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
@@ -85,7 +85,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         if self._ranks is not None and self._ranks.failure is not None:
-            return False  # nothing will be computed any more
+            return False  # a rank is lost: no step can run any more
         return self._running is not None or self.scheduler.has_work or self._grammars.compiling
 
     @property
@@ -112,8 +112,8 @@ class Engine:
 
     @property
     def spare_seconds(self) -> float:
-        """How long the next call of `step` may be put off, because the device is busy. A prompt submitted in that time
-        enters the next step, not the one after."""
+        """Seconds by which the caller may delay the next `step` while the device is busy. A prompt submitted meanwhile
+        enters the next step instead of the one after."""
         if self._running is None or self._committed_at is None or not self._plans_late:
             return 0.0
         return max(self._committed_at + self._spare.seconds(_size(self._running[0])) - time.perf_counter(), 0.0)
@@ -128,8 +128,8 @@ class Engine:
             self._encoder.provide(pixels.rid, pixels.item, pixels.patches)
 
     def step(self) -> list[Delta]:
-        """Launches step N+1, then commits step N; in the opposite order if N+1 should have drafts of known text.
-        EngineError if another rank is lost: no step can follow."""
+        """Launches step N+1, then commits step N and returns its Deltas. Commits N first if N+1 is to have drafts from
+        n-gram lookup, which need N's tokens. EngineError if another rank is lost: no step can follow."""
         with self._explained():
             return self._step()
 
@@ -181,8 +181,8 @@ class Engine:
         """Whether to wait for the running step before the next one is planned."""
         if (drafting := self._drafting) is None or not running.work:
             return False
-        # Planning now would leave out the requests with drafts in flight: the batch would split into two halves that
-        # alternate, each reading all weights for its own tokens.
+        # Planning now would leave out the requests with drafts in flight, because their next position is unknown: the
+        # batch would split into two halves that alternate, each paying a full read of the weights.
         return any(w.drafts for w in running.work) or drafting.worth_waiting(running)
 
     def _launch(self, chained: StepPlan | None) -> Running | None:
@@ -326,6 +326,7 @@ class Engine:
 
 
 def _size(plan: StepPlan) -> Size | None:
+    """(requests, tokens) of a step in which all requests decode; None for other steps."""
     if not plan.work or plan.slices or any(w.count - w.drafts > 1 for w in plan.work):
         return None
     return len(plan.work), plan.tokens

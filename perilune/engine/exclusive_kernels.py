@@ -1,9 +1,9 @@
 """Which engine of this process may run kernels with CTAs that wait for each other.
 
-Such a kernel needs all of its CTAs resident on the GPU at once. Launches of one stream follow each other; but kernels
-of two streams could each get a part of the SMs and wait for the rest without end: a deadlock. So on every GPU one
-engine has these kernels, and engines that start while it lives run the same ops in several launches: `registry.alone`
-names them, and `Workspaces.alone` is False for ops that choose by themselves (moe_int4).
+Such a kernel needs all of its CTAs resident on the GPU at once. Kernels of one stream run one after the other, but
+kernels of two streams could each get a part of the SMs and wait forever for the rest. So on every GPU only one engine
+has these kernels; engines that start while it lives run the same ops in several launches: `registry.alone` names them,
+and `Workspaces.alone` is False for ops that choose by themselves (moe_int4).
 
 Processes share a GPU by time slices and cannot block each other, unless MPS runs their kernels at the same time: then
 all processes but one must override the ops that `registry.alone` names.

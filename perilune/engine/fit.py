@@ -40,8 +40,8 @@ BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """`demand`: the memory that a configuration needs. `others`: what it would need after a change, by the words that
-    an error message has for the change."""
+    """`demand`: the memory that a configuration needs. `others`: the demand after one change of the configuration, by
+    the change as an error message names it, such as "draft=off"."""
 
     demand: memory.Demand
     others: dict[str, memory.Demand]
@@ -132,7 +132,7 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     if sees(model_dir, config, nothing):
         vision = weight_bytes(model_dir, dtype.itemsize) + bytes_beside(model_dir, config, device, dtype)
 
-    def asking(scales: str, rest: str, tokens: int) -> memory.Demand:
+    def demand_with(scales: str, rest: str, tokens: int) -> memory.Demand:  # expert_scales, rest_dtype, least KV
         plain, compact, narrow, _ = memory.footprints(sizes, stored, dtype.itemsize)
         if rest == "fp8":
             saved = compact.split - narrow.split
@@ -156,16 +156,17 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     scales, rest = config.expert_scales, config.rest_dtype
     others = {}
     if vision:
-        others["vision=off"] = dataclasses.replace(asking(scales, rest, least), vision=0.0)
+        others["vision=off"] = dataclasses.replace(demand_with(scales, rest, least), vision=0.0)
     if drafter is not none:
-        others["draft=off"] = dataclasses.replace(asking(scales, rest, least), drafter=none, kv_bytes=kv_bytes - own_kv)
+        bare = dataclasses.replace(demand_with(scales, rest, least), drafter=none, kv_bytes=kv_bytes - own_kv)
+        others["draft=off"] = bare
     if int4 and scales == "checkpoint":
-        others["expert_scales=compact"] = asking("compact", rest, least)
+        others["expert_scales=compact"] = demand_with("compact", rest, least)
     if rest != "fp8":
-        others["rest_dtype=fp8"] = asking(scales, "fp8", least)
+        others["rest_dtype=fp8"] = demand_with(scales, "fp8", least)
         if int4 and scales == "checkpoint":
-            others[BOTH] = asking("compact", "fp8", least)
-    return Wanted(asking(scales, rest, least), others, int4)
+            others[BOTH] = demand_with("compact", "fp8", least)
+    return Wanted(demand_with(scales, rest, least), others, int4)
 
 
 def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, free: list[float]) -> int:
@@ -183,12 +184,13 @@ def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, fre
 
 
 def _refusal(plan: memory.Plan, wanted: Wanted, free: float, device: torch.device) -> str:
+    """The error's text: how much memory is missing, for what, and which changes would make the model fit."""
     ranks, larger = plan.ranks, "take more or larger GPUs"
     kv_bytes = plan.demand.kv_on_each(ranks)
     need = plan.demand.least * kv_bytes
     short = (need - plan.left) / 1e9
     remedies = [words for words, other in wanted.others.items() if memory.plan(other, ranks, free).fits]
-    if len(remedies) > 1:  # both together are not needed where one is enough
+    if len(remedies) > 1:  # one of the two changes is enough: do not advise both together
         remedies = [words for words in remedies if words != BOTH]
     counts: Sequence[int] = memory.COUNTS
     if device.type == "cpu":  # its ranks share one memory

@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine of this process computes."""
+"""Delays Ctrl-C (SIGINT) until an engine of this process has ended its step."""
 
 import contextlib
 import signal
@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-PATIENCE_SECONDS = 5.0  # A Ctrl-C that comes so long after the first takes effect at once: a step may hang.
+PATIENCE_SECONDS = 5.0  # A second Ctrl-C this long after the first takes effect at once: the step may hang.
 
 
 @contextlib.contextmanager
 def put_off() -> Iterator[Callable[[], None]]:
     """Delays Ctrl-C within the block: it takes effect when the yielded function is called, or at the end of the block.
-    In the middle of a step it would leave a scheduler that has lost the step in flight, and no request could follow.
+    KeyboardInterrupt inside `Engine.step` could skip the commit of the step in flight: no request could run after it.
     Python handles signals only on the main thread; on another thread this function changes nothing."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

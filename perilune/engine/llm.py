@@ -35,7 +35,7 @@ from perilune.text.tools import parse_tools
 
 Prompt = str | Sequence[int]
 
-DROPPED_SECONDS = 10.0  # Dropping an LLM waits so long for the close, so that the next LLM finds its memory free.
+DROPPED_SECONDS = 10.0  # `__del__` waits at most this long for the close, so that the next LLM finds free memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Completion:
 
     `token_ids` include the end token if one ended the text; `text` does not, and is None when the model directory has
     no tokenizer. `logprobs` and `prompt_logprobs` are filled when asked for (the first prompt token has none).
-    `closed_by_grammar`: the answer's form is complete only because the grammar ended it where max_tokens ran out;
-    `finish_reason` is then "length".
-    Of `drafted_tokens` (see EngineConfig.draft), `accepted_tokens` became part of `token_ids`.
+    `closed_by_grammar`: max_tokens was nearly used up, so the grammar replaced sampled tokens to complete the answer's
+    form; `finish_reason` is then "length".
+    `drafted_tokens` were verified (see EngineConfig.draft), `accepted_tokens` of them became part of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -134,13 +134,13 @@ class LLM:
 
         Cached KV is shared only with calls of equal `cache_keys`, such as ("salt:TENANT",).
 
-        `pictures` of the one prompt, or a list for each of several: files (bytes, paths, data: URLs), PIL images or
-        decoded ones (media.decoder.Picture), in the order of the placeholders (info.media_pad, `<|media_pad|>`) of the
-        prompt: one for each picture, or as many as its tokens. A video is given as {"type": "video", "video": X}, and
-        a prompt that is a string has `<|kimi_k25_video_placeholder|>` for it.
+        `pictures`: a list for one prompt, a list of lists for several. Items are files (bytes, paths, data: URLs), PIL
+        images or decoded pictures (media.decoder.Picture), in the order of their placeholders in the prompt
+        (`<|media_pad|>`, id info.media_pad): one placeholder per picture, or one per token of it. A video is given as
+        {"type": "video", "video": X}; a prompt that is a string has `<|kimi_k25_video_placeholder|>` for it.
 
-        Prompts are raw: the name of a control token in a string means that token. What users write belongs in `chat`,
-        where it does not.
+        Prompts are raw: a control token's name in a string, such as `<|im_end|>`, becomes that token. Pass what users
+        write to `chat`, which encodes such names as plain text.
 
         Raises RequestError, before anything runs, for a prompt that cannot be served, and EngineError when a request
         fails on the way.
@@ -200,7 +200,7 @@ class LLM:
         "image", "image": X}, and "video_url" and "video" likewise. X is a data: URL, or, in this library alone, a
         path, a file's bytes, a PIL image or a decoded picture or video.
 
-        Calls of `tools` keep to the tools' schemas, the text of the answer to the form `answer`; a thought ends after
+        Tool calls follow the schemas of `tools`, and the answer's text follows `answer`; reasoning ends after at most
         `thinking_budget` tokens. `thinking` None: the model's default. If the last message is an assistant's, the model
         continues it, unless `continue_final_message` is False; the result has only the new text (text/beginning.py).
         Raises RequestError for a schema that cannot be enforced, and for a thinking mode that the model lacks.
@@ -280,8 +280,8 @@ class LLM:
                 self._reader.close()
 
     def __del__(self) -> None:
-        """Closes an LLM that was dropped without `close`, as a notebook does when it runs a cell again: other ranks and
-        their memory would else stay until the process ends. A new thread closes, because the garbage collector may run
+        """Closes an LLM that was dropped without `close`, as when a notebook cell runs again: otherwise other ranks and
+        their memory would stay until the process ends. A new thread closes, because the garbage collector may run
         anywhere: inside a lock that `close` takes, or on a thread that `close` joins."""
         engine = self.__dict__.get("_engine")
         if engine is None or self._process != os.getpid():  # a forked child has no threads; its parent has the ranks

@@ -78,7 +78,7 @@ class Session:
                 state.advance(token)
                 state.fill(mask, row.left - 1)
             except GrammarError:
-                break  # the draft is not verified; if its token is sampled anyway, the next step reports the error
+                break  # this draft is not verified; if its token is sampled, the next step reports the error
             mask = _ends_forbidden(mask, work, row.output_index + 1)
             if not mask.any() or not state.safe:
                 break
@@ -292,7 +292,7 @@ def _advance(
     if arrived is not None:
         arrived.synchronize()
     accepted = 0 if lengths is None else int(lengths[index]) - 1
-    if accepted < 0:  # the request got no token: the mask is prepared already
+    if accepted < 0:  # the request got no token, so the mask is still that of its next token
         return
     closed = any(state.closed for state in session.states[: accepted + 1])
     session.answer = session.states[accepted]

@@ -91,6 +91,7 @@ class OrderWriter(_Ring):
         os.close(self.fd)
 
     def _put(self, data: bytes) -> None:
+        """Steps 1, 3 and 4 of the module's docstring, for one piece."""
         end = self._tail + len(data)
         while end - self._slowest > RING_BYTES:
             self._slowest = min(self._words[LINE_WORDS * (i + 1)] for i in range(len(self._wakes)))
@@ -128,8 +129,9 @@ class OrderReader(_Ring):
         return b"".join(parts)
 
     def _piece(self) -> tuple[bytes, int]:
+        """(the next piece, how many bytes of its frame follow); waits for it."""
         self._wait()
-        end = 0.0
+        end = 0.0  # after it a wrong checksum means damage; 0: none was wrong yet
         while True:
             size, crc, rest = PIECE.unpack(self._at(self._head, PIECE.size))
             if size <= MAX_PIECE_BYTES:

@@ -61,10 +61,10 @@ class Adjuster:
     def adjust(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
         """The logits [S, V] float32 to choose from, row i for samples[i]; `logits` itself if none is changed."""
         V = logits.shape[1]
-        looking = [(i, s) for i, s in enumerate(samples) if s.params.penalized]
+        counted = [(i, s) for i, s in enumerate(samples) if s.params.penalized]
         terms = [(i, t) for i, s in enumerate(samples) if (t := self._terms_of(s, V)) is not None]
         self._open = None
-        if not looking and not terms:
+        if not counted and not terms:
             return logits
         per_sample = [
             (
@@ -74,9 +74,9 @@ class Adjuster:
                 s.params.frequency_penalty,
                 s.params.repetition_penalty,
             )
-            for i, s in looking
+            for i, s in counted
         ]
-        size = 5 * len(looking)
+        size = 5 * len(counted)
         staged = on_device(
             np.concatenate(
                 [
@@ -89,13 +89,13 @@ class Adjuster:
             logits.device,
         )
         adjusted = logits.clone()
-        if looking:
+        if counted:
             assert self._counts is not None
-            indices, rows = staged[: 2 * len(looking)].long().view(2, -1)
-            amounts = staged[2 * len(looking) : size].float().view(3, -1)
+            indices, rows = staged[: 2 * len(counted)].long().view(2, -1)
+            amounts = staged[2 * len(counted) : size].float().view(3, -1)
             counts = (self._counts, rows)
-            if any(s.before for _, s in looking):
-                counts = self._counts_after([s.before for _, s in looking], rows)
+            if any(s.before for _, s in counted):
+                counts = self._counts_after([s.before for _, s in counted], rows)
             penalized = penalize(logits.index_select(0, indices), *counts, *amounts)
             adjusted.index_copy_(0, indices, penalized)
             self._open = indices, rows

@@ -29,7 +29,7 @@ from perilune.engine.engine import Engine
 from perilune.ops.harness import build, registry
 
 STATS_INTERVAL_SECONDS = 0.5
-PIECE_BYTES = 1 << 20  # Read at most so much between two steps. More: the pixels of a large picture delay a step.
+PIECE_BYTES = 1 << 20  # Bytes read between two steps, at most. More: pixels of a large picture delay a step.
 STARVED_SECONDS = 0.005  # How long to wait for the socket when every request waits for pixels.
 
 
@@ -134,7 +134,7 @@ def main() -> None:
             engine = Engine(Path(model), config, progress=sys.stderr.isatty(), owns_process=True)
             engine.on_lost_rank(partial(_end, channel))
             gc.collect()
-            gc.freeze()  # objects that exist now live as long as the process: collections need not walk them
+            gc.freeze()  # objects made so far live as long as the process: the collector need not scan them
         except PeriluneError as e:
             channel.send([Failed(str(e))])
             return

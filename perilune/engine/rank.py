@@ -36,11 +36,11 @@ from perilune.engine.step_times.lateness import BEAT_SECONDS, SILENT_SECONDS
 from perilune.kv.transfer import Transfer
 from perilune.ops.harness import build as ops_build
 
-# A rank with so many cores polls the order ring. With fewer, polling would slow the threads that launch and report.
+# A rank with at least 4 cores polls the order ring. With fewer, polling would slow the threads that launch and report.
 POLLING_CORES = 4
-# A rank waits so long before it reports a failed step. If another rank's death caused it, rank 0 sees that death first.
+# A rank waits 2 s before it reports a failed step, so that rank 0 first sees the death of another rank that caused it.
 BLAME_SECONDS = 2.0
-REMOVALS = 9  # tries to remove the rendezvous folder
+REMOVALS = 9  # times that the rendezvous folder is removed, at most
 
 
 class Leader:
@@ -101,7 +101,7 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
     running: deque[Future[None]] = deque()
     launched: Future[Readout] | None = None
 
-    def finish(queued: "Future[Readout]", counts: bool, decode_seconds: float) -> None:
+    def finish(queued: "Future[Readout]", sends_digest: bool, decode_seconds: float) -> None:
         try:
             readout = queued.result().wait()
             runner.group.check()
@@ -109,7 +109,7 @@ def follow(runner: Runner, orders: OrderReader, leader: Leader, tiers: Follower 
         except BaseException as e:
             fail(leader, e)
             return
-        if counts:
+        if sends_digest:
             leader.send("digest", digest=result.digest, decode_seconds=decode_seconds)
 
     with ThreadPoolExecutor(1, "perilune-digests") as reporting:
@@ -181,7 +181,7 @@ def main() -> None:
         )
         leader.group = parts.runner.group
         gc.collect()
-        gc.freeze()  # objects that exist now live as long as the process: collections need not walk them
+        gc.freeze()  # objects made so far live as long as the process: the collector need not scan them
         # Ranks on a CPU sleep instead: polling would take a core from the step.
         polls = start.place.gpu is not None and len(start.place.cores) >= POLLING_CORES
         orders = OrderReader(int(sys.argv[3]), start.reader, wake, SPIN_SECONDS if polls else 0.0)

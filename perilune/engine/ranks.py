@@ -49,7 +49,7 @@ log = logging.getLogger("perilune.engine")
 Progress = Callable[[int, int, int], None]
 
 RANK_MODULE = "perilune.engine.rank"
-DIAGNOSIS_SECONDS = 8.0  # How long an error of an exchange waits for the watching thread to find which rank was lost.
+DIAGNOSIS_SECONDS = 8.0  # After an error in an exchange, wait this long for the watching thread to find the lost rank.
 # How long a process may take to end after its socket has closed. Shorter: while the kernel still frees its memory, or
 # on a busy machine, the reason lacks the signal that killed the process. Longer: DIAGNOSIS_SECONDS would be too short.
 ENDING_SECONDS = 4.0
@@ -167,8 +167,8 @@ class _Rank:
 class Ranks:
     """All ranks but rank 0. One thread at a time may send orders.
 
-    on_failure  called once, from a thread of this class, with the reason, before `check` raises. The reason lacks the
-                advice of `check` to start the engine again, because a server starts it by itself
+    on_failure  called once with the reason, mostly on the watching thread, before `check` raises. Unlike the error of
+                `check`, the reason does not advise to start the engine again, because a server does that itself
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Ranks:
         self._group: Group = ALONE
         self._own: deque[int] = deque()  # rank 0's digests of steps that some rank has not sent its digest of
         self._compared = {place.rank: 0 for place in places[1:]}  # steps compared so far
-        self._read = 0  # steps taken off the front of _own
+        self._read = 0  # steps compared with all ranks, so that their digests have left _own
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._over = threading.Event()
@@ -278,7 +278,7 @@ class Ranks:
         self.check()
 
     def joined(self, group: Group) -> None:
-        """`group` connects the ranks; it is aborted when one is lost."""
+        """All ranks have joined `group`, which is aborted when one is lost. Deletes the rendezvous file."""
         self._group = group
         shutil.rmtree(Path(self.place.meeting).parent, ignore_errors=True)
 
@@ -429,6 +429,7 @@ class Ranks:
             self._fail(f"{wrong} chose other tokens than rank 0: they no longer compute the same")
 
     def _fail(self, why: str) -> None:
+        """Ends the group, once: kills the other ranks, reports `why`, aborts exchanges in flight."""
         with self._lock:
             if self.failure is not None or self._closing:
                 return

@@ -18,7 +18,8 @@ from perilune.speculation.acceptance import Accepted
 from perilune.speculation.drafter import Drafts
 
 Chain = tuple[tuple[int, float], ...]
-Kept = tuple[tuple[int, ...], bool, Chain]  # tokens that a request gets; whether the next logits are not finite; chain
+# A request's new tokens; whether the logits after them are not finite; the draft chain after them.
+Kept = tuple[tuple[int, ...], bool, Chain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class Readout:
     """A queued step's results on their way to the host.
 
     done     CUDA event after which the copies are complete; None on a CPU
-    kept     after `done`: gives (tokens, failed, chain) of each of `work`
-    records  after `done`: gives log-probabilities by row
-    scores   after `done`: give the Outputs of prompts with log-probabilities
+    kept     to be called after `done`: a Kept for each of `work`
+    records  to be called after `done`: log-probabilities by row
+    scores   to be called after `done`: Outputs of prompts with log-probabilities
     refused  by rid: one line saying why the request's own rules leave no token
     """
 
@@ -124,8 +125,8 @@ def from_calls(
 
 
 def _ragged(sampled: Sampled, accepted: Accepted | None, chains: Drafts | None) -> Callable[[], Iterator[Kept]]:
-    """Queues the copies of a step that ran op by op: its works may have different numbers of drafts. Returns the
-    function that gives (tokens, failed, chain) of each work once the copies are complete."""
+    """Queues the copies of a step that ran op by op, in which works may have different numbers of drafts. Returns a
+    function that gives each work's Kept, to be called once the copies are complete."""
     rows, work, sent = len(sampled.checked), sampled.work, sampled.checked
     if accepted is not None:
         sent = torch.cat([sent, accepted.lengths, accepted.spoilt.long()])

@@ -24,7 +24,7 @@ from perilune.speculation.drafter import Drafter
 GB = 1e9
 CONTEXT_BYTES = 520 << 20  # GPU memory of one process's CUDA context
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU, unless the configuration sets a size
-CPU_KV_REQUESTS = 4  # It holds at least so many requests of the longest kind, even if that takes more bytes.
+CPU_KV_REQUESTS = 4  # ... but at least 4 requests of max_model_len tokens, even if those take more bytes.
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ def resolve_sizes(
     if blocks is None:
         each = -(-longest // config.block_size)
         enough = config.max_num_seqs * each + 1
-        # On a CPU the memory belongs to other programs as well: a cache that is never full should not take all of it.
+        # On a CPU other programs use the same memory, so a cache that is never full should not take all of it.
         modest = max(CPU_KV_BYTES // block, CPU_KV_REQUESTS * each) + 1 if device.type == "cpu" else enough
         blocks = min(fits, enough, modest)
         why = f"{blocks * block / GB:.2f} GB, memory_fraction {config.memory_fraction} of what is free"
@@ -211,11 +211,11 @@ def resolve_sizes(
 
 
 def grow_segments(device: torch.device, on: bool) -> None:
-    """Turns torch's expandable segments on or off: torch can return any unused 20 MB of such a segment. Loading needs
-    them: weights otherwise share segments with tensors that are freed later, and of 150 GB, 140 GB of weights left 3.7
-    GB free instead of 6.9 (docs/LOG.md). Steps need them: otherwise a tensor of 1 GB finds no room where smaller
-    tensors lie in the memory of an earlier step's. The setting holds for all threads of the process; memory allocated
-    before keeps its kind of segment."""
+    """Turns expandable segments of torch's CUDA allocator on or off; torch can return any unused 20 MB of one to the
+    device. Loading needs them, because weights otherwise share segments with temporary tensors, which leave gaps
+    that stay reserved: 140 GB of weights on a GPU of 150 GB left 3.7 GB free, not 6.9 (docs/LOG.md). Steps need them,
+    because otherwise small tensors settle in the memory that a tensor of 1 GB had in the last step, and the next one
+    finds no room. The setting holds for all threads of the process; memory allocated before stays as it is."""
     if device.type == "cuda":
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
 

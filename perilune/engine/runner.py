@@ -1,4 +1,4 @@
-"""Runs step plans on the device, one after the other, on the thread that plans them or on one of its own."""
+"""Runs step plans on the device in order: CUDA graphs from the thread that plans, other steps from a compute thread."""
 
 import os
 import time
@@ -92,7 +92,7 @@ class Runner:
         self._launched: Future[Readout] | None = None
 
     def follow(self, drafter: Drafter | None) -> None:
-        """Selects the draft model that runs with the following steps; None: none. No step may be in flight."""
+        """Selects the draft model of the following steps; None: they run without one. No step may be in flight."""
         if self._ranks is not None:
             self._ranks.order("drafter", int(drafter is not None))
         self.drafter = drafter
@@ -122,7 +122,7 @@ class Runner:
         return plan
 
     def zero(self, blocks: int) -> None:
-        """Clears the first blocks of the cache, on all ranks."""
+        """Zeroes blocks 0 .. `blocks` - 1 of the KV cache, on all ranks."""
         if self._ranks is not None:
             self._ranks.order("zero", blocks)
         self.pages.data[:, :blocks] = 0
@@ -132,10 +132,10 @@ class Runner:
         return self._worker.submit(work, *args).result()
 
     def time_graph(self, rounds: int, *, on_caller: bool = False) -> float | None:
-        """Seconds of one replay of the decode graph that ran last, on the device's clock, right after another replay
-        and on all ranks at once: the median of `rounds`, each with other random tokens, the same on all ranks. None
-        without graphs. No step may be in flight. `on_caller`: this rank replays on the calling thread, because a
-        profiler needs that."""
+        """Seconds of one replay of the decode graph that ran last, in back-to-back replays, by the device's clock: the
+        median of `rounds`. All ranks replay at the same time. Each round has other random tokens, the same on all
+        ranks. None without graphs. No step may be in flight. `on_caller`: replay on the calling thread, which a
+        profiler needs."""
         if self.graphs is None or not len(self.graphs):
             return None
         if self._ranks is not None:
@@ -248,7 +248,7 @@ class Runner:
         return replace(plan, work=tuple(work))
 
     def _store(self, sampled: Sampled, accepted: Accepted | None, chains: Drafts | None, slots: Tensor) -> None:
-        """Stores by slot each request's last token, accepted count and draft chain, for a chained step after this."""
+        """Stores each request's last token, number of accepted drafts and draft chain by slot, for a chained step."""
         assert self.graphs is not None
         tokens, lengths = sampled.tokens, None
         if accepted is not None:
@@ -310,6 +310,7 @@ class Runner:
         return Sampled(work, tokens, checked, dict(enumerate(kept.tolist())) if drafted else {})
 
     def _choose(self, logits: Tensor, adjusted: Tensor, work: tuple[Work, ...], vocabulary: Vocabulary) -> Sampled:
+        """Masks `adjusted` by the requests' constraints and samples from it; `logits` are the model's own."""
         wanted = samples(work)
         adjusted, cut = self.grammars.mask(adjusted, work)
         chosen = sampler.sample_tokens(adjusted, wanted, vocabulary)
@@ -346,17 +347,16 @@ class Runner:
 
 
 def compute_thread(threads: int | None, place: Place) -> ThreadPoolExecutor:
-    """The one thread on which an engine computes, loading included.
+    """The one thread on which an engine runs torch's ops, loading included.
 
-    libgomp lets waiting threads spin only while it manages no more threads than there are processors. A second thread
-    that computes gets a team of its own, and from then on every parallel region sleeps and is woken: on two cores that
-    halves the decode speed.
+    A second such thread would get its own OpenMP team. With more OpenMP threads than cores, libgomp lets idle workers
+    sleep instead of spin, and every parallel region pays for waking them: on two cores that halves the decode speed.
     """
     return ThreadPoolExecutor(1, "perilune-compute", initializer=_set_threads, initargs=(threads, place))
 
 
 def _set_threads(threads: int | None, place: Place) -> None:
-    # OpenMP's thread count belongs to the thread that sets it, so the worker must set its own, and so do core and GPU.
+    # Runs on the worker: OpenMP's thread count, CPU affinity and the current GPU are settings of one thread.
     if place.cores:
         os.sched_setaffinity(0, place.cores)
         threads = min(threads or len(place.cores), len(place.cores))

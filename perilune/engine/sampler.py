@@ -34,7 +34,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def uniforms(seeds: Sequence[int], indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`uniform` of many at once: [S, m] for S seeds and indices [S, m]."""
+    """`uniform` of every index: [S, m] for indices [S, m] of requests with these S seeds."""
     z = np.array([s & _LOW_64_BITS for s in seeds], np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
     z = z + (indices + 1).astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
     for _ in range(2):
@@ -81,7 +81,7 @@ def sample_tokens(logits: Tensor, samples: Sequence[Sample], vocabulary: Vocabul
 
 
 def to_host(x: Tensor) -> Tensor:
-    """`x` in host memory; from a GPU it is complete once the stream has reached this point."""
+    """Queues a copy of `x` to host memory. From a GPU it is complete once the stream has reached this point."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

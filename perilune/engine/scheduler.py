@@ -51,8 +51,9 @@ SPARE_REQUESTS = 64  # The heap of deadlines is rebuilt when it has 2 entries pe
 
 @dataclass(slots=True)
 class _Flight:
-    """One request's work in a step that is not committed yet. `life`: Request.life when the work was planned. `void`:
-    the result is ignored, because the token that the work continues from could not be sampled."""
+    """One request's work in a step that is not committed yet. `life`: Request.life when the work was planned; a
+    higher one now means that the request was preempted since. `void`: the result is ignored, because the token that
+    the work continues from could not be sampled."""
 
     request: Request
     life: int
@@ -100,8 +101,9 @@ class Scheduler:
         self._flying: deque[tuple[int, list[_Flight]]] = deque()  # steps planned and not committed: at most two
         self._slots = list(range(max_num_seqs))  # a heap: low rows first
         self._arrivals = 0
-        self._planned_steps = self._series = 0
-        self._steps = 0
+        self._planned_steps = 0  # planned so far: the next StepPlan.step
+        self._series = 0  # the last number given to Work.series
+        self._steps = 0  # committed
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
@@ -185,7 +187,7 @@ class Scheduler:
         turn = 0
         while turn < len(self._running) and budget:
             request = self._running[turn]
-            # A long prompt leaves one token of the step to each running request after it, so that these keep decoding.
+            # A long prompt leaves one token of the step for each running request of a later rank: these keep decoding.
             count = min(request.todo, max(budget - (len(self._running) - turn - 1), 1))
             if count > 1:
                 if turns is None:
@@ -439,9 +441,10 @@ class Scheduler:
     # ---- results
 
     def _land(self, flight: _Flight, output: Output | None) -> Delta | None:
+        """Applies one work's output to its request. Returns the Delta; None if there is nothing to report."""
         request, work = flight.request, flight.work
         if request.finished or flight.void:
-            return None  # after this step was planned, the request ended or the token before this work failed
+            return None  # since this step was planned, the request ended or the token before could not be sampled
         request.pending -= work.sample
         brought, again, error = ((), False, None) if output is None else (output.tokens, output.again, output.error)
         accepted = len(brought) if again else max(len(brought) - 1, 0)
@@ -460,7 +463,7 @@ class Scheduler:
         scores: tuple[TokenLogprob, ...] = ()
         if error is None:
             assert brought or again or not work.sample, f"request {work.rid}: step brought no token"
-            if request.life == flight.life:  # else preempted since: the tokens are valid, the blocks are released
+            if request.life == flight.life:  # else preempted since: tokens count, but its blocks are released
                 if again:
                     self._void(request)
                 request.land(work.count - work.drafts, work.drafts, accepted, again)

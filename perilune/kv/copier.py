@@ -24,8 +24,8 @@ Pair = tuple[int, Bytes]  # (block, row)
 class Copier(Protocol):
     """One direction's queue; used by one thread.
 
-    block_seconds  least time between the starts of two blocks' copies; 0: no pacing. With pacing the queue stays short:
-                   a step's own copies wait behind few blocks, and other threads behind few calls of the driver
+    block_seconds  least time between the starts of two blocks' copies; 0: no pacing. Pacing keeps the queue short, so
+                   that a step's own copies wait for few blocks, and other threads for few calls of the driver
     """
 
     block_seconds: float

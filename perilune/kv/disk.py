@@ -224,8 +224,9 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
-    """Reads a file's header and payload; False if the file is shorter. With O_DIRECT: the kernel's read-ahead of 128 KB
-    is slower (docs/LOG.md). RWF_NOWAIT, which asks whether the page cache has the file, would start read-ahead."""
+    """Reads a file's header and payload; False if the file is shorter. With O_DIRECT, because the kernel's
+    read-ahead of 128 KB is slower (docs/LOG.md). Files in the page cache are read so, too: the test for them,
+    RWF_NOWAIT, would itself start read-ahead."""
     total = len(header) + len(payload)
     for direct in (True, False):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -240,7 +241,7 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
                 done += count
             return True
         except OSError as e:
-            if not direct or e.errno != errno.EINVAL:  # O_DIRECT: not on this file system, or not at these addresses
+            if not direct or e.errno != errno.EINVAL:  # EINVAL: no O_DIRECT on this file system, or for these addresses
                 raise
     raise AssertionError("the second way returns or raises")
 

@@ -1,4 +1,4 @@
-"""The records between the index of the KV tiers (kv/tiers.py) and the `Mover` that copies the bytes (kv/transfer.py).
+"""The messages between the index of the KV tiers (kv/tiers.py) and the `Mover` that copies the bytes (kv/transfer.py).
 
 With several ranks, rank 0 keeps the index, and every rank gets the same records and has its own mover, rows, pages and
 directory (engine/kv_tiers/ranked.py). So row and file numbers agree on all ranks, and each stores its shard of a block.

@@ -1,8 +1,8 @@
 """The prefix cache: which KV blocks hold which token prefixes, so that a shared beginning of prompts is computed once.
 
 A full block is named by a chained digest: of its predecessor's digest, its own token ids and the pictures that lie in
-it, hence of everything before it. The first block's predecessor is the digest of the request's cache keys (`root_of`):
-adapter, tenant's salt.
+it, hence of everything before it. In place of a predecessor the first block has the digest of the request's cache keys
+(`root_of`), such as its tenant's salt.
 The tree has at most one block per digest, and a request that references a block references all its predecessors: if a
 request has computed a block that is already known, it takes the known one instead (`insert`). Blocks of a request are
 released last to first, so a block always becomes idle before its predecessor does. The queue of idle blocks, in the
@@ -85,8 +85,8 @@ class _Node:
 class PrefixTree:
     """Allocates and releases the pool's blocks, and caches registered ones as long as it can.
 
-    A block without references is cached if it is registered here, and evicted when a new block is needed and none is
-    free; otherwise it is free at once.
+    A registered block without references stays cached until a new block is needed and none is free: then it is evicted.
+    An unregistered block is free as soon as it has no references.
     """
 
     def __init__(self, pool: BlockPool) -> None:

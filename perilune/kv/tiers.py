@@ -23,12 +23,12 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 128  # Files being written at a time: the blocks of 8,192 tokens. More: more rows cannot be dropped.
+WRITES_AT_ONCE = 128  # Files being written at a time: 8,192 tokens in blocks of 64. More: more rows cannot be dropped.
 # Rows that are written to files before rows run out. If two steps evict more, blocks are dropped without a file,
 # however fast the disk is, because writes begin between steps. More: each poll looks at more rows.
 WRITE_AHEAD_ROWS = 256
 SEARCHED_ROWS = 64  # rows searched in each queue for a block that has a file, besides rows being written
-PAUSE_SECONDS = 60.0  # After an error "disk full" no file is written for so long.
+PAUSE_SECONDS = 60.0  # No file is written for this long after a write has failed, as on a full disk.
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
 
@@ -72,7 +72,7 @@ class Tiers:
     rows         rows of host memory, at most
     files        (name, age in seconds) of blocks that the disk has, oldest first; None: there is no disk
     file_limit   files, at most
-    ttl_seconds  a block that was not used for so long is dropped
+    ttl_seconds  a block that was not used for longer is dropped
     clock        gives the time, seconds
     retention    chooses the row to drop; None: a new one
     """
@@ -164,7 +164,7 @@ class Tiers:
         return not self._next_row()[1]
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Marks the blocks of a matched chain as the most recently used, its beginning last."""
+        """Marks the blocks of a matched chain as the most recently used, the first block last: it is dropped last."""
         for digest in reversed(digests):
             if (held := self._host.get(digest)) is not None:
                 self._touch(held, in_pages=held.in_pages)
@@ -200,7 +200,7 @@ class Tiers:
                 file = self._disk.acquire(digest)
                 restore.files.append(file)
                 restore.pieces.append(Piece(file.name, None, block))
-        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # a session that came back
+        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # its session has come back
         for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
             if (held := self._host.get(digest)) is not None:
                 self._retention.returned(held.turn)
@@ -278,8 +278,9 @@ class Tiers:
         self._queue(held)[held.name.digest] = held
 
     def _next_row(self) -> tuple[_Row | None, bool]:
-        """The row to reuse when none is free, and whether reusing it loses nothing: preferably a row of a block that
-        the pages have too, else of the least recently used block. None: all rows are in use."""
+        """The row to reuse when none is free, and whether reusing it loses no block that could be kept. Rows of blocks
+        that the pages have too come first, then rows that lose nothing, then the longest idle time over the kind's
+        chance to come back (kv/retention.py). None: all rows are in use."""
         now, best, best_score, best_lossless = self._clock(), None, -1.0, False
         for queue in (self._in_pages, *self._kinds):
             for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):
@@ -316,7 +317,7 @@ class Tiers:
         else:
             self._free.append(held.row)
 
-    def _leave(self, held: _Row) -> None:
+    def _end_use(self, held: _Row) -> None:
         """Ends a transfer's use of the row."""
         held.users -= 1
         if held.forgotten and not held.users:
@@ -330,14 +331,14 @@ class Tiers:
             self._warn("store", f"a block could not be copied to host memory: {done.error}")
             if not held.forgotten:
                 self._drop_row(held)
-        self._leave(held)
+        self._end_use(held)
 
     def _restored(self, done: Restored) -> Outcome:
         restore = self._restores.pop(done.ticket)
         lost = any(held.forgotten for held in restore.rows) or any(file.dropped for file in restore.files)
         complete = done.error is None and not lost
         for held in restore.rows:
-            self._leave(held)
+            self._end_use(held)
             if held.in_pages and not held.forgotten and not complete:  # the pages do not have the block
                 self._touch(held)
         for file in restore.files:
@@ -384,7 +385,7 @@ class Tiers:
         elif done.error is not None:
             self._pause_until = self._clock() + PAUSE_SECONDS
             self._warn("write", f"KV blocks are not written to disk for {PAUSE_SECONDS:.0f} s: {done.error}")
-        self._leave(held)
+        self._end_use(held)
 
     def _expire(self) -> None:
         now = self._clock()

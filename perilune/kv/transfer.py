@@ -32,7 +32,7 @@ STAGED_ROWS = 64  # staging rows for blocks from files
 # are copied in order, so there must be more rows than READING_THREADS: a read that ends early frees its thread.
 COPIED_ROWS = 8
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
-CHECKING_THREADS = 8  # threads that compute checksums: at most so many, and half of the processors
+CHECKING_THREADS = 8  # threads that compute checksums, at most; never more than half of the processors
 READING_THREADS = 32  # Fewer: fewer reads in flight, so a slower disk.
 MIN_SHARE_BLOCKS = 16  # Blocks per task of a checksum thread, at least. Fewer: it mostly waits for the GIL.
 MEASURED_BLOCKS = 64  # blocks copied in each direction at the start, to measure the link
@@ -142,7 +142,7 @@ class Transfer:
     def _row(self, row: int) -> Bytes:
         return self._memory.row(self._staged + row)
 
-    def _say(self, done: Iterable[Done]) -> None:
+    def _answer(self, done: Iterable[Done]) -> None:
         self._done.extend(done)
         self._arrived.set()
 
@@ -161,22 +161,23 @@ class Transfer:
                     window, mark = queued[0]
                     self._outward.wait(mark)
                     queued.popleft()
-                    self._say([Copied(block) for _, block, _ in window])
+                    self._answer([Copied(block) for _, block, _ in window])
                     for part in self._shares(window):
                         self._check.submit(self._seal, part)
         except _COPY_FAILED as e:
-            self._settle(self._outward)
+            self._drain(self._outward)
             lost = [one for window in (*(w for w, _ in queued), *windows) for one in window]
-            self._say([Copied(block) for _, block, _ in lost])
-            self._say([Stored(row, _line(e)) for _, _, row in lost])
+            self._answer([Copied(block) for _, block, _ in lost])
+            self._answer([Stored(row, _line(e)) for _, _, row in lost])
 
     def _seal(self, stores: Sequence[tuple[Name, int, int]]) -> None:
+        """Computes the checksums of filled rows; these rows are then stored."""
         rows = [row for _, _, row in stores]
         self._sums[rows] = host_rows.checksums([self._row(row) for row in rows], [n.digest for n, _, _ in stores])
-        self._say([Stored(row) for row in rows])
+        self._answer([Stored(row) for row in rows])
 
     @staticmethod
-    def _settle(queue: Copier) -> None:
+    def _drain(queue: Copier) -> None:
         """After a failure: waits for the copies queued before it, which must not write once their blocks or rows have
         other owners."""
         with contextlib.suppress(*_COPY_FAILED):
@@ -206,8 +207,8 @@ class Transfer:
             error = next(iter(bad.values()), None)
         except _COPY_FAILED as e:
             error = _line(e)
-            self._settle(self._inward)
-        self._say([Restored(ticket, time.perf_counter() - begin, tuple(bad), error)])
+            self._drain(self._inward)
+        self._answer([Restored(ticket, time.perf_counter() - begin, tuple(bad), error)])
 
     def _damaged(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
         """Blocks in host memory that no longer have the checksum they were stored with: digest -> reason."""
@@ -220,17 +221,18 @@ class Transfer:
         }
 
     def _restore_files(self, pieces: Sequence[Piece]) -> dict[bytes, str]:
+        """As `_damaged`, for blocks restored from files."""
         if not pieces:
             return {}
-        ahead, staged = self._staged - COPIED_ROWS, self._staged
+        reads, staged = self._staged - COPIED_ROWS, self._staged  # `reads`: files being read at a time
         reading: deque[_Read] = deque()
         marks: list[object] = []  # of the copy of each piece
-        for at in range(len(pieces) + ahead):
+        for at in range(len(pieces) + reads):
             if at < len(pieces):
                 if at >= staged:
-                    self._inward.wait(marks[at - staged])  # the staging row's last block was copied to the pages
+                    self._inward.wait(marks[at - staged])  # until the staging row's last block is in the pages
                 reading.append(self._begin(pieces[at], self._memory.row(at % staged)))
-            if at < ahead or not reading:
+            if at < reads or not reading:
                 continue
             read = reading.popleft()
             if (problem := read.problem.result()) is not None:
@@ -238,7 +240,7 @@ class Transfer:
                 for other in reading:  # wait for reads in flight: their staging rows are used again
                     if (problem := other.problem.result()) is not None:
                         bad[other.piece.name.digest] = problem
-                self._settle(self._inward)
+                self._drain(self._inward)
                 return bad
             self._inward.into([(read.piece.block, read.row)])
             marks.append(self._inward.mark())
@@ -268,7 +270,7 @@ class Transfer:
             directory.write(name, self._row(row).data, int(self._sums[row]))
         except OSError as e:
             error, gone = _line(e), not directory.exists
-        self._say([Written(name, error, gone)])
+        self._answer([Written(name, error, gone)])
 
     def _shares(self, items: Sequence[_T]) -> list[Sequence[_T]]:
         size = max(-(-len(items) // self._workers), MIN_SHARE_BLOCKS)

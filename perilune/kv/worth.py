@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from perilune.kv.tiers import DISK, HOST
 
-MEASUREMENTS = 9  # The median of so many is used. More: one slow disk access matters less, a change is seen later.
+MEASUREMENTS = 9  # The median of the last 9 counts. More: one slow disk access matters less, a change is seen later.
 TRUSTED_MEASUREMENTS = 5  # With fewer there is no estimate: the first restores and prompts warm caches up.
-RETRY_AFTER_RESTORES = 64  # After so many refusals of a tier one restore is made anyway, to measure it again.
+RETRY_AFTER_RESTORES = 64  # One of 64 restores that seem too slow is made anyway, to measure the tier again.
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Worth:
 
     def beginning(self, found: Sequence[str]) -> int:
         """How many of these blocks, found in this order in HOST or DISK, to restore: those before the first one that is
-        faster to compute. Every RETRY_AFTER_RESTORES refusals a tier is used anyway, to measure it again."""
+        faster to compute. One of RETRY_AFTER_RESTORES refused blocks is restored anyway, to measure its tier again."""
         for count, tier in enumerate(found):
             if self.pays(tier):
                 continue

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json as one frozen record, whichever of its published spellings it has.
+"""A checkpoint's config.json, in any of its published spellings, as one frozen record.
 
 Flat (model_type kimi_k2 or deepseek_v3) or nested (kimi_k25 with a text_config of either kind); rope_parameters, or
 rope_scaling beside rope_theta. A value that is not served is refused here, by the name of its key.
@@ -25,9 +25,10 @@ ARCHITECTURES = (
 SERVED = "served: kimi_k2, deepseek_v3, and kimi_k25 around either"
 
 MAX_ENDS = 64  # eos_token_ids of one level of the file, at most
-MAX_EXPERTS = 1 << 18  # of all layers, at most (Kimi K2: 23,040): names of all are made before a file is opened
+# Routed experts of all layers, at most (Kimi K2: 23,040): the names of all are made before a file is opened.
+MAX_EXPERTS = 1 << 18
 
-# Keys that transformers leaves out when it saves, and the one value that is served.
+# Keys that may be absent, because transformers leaves them out when it saves; each with the one value served.
 _ONLY = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -312,6 +313,7 @@ class Keys:
 
 
 def read_rope(text: Mapping[str, Any], get: Keys, where: str, prefix: str) -> tuple[float, Yarn | None]:
+    """(rope_theta, YaRN's fields or None). CheckpointError for a kind of rope scaling that is not served."""
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     block = text.get(key)
     if block is None:

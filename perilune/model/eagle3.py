@@ -8,13 +8,14 @@ At position t the draft reads the target's feature at t and the embedding of tok
     h1 = r + attention(x); h = h1 + mlp(rms(h1))                  `hidden`
     logits = lm_head(rms(h)): token t+2                           `logits`
 
-The next drafting step, at t+1, has no feature of the target: it takes g = h, or rms(h) with `norm_output`, and the
-token just drafted. Keys and values of position t are in the slot of the target's position t, and depend on token t+1.
-Entries written by drafting steps are computed again once the target's features of accepted tokens are known.
+The next drafting step, at t+1, has no feature, because the target has not computed t+1 yet: it takes g = h, or rms(h)
+with `norm_output`, and the token just drafted. Keys and values of position t are in the slot of the target's position
+t, and depend on token t+1. Entries written by drafting steps are computed again once the target's features of accepted
+tokens are known.
 
 With several ranks the draft is split like its target: heads, MLP width, vocabulary; g and h are the same on all ranks.
 
-Letters: T rows, D hidden, A aux states, W draft vocabulary.
+Letters: T rows, D hidden, A aux states, H query heads, K key-value heads, d their width, W draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from perilune.ops.pointwise.rope import rope
 
 @dataclass(slots=True)
 class HeadAttention:
-    """Attention with keys and values of its own heads, G query heads to each."""
+    """Attention with its own K key-value heads; H / K query heads share each (GQA)."""
 
     qkv: Matrix  # [(H + 2 K) d, 2 D]: q_proj's rows, then k_proj's, then v_proj's
     o: Matrix  # [D, H d]
@@ -112,7 +113,7 @@ class Eagle3:
         return x, x if self.config.norm_output else h
 
     def store(self, step: Step, features: Tensor, pages: Tensor) -> None:
-        """Only the part of `hidden` that writes the step's KV to `pages`. `features` may be overwritten."""
+        """Does only the part of `hidden` that writes the step's KV to `pages`. `features` may be overwritten."""
         w = self.weights
         x, cos, sin = self._inputs(step, features)
         if isinstance(w.attention, Attention):
@@ -149,6 +150,7 @@ class Eagle3:
         return add_parts(h, x, norm, self.eps, self.group, self.group.peers)
 
     def _heads(self, w: HeadAttention, x: Tensor, cos: Tensor, sin: Tensor, step: Step, pages: Tensor) -> Tensor:
+        """The attention's output [T, D]; writes keys and values to `pages`."""
         q, flat = self._keys(w, x, cos, sin, step, pages)
         out = []
         if step.absorbed is not None:
@@ -208,7 +210,7 @@ def _lower_right(rows: int, context: int, device: torch.device) -> Tensor:
     """The causal mask of the last `rows` of `context` positions; on a GPU without a tensor of its values."""
     if device.type == "cpu":
         return torch.ones(rows, context, dtype=torch.bool).tril(context - rows)
-    # Imported late: it imports torch._dynamo, half of an engine's imports, and few drafters have heads of their own.
+    # Imported only here, because it imports torch._dynamo, half of an engine's imports; few drafts have form "mha".
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(rows, context)

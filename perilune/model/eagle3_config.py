@@ -28,7 +28,7 @@ _READ = {
     "v_head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "eagle_config", "num_aux_hidden_states",
 }  # fmt: skip
-# With their defaults; at the top level or in eagle_config.
+# Keys with their defaults; they may be at the top level or in eagle_config.
 _FLAGS = {
     "fc_norm": False,
     "norm_output": False,
@@ -61,7 +61,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "parallel_draft_heads_num_layers": (0, 1),
     "logit_scale": (1.0,),
 }
-# What model libraries write into any configuration, and fields of a mixture of experts that a draft does not have.
+# Ignored: keys that model libraries write into any configuration, and those of experts, which a draft does not have.
 _MEANINGLESS = {
     "_name_or_path", "add_cross_attention", "attention_dropout", "attn_implementation", "_attn_implementation",
     "auto_map", "aux_loss_alpha", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",

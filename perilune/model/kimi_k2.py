@@ -74,7 +74,9 @@ from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
-LONG_STEP_TOKENS = 1024  # Longer steps report progress: two launches a layer. Smaller: also steps of under a second.
+# From this many tokens on a step reports progress before every layer, by two launches, so that no rank seems to hang.
+# Smaller: steps of under a second pay for these launches, too.
+LONG_STEP_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +112,8 @@ def routing(c: KimiConfig) -> Routing:
 
 
 class KimiK2:
-    """`hidden_with_aux(step, cache, ())`, then `logits` of rows of its result. `cache[layer]` is [blocks, block_size,
-    R + r], with the rank's tokens of each block where KV is sharded along the sequence."""
+    """Use: `hidden_with_aux(step, cache, ())`, then `logits` of the rows to sample. `cache[layer]` is [blocks,
+    block_size, R + r]; where KV is sharded along the sequence, it has the rank's tokens of each block."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class KimiK2:
         """[T, D] after the final norm, and [T, len(layers) D] for draft models (docs/formats.md section 6.3): the
         residual stream at the inputs of `layers`, concatenated. num_hidden_layers means the last layer's output.
         """
-        # out: the norm of h; from layer 1 on: the output of the layer before, not yet added to h
+        # `out` at layer 0: the norm of h; from layer 1 on: the output of the layer before, not yet added to h.
         out: Tensor | Pairs
         h, out, rotary = self._embed(step, self.weights.layers[0].input_norm)
         kept: dict[int, Tensor] = {}
@@ -169,7 +171,7 @@ class KimiK2:
             if q_full is not None:
                 out = self._after_queries(q_full, layer, h, step, pages)
             else:
-                # Keep no reference to a tensor that the experts do not read: step_memory.py counts its memory as free.
+                # No local name for what the experts do not read: step_memory.py assumes that its memory is free.
                 x = self._add(h, self._attention(w, qkv, rotary, step, latents), layer.post_norm)
                 out = self._ffn(layer.ffn, x)
                 del x
@@ -236,7 +238,8 @@ class KimiK2:
         return apply(w, self._add(h, x, norm))
 
     def _scatter_project(self, h: Tensor, x: Pairs, norm: Tensor, w: Matrix, peers: Peers) -> Tensor:
-        """`_add_project`, where each rank adds up and multiplies the rows that it owns, and ranks exchange products."""
+        """As `_add_project`, but each rank sums, normalises and multiplies only its own rows, then all exchange the
+        products: each row is computed once, not by every rank."""
         if linear_w8a8.applies(w, h):
             rounded = scatter_pairs_add_rmsnorm_quantize(h, x, norm, self.eps, peers)
             own = linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
@@ -259,7 +262,7 @@ class KimiK2:
         return mla(w, qkv, rotary, step, latents, self.qk_norm_eps, self.scale, self.sharded_kv)
 
     def _after_queries(self, q_full: Tensor, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> Tensor | Pairs:
-        """Adds the attention of these queries to h; then as `_ffn`."""
+        """Attends with these queries, adds the attention's output to h, then computes the FFN; returns as `_ffn`."""
         w, ffn, span = layer.attention, layer.ffn, step.absorbed
         assert span is not None
         sharded = self.sharded_kv
@@ -274,8 +277,8 @@ class KimiK2:
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
-        """[T, D], or P addends of it [T, P, D] float32; or, for a long prompt on one rank or with peer memory, the
-        results of its (token, expert) pairs."""
+        """[T, D], or P addends of it [T, P, D] float32; or, for a long prompt on one rank or with peer memory, Pairs:
+        the results of all (token, expert) pairs, which the next `_add` sums."""
         if isinstance(w, Mlp):
             return mlp(w, x)
         chosen, e = router(x, w.gate, w.bias, self.routing), w.experts
@@ -376,6 +379,7 @@ def _absorbed(w: Attention, step: Step) -> bool:
 
 
 def mlp(w: Mlp, x: Tensor) -> Tensor:
+    """down(swiglu(gate_up(x))): [T, D] -> [T, D]."""
     if linear_w8a8.applies(w.gate_up, x) and w.down.format == "fp8":  # down is dense if I is no multiple of 64
         return linear_w8a8.mlp(x, w)
     return apply(w.down, swiglu(apply(w.gate_up, x)))
@@ -413,6 +417,7 @@ def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
 
 
 def _norm_apply(w: Matrix, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """norm(x) w^T, fused where an op does so."""
     if w.scale is None:
         return rmsnorm_linear(x, norm, w.weight, eps)
     if linear_w8a8.applies(w, x):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from perilune.model.moonvit_config import MAX_SIDE_PATCHES, MERGE_SIDE, MoonVitConfig
 
-EPS = 1e-5  # of the tower's norms: no key of the configuration
+EPS = 1e-5  # of the tower's norms; no key of config.json sets it
 THETA = 10000.0  # of rotations and of the frames' sinusoids
 
 ALL = slice(None)
@@ -71,7 +71,7 @@ class Pass:
     x: Tensor  # [N, C]: the residual stream
     grids: Sequence[Grid]
     rotations: Tensor  # [N, 1, d / 2] complex64: of the neighbouring pairs of a query or key
-    qkv: list[Tensor]  # [N, H, d] each: the layer's queries, keys and values, as far as projected
+    qkv: list[Tensor]  # the layer's queries, keys and values, [N, H, d] each; rows are valid once projected
 
 
 class MoonVit:
@@ -93,7 +93,7 @@ class MoonVit:
         pixels  [N, 3, P, P]: floats as `normalised` makes them, of any dtype, on the weights' device
         grids   of the items; their patches sum to N
 
-        ValueError if a grid is odd or too large, or they are not of N patches in all.
+        ValueError if a side of a grid is odd or too large, or if the grids do not have N patches in all.
         """
         w, c = self.weights, self.config
         for t, h, width in dict.fromkeys(grids):
@@ -148,7 +148,7 @@ class MoonVit:
         return self.head(self.merge(state))
 
     def merge(self, state: Pass) -> Tensor:
-        """[tokens, 4C]: a token for each 2 x 2 patches, of all frames together."""
+        """[tokens, 4C]: a token for each square of 2 x 2 patches; frames are averaged."""
         w, c = self.weights, self.config
         x = F.layer_norm(state.x, (c.hidden_size,), w.norm, w.norm_bias, EPS)
         merged, end = [], 0
@@ -221,7 +221,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, items: int) -> Tensor:
 
 
 def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, slice]]:
-    """The items, and their rows, of each run of items with as many patches."""
+    """For each run of neighbouring items with equal numbers of patches: (items, their rows)."""
     end = 0
     for length, some in groupby(map(math.prod, grids)):
         items = sum(1 for _ in some)

@@ -38,7 +38,7 @@ class MoonVitConfig:
     patch_size: int  # pixels on a side
     pos_emb_height: int  # of the learned table, in patches
     pos_emb_width: int
-    pos_emb_time: int  # the most frames of a chunk
+    pos_emb_time: int  # frames of a chunk of video, at most
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int

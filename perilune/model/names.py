@@ -1,7 +1,8 @@
 """Name, shape and split of every tensor of a checkpoint: the table that reading, checking and writing use.
 
-A table lists the tensors of one record of model/weights.py in the checkpoint's order. Names are without the prefix
-NESTED of checkpoints with a vision tower. Letters: D hidden size, X the attention's input width (D; 2 D in a draft), Q
+A table lists the tensors of one record of model/weights.py in the checkpoint's order. The record's place is the
+beginning of their names, such as "model.layers.3.mlp."; the prefix NESTED of checkpoints with a vision tower is left
+out. Letters: D hidden size, X the attention's input width (D; 2 D in a draft), Q
 q_lora_rank, R kv_lora_rank, H heads, n and r nope and rope width of a query, v value width, I intermediate width of the
 MLP at hand, E routed experts, V vocabulary. Of a draft: W its vocabulary, T the target's hidden size, A aux states, K
 key-value heads, d their width. Of a vision tower: C its width, I its MLP's, P pixels on a patch's side, Y and X rows
@@ -37,8 +38,8 @@ class Entry(NamedTuple):
     field   of the record in model/weights.py; several tensors of one field are joined along dimension 0, in order
     suffix  of the name after the record's place; a linear layer's is followed by ".weight", or by its format's suffixes
     shape   letters, the dimensions separated by spaces; products are one word
-    axis    along which ranks of tensor parallelism split it: whole heads, else single rows or columns. None: each rank
-            holds all of it
+    axis    the dimension along which tensor parallelism splits it, by whole heads or single rows or columns. None: each
+            rank holds all of it
     """
 
     field: str
@@ -129,10 +130,10 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     entry: Entry
-    units: int  # equal pieces along entry.axis that must stay whole: heads, or rows or columns
+    units: int  # pieces along entry.axis that are not split: heads, or single rows or columns
 
     def part(self, rank: int, ranks: int) -> tuple[slice, ...]:
-        """What `rank` of `ranks` holds; ValueError if the units cannot be shared out evenly."""
+        """The slices that `rank` of `ranks` holds; ValueError if the units cannot be divided evenly."""
         if self.entry.axis is None:
             return tuple(slice(0, size) for size in self.shape)
         if self.units % ranks:
@@ -247,6 +248,7 @@ def draft_expected(config: "Eagle3Config") -> dict[str, tuple[int, ...]]:
 
 
 def draft_tensors(c: "Eagle3Config") -> Iterator[Tensor]:
+    """Every floating-point tensor of a draft, in full names, those of DRAFT_OPTIONAL included."""
     sizes = letters(c, 2 * c.hidden_size, c.intermediate_size) | {
         "W": c.draft_vocab_size, "T": c.target_hidden_size, "AT": c.num_aux * c.target_hidden_size,
         "Hd": c.num_attention_heads * c.head_dim, "Kd": c.num_key_value_heads * c.head_dim,

@@ -18,7 +18,8 @@ from perilune.ops.attention.mla_decode_partial import joined, mla_decode_partial
 from perilune.ops.attention.mla_prefill import mla_prefill
 from perilune.ops.layouts.operands import Attention, Span
 
-CONTEXT_BYTES = 256 << 20  # of latents gathered at a time, unless a single request has more. Larger: more memory
+# Latents gathered at a time for prefill, unless one request has more. Larger: fewer exchanges, more memory.
+CONTEXT_BYTES = 256 << 20
 
 
 class ShardedKv:
@@ -29,8 +30,8 @@ class ShardedKv:
         self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
 
     def span(self, span: Span, context: Tensor) -> Span:
-        """Every row of `span` as a request of its own, with its context [T] int32 on this rank. The host waits for
-        nothing."""
+        """Every row of `span` as a request of its own, with `context` [T] int32: its tokens on this rank. The host does
+        not wait for the device."""
         T, tables = len(context), span.tables
         starts = torch.arange(T + 1, dtype=torch.int32, device=tables.device)
         if T != len(tables):
@@ -81,7 +82,7 @@ class ShardedKv:
         used = torch.cat([table[:count] for table, count in zip(tables, counts)])
         own = pages.index_select(0, used).view(torch.uint8)
         rows = self._group.gather(own).flatten(0, 1).view(pages.dtype)
-        # Rank r's part of the i-th of all these blocks is block r * len(used) + i here.
+        # In `rows`, block r * len(used) + i is rank r's part of block used[i].
         numbers = torch.arange(len(rows), dtype=torch.int32, device=device).view(ranks, -1).T
         found = torch.zeros(len(counts), max(counts) * ranks, dtype=torch.int32, device=device)
         first = 0

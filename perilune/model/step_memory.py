@@ -18,14 +18,15 @@ SLACK_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 def workspace_bytes(
     device: torch.device, model: KimiConfig, config: EngineConfig, kv_row: int, features: int, ranks: int
 ) -> int:
-    """On each of `ranks` devices. `config` with dtype resolved; `kv_row`: bytes of a token's KV in a layer; `features`:
-    states of [T, D] that the draft model reads."""
+    """Bytes on each of `ranks` devices. `config` with dtype resolved; `kv_row`: bytes of a token's KV in a layer;
+    `features`: number of states [T, D] that the draft model reads."""
     step = step_bytes(model, config, kv_row, features, ranks) if device.type == "cuda" else 0
     return SLACK_BYTES[device.type] + step
 
 
 def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: int, ranks: int) -> int:
-    """Bytes of what lives all the time (residual stream, features, qkv_a's output) and of the largest phase:
+    """Bytes that a step allocates: those in use all the time (residual stream, features, qkv_a's output), and those of
+    the phase that needs most:
 
     experts    their input, the shared expert's result, and rows of all pairs (token, expert): hidden values and results
                (moe_int4_grouped.py); float32 sums of more than CHUNK tokens. 1.8 GB of K2's 10,240 tokens on four GPUs

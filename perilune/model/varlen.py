@@ -17,7 +17,7 @@ from perilune.ops.pointwise.add_rmsnorm import add_rmsnorm
 from perilune.ops.pointwise.embed import embed
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 
-SPREAD, SLACK = 1.25, 8  # tokens of a grid's longest text: at most 1.25 times its shortest's, plus 8
+SPREAD, SLACK = 1.25, 8  # a grid's longest text has at most 1.25 times the tokens of its shortest, plus 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def grids(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -
 
 
 class WholeTexts(KimiK2):
-    """The same model for texts from their first token on. Attention takes a few launches for all texts; the op that
-    reads a cache would take some for each text."""
+    """The same model for texts from their first token on. Attention takes a few launches per grid of texts; the op
+    that reads a cache would take some for each text."""
 
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
@@ -85,7 +85,7 @@ class WholeTexts(KimiK2):
         values = F.linear(c, w.w_uv.mT.flatten(0, 1)).view(-1, heads, v)
         out = torch.empty_like(values)
         for grid in self.grids:
-            # Padding is at the ends, so no token sees any.
+            # Padding follows the texts, so the causal mask hides it from all tokens.
             attended = F.scaled_dot_product_attention(
                 _filled(q, grid), _filled(k, grid), _filled(values, grid), is_causal=True, scale=self.scale
             )

@@ -16,7 +16,7 @@ from perilune.ops.layouts.operands import Mlp as Mlp
 
 
 class _Experts:
-    """Fields: gate_up's weight, scale and row_scale, as far as the format has them; then as many of down."""
+    """Fields: the weight of gate_up, then its scale and row_scale if the format has them; then the same of down."""
 
     @functools.cached_property
     def matrices(self) -> tuple[Matrix, Matrix]:
@@ -79,7 +79,7 @@ Experts = DenseExperts | Int4Experts | Int4CompactExperts | Fp8Experts | NvFp4Ex
 
 @dataclass(slots=True)
 class Moe:
-    gate: torch.Tensor  # [E, D] float32; on a GPU bfloat16 if that is what is stored
+    gate: torch.Tensor  # [E, D] float32; on a GPU bfloat16 if the checkpoint stores bfloat16
     bias: torch.Tensor  # [E] float32: added for the choice of experts, not to their weights
     experts: Experts
     shared: Mlp | None

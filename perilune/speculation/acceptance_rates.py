@@ -1,8 +1,8 @@
 """Estimates the probability that a draft is accepted: a table updated by every generated token, and two factors.
 
 The table of n-gram matches has cells by length of the match and by agreement of several matches. Every generated token
-shows whether the match before it was right, also if the match was not drafted: so the table needs no trials and has no
-bias towards what was drafted. A match grows by one with every accepted draft, so the same table serves later drafts.
+shows whether the match before it was right, even if no step verified it: so the table needs no trials, and has no bias
+towards drafts that were verified. Every accepted draft lengthens the match by one: later drafts use the same table.
 The table of a draft model has cells by the model's confidence, and learns only from chains that were drafted.
 
 The probability of a cell is multiplied by a factor of the request, because some texts repeat themselves more than
@@ -20,13 +20,13 @@ MAX_PROBABILITY = 0.995  # Of one draft. Larger: longer chains where everything 
 PRIOR_DRAFTS = 4.0  # Drafts that the initial value of a cell counts for. Larger: slower to learn at first.
 FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
 REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0  # Of a request's factor. A larger prior: closer to the table.
-TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor, likewise.
+TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor.
 # With chained steps, learn from the chains of this many requests per step, round robin: Python must take less time than
 # a step. Larger: learns faster, takes more Python per step.
 LEARN_PER_STEP = 4
 
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
-_SHARES = (0.5, 0.8, 1.0)  # columns by share of the matches that agree; one more for a single match
+_SHARES = (0.5, 0.8, 1.0)  # columns by share of agreeing matches; several that all agree have a column of their own
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, where chains are long
 _PRIOR_RATES = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
 
@@ -36,6 +36,7 @@ Observation = tuple[int, Draft, bool]  # (rid, draft, whether it was right)
 
 
 def of_match(match: Match) -> Draft:
+    """The draft of a match, with its cell."""
     column = bisect_right(_SHARES, match.share) + (match.share == 1.0 and not match.single)
     return match.token, ("suffix", bisect_right(_LENGTHS, match.length), column)
 
@@ -122,6 +123,7 @@ class AcceptanceRates:
         return survival
 
     def learn(self, rid: int, draft: Draft, right: bool) -> None:
+        """Updates the factors by hits over the hits that the draft's cell predicts, then the cell."""
         token, cell = draft
         source, position, _ = cell
         rate, hit = self._cell(cell), float(right)

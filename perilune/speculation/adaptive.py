@@ -12,7 +12,7 @@ from perilune.speculation.policy import Candidates, choose
 from perilune.speculation.requests import Requests
 from perilune.speculation.step_records import StepRecords
 
-# Python time of n-gram lookup for one request and step, about. Larger: lookup is used only where steps are longer.
+# About 60 us of Python for the n-gram lookup of one request. Larger: lookups only where steps take longer.
 LOOKUP_SECONDS = 60e-6
 # For requests that already have a draft chain: if n-gram lookups would take more than 3 % of a step, do them while the
 # next step runs. Larger: more chains are continued by matches, and more steps wait for Python.
@@ -20,9 +20,9 @@ LOOKUP_BUDGET_SHARE = 0.03
 # For chained and plain steps, which do not wait for Python: if n-gram lookups would take more than 10 % of a step, do
 # none. Larger: matches are used with smaller models too, and slow their steps.
 LOOKUP_LIMIT_SHARE = 0.1
-# After this many learned chains, a new batch size may begin without the draft model. Larger: later.
+# With fewer learned chains, every batch size begins with the draft model. Larger: more batch sizes try it first.
 KNOWN_CHAINS = 8.0
-# The batch size then begins with the draft model only if drafting is predicted to be 5 % faster than plain steps.
+# With more, only those do for which drafting is predicted to be 5 % faster than plain steps. Larger: fewer do.
 PROMISING_RATIO = 1.05
 
 
@@ -71,6 +71,7 @@ class Adaptive:
             if state is None or not work.sample:
                 continue
             if (matcher := state.ready) is not None and matcher.next_match() is not None:
+                # The first match is the token that `running` still samples: drafts need that match to be right.
                 candidate.possible, *rest = self._rates.survival(
                     work.rid, map(of_match, matcher.drafts(MAX_DRAFTS + 1))
                 )
@@ -95,6 +96,7 @@ class Adaptive:
         return 0 if self.modes.of(plan)[1].current == Mode.PLAIN else MAX_DRAFTS
 
     def choose(self, plan: StepPlan, candidates: Sequence[Candidates]) -> None:
+        """Sets how many drafts of each request the step verifies."""
         if any(c.survival for c in candidates):
             batch, choice = self.modes.of(plan)
             tokens_per_second = choice.tokens_per_second(batch)
@@ -139,7 +141,8 @@ class Adaptive:
         return self._costs.waited_without_drafter if left_out else self._costs.waited
 
     def _matches_win(self, running: StepPlan, batch: Batch, choice: ModeChoice) -> bool:
-        """Whether matches after `running` are expected to gain more than its chains, by more than waiting costs."""
+        """Whether drafts from matches are expected to gain more tokens than the chains of `running`, by more than the
+        wait for its result costs."""
         gain, longest = 0.0, 0
         for work in running.work:
             state = self._requests.states.get(work.rid)

@@ -12,7 +12,7 @@ from perilune.speculation.policy import ChainGain, best_length, net_gain
 from perilune.speculation.request_state import RequestState
 
 PROBE_LENGTH = 3  # Tokens drafted to test whether chains pay again. Larger: a failed test costs more.
-FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a test: 4, then 8, 16, ... up to 64.
+FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a probe: 4, then 8, 16, ... up to 64.
 REQUEST_PRIOR_CHAINS = 6.0  # A new request starts with the mean of all, weighted as 6 chains. Larger: adapts later.
 MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slower to follow a change of text.
 
@@ -32,7 +32,7 @@ class ChainLengths:
         self._probing = False  # whether the last chain was a probe
 
     def drafter_left_out(self) -> None:
-        """Call it when a step is planned without the draft model; the next step with the model then has a chain."""
+        """Call it when a step is planned without the draft model: the next step with it drafts at least a probe."""
         self._steps_without = self._patience = FIRST_PROBE_STEPS
         self._paying = None
 
@@ -91,7 +91,7 @@ class ChainLengths:
             if state.gain is not None:
                 state.gain.add(gains)
         if self._probing and total > 0:
-            self._patience = 1  # the text may have become easier: probe again
+            self._patience = 1  # the probe paid, so the text may have become easier: probe again in the next step
 
     def _token_costs(self, batch: Batch, choice: ModeChoice) -> tuple[list[float], float]:
         """Costs in tokens, per request: of verifying 1, 2, ... drafts of each request; of drafting one more token."""

@@ -66,7 +66,7 @@ class Drafter(Protocol):
     """A draft model; one per engine. Its own KV cache has the same block ids and slots as the target's.
 
     aux_layers  numbers of the target's layers that it reads the inputs of, ascending
-    longest     tokens that it drafts at most
+    longest     length of its longest chain, in tokens
 
     It may skip any number of steps: its pages then hold zeros or old entries at those positions.
     """

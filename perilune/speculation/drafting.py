@@ -74,8 +74,8 @@ class Speculator:
         self._requests.drop(rid)
 
     def record_paused(self, requests: int, deltas: Sequence[Delta]) -> None:
-        """Call it instead of `observe` and `record_time` for each step committed during a pause. The tokens of these
-        steps are read when the pause ends, so that such steps take hardly any Python here."""
+        """Call it instead of `observe` and `record_time` for each step committed during a pause. Its tokens are added
+        to the texts when the pause ends, so that a paused step needs hardly any Python here."""
         self._requests.unread.append(deltas)
         if self._records is not None:
             self._records.record_paused()

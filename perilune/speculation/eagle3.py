@@ -2,8 +2,8 @@
 greedily.
 
 The KV entry of position p (from the feature at p and the token at p + 1) is in the slot of p. So the last entry of a
-block depends on a token of the next block: where a cached prefix ends there, that token may be another request's, which
-makes one draft worse and changes no answer. The entries of a chain, after the last token, go to scratch blocks and
+block depends on a token of the next block. If a cached prefix ends with that block, the token may be another request's:
+this makes one draft worse and changes no answer. The entries of a chain, after the last token, go to scratch blocks and
 never into the pool: the pool holds only entries computed from the target's features, and a chain needs no blocks of its
 own.
 """

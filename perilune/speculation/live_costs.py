@@ -14,10 +14,10 @@ from perilune.speculation.step_cost import Costs, Curve, StepKind
 # Initial factor of steps planned after the result of the step before: the table does not include planning.
 FIRST_WAITED_RATIO = 1.03
 LEARNING_SHARE = 0.06  # Weight of one step in the factor of its point. Larger: follows changes faster, noisier.
-COMMON_SHARE = 0.3  # Share of a correction that goes to all points. Larger: one odd step disturbs all predictions.
-# Added to the variance of the chain's share of step time. Larger: the factor of draft tokens changes more slowly.
+COMMON_SHARE = 0.3  # Share of a correction that all points get. Larger: one odd step disturbs all predictions.
+# Added to the denominator of the regression in `_record_chain`. Larger: draft_token changes more slowly.
 STEADY_VARIANCE = 7e-4
-# Natural logarithm: errors beyond a factor of 2 count as 2, because other processes caused the rest.
+# About ln 2: an error beyond a factor of 2 counts as 2, because other processes probably caused it.
 MAX_LOG_ERROR = 0.7
 
 
@@ -87,7 +87,8 @@ class LiveCosts:
         self.current[kind] = self._scaled(kind)
 
     def _record_chain(self, share: float, error: float) -> None:
-        """Corrects the cost of a drafted token by linear regression of errors on the chain's share of step time."""
+        """Corrects draft_token by linear regression of errors on shares: where the chain has a larger `share` of a
+        step's time and errors are larger, too, draft_token is too low."""
         x, y = share - self._share.add(share), error - self._error.add(error)
         self._covariance.add(x * y)
         variance = self._variance.add(x * x)

@@ -30,9 +30,9 @@ FIRST_TRIAL_STEPS = 8  # Steps until the first trial if there are two modes with
 MIN_INTERVAL_STEPS = 128  # Steps between two trials, at least. Larger: a change of text is noticed later.
 NEVER_STEPS = 1 << 30  # Steps until a trial where there is only one mode.
 UNPROMISING_STEPS = 512  # Steps until the first trial of a draft model that other batch sizes found too slow.
-# A trial of the draft model begins up to this many steps earlier if a prompt starts, which the model then reads whole.
+# If a prompt starts, a trial of the draft model begins up to this many steps early: it then reads the whole prompt.
 PROMPT_WINDOW_STEPS = 64
-TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that trials may lose. Larger: more trials.
+TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that its trials may lose. Larger: more trials.
 IN_FLIGHT_STEPS = 3  # Steps that are planned and not yet recorded, at most.
 
 
@@ -61,10 +61,10 @@ ByPromise = Callable[[Batch], list[Mode]]  # the modes that a batch may use, the
 
 
 class ModeChoice:
-    """The mode of batches of about one size (1, 2, 3-4, 5-8, ... requests).
+    """Chooses the mode for batches of one size class (1, 2, 3-4, 5-8, ... requests).
 
-    `mode` is the fastest known; `trial` is another one while it is measured, else None; `steps_left`: steps until a
-    trial begins or ends.
+    `mode`: the fastest known; `trial`: the mode under trial, None between trials; `steps_left`: steps until a trial
+    begins or ends.
     """
 
     def __init__(self, costs: LiveCosts, by_promise: ByPromise, batch: Batch) -> None:
@@ -73,7 +73,7 @@ class ModeChoice:
         self.modes = modes = by_promise(batch)
         self.mode = modes[0]
         self.trial: Mode | None = None
-        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # rates are of tokens of one request over seconds
+        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # a Rate here: one request's tokens over seconds
         self._rates: dict[Mode, Rate] = {mode: Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN}
         unpromising = modes == [Mode.PLAIN, Mode.ALL]
         left = FIRST_TRIAL_STEPS if len(modes) > 2 else UNPROMISING_STEPS if unpromising else MIN_INTERVAL_STEPS
@@ -84,7 +84,7 @@ class ModeChoice:
         self._steps = 0  # since a trial began or ended
         self._trial_seconds = self._trial_tokens = 0.0  # of the current trial; tokens of one request
         self._trials = 0
-        self._tried: dict[Mode, int] = {}  # the number of each mode's last trial
+        self._tried: dict[Mode, int] = {}  # by mode: `_trials` at its last trial
 
     @property
     def current(self) -> Mode:
@@ -117,7 +117,7 @@ class ModeChoice:
         """Learns from a step of `batch`, planned in `mode`, that gave `tokens` in `seconds`. It represents `steps`
         similar steps, of which only this one was recorded."""
         if mode != self.current or len(self.modes) == 1:
-            return  # planned before the mode changed, or there is no choice
+            return  # the step was planned before the mode changed, or there is only one mode
         self.steps_left -= steps
         self._steps += steps
         if mode != Mode.PLAIN:
@@ -146,7 +146,7 @@ class ModeChoice:
         return value < MIN_GAIN_RATIO[self.mode]
 
     def _next_trial(self) -> Mode:
-        """The mode with the oldest trial, or none yet."""
+        """The mode to try next: one that was never tried, else the one with the oldest trial."""
         return min((mode for mode in self.modes if mode != self.mode), key=lambda m: (self._tried.get(m, -1), -m))
 
     def _begin_trial(self, batch: Batch) -> None:

@@ -1,6 +1,6 @@
-"""Pauses of drafting: while drafts do not pay, steps run as in an engine without drafts, and cost no Python here."""
+"""Pauses of drafting: while drafts do not pay, steps are those of an engine without drafts and need no Python here."""
 
-# Steps of one pause, at most. Larger: more text is read at once when the pause ends, which delays a step.
+# Steps of one pause, at most. Larger: more tokens are added to the texts when the pause ends, which delays a step.
 PAUSE_STEPS = 48
 
 

@@ -76,8 +76,8 @@ def net_gain(
 
     verifying   cost in tokens of verifying k drafts. The number with the greatest gain is verified; with `verify_all`
                 all of them are, as in a chained step, which is planned before the drafts are known
-    drafting    cost in tokens of drafting one token; `drafted` were drafted. Longer chains than that cost no more,
-                because low confidence ended the chain there
+    drafting    cost in tokens of drafting one token
+    drafted     tokens that were drafted. Longer chains would have cost no more, because low confidence ended this one
     """
     best = alive = 0.0
     gains = []

@@ -27,7 +27,7 @@ CONTEXT_TOKENS = 2048  # tokens before a record's answer
 ANSWER_TOKENS = 1024  # tokens of answer in a record
 AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer has more
 FILE_BYTES = 256 << 10  # a file is written when its lines have about this size
-FILES = 16  # files that fit the limit of bytes, at least: a low limit makes files smaller
+FILES = 16  # files that the limit of bytes has room for, at least; with a low limit files are smaller than FILE_BYTES
 PREFIX, SUFFIX = "rejected-", ".jsonl"
 MAX_LINE_BYTES = 16 << 20
 TOKEN_IDS = 2**31  # ids fit int32
@@ -82,7 +82,7 @@ def _ids(value: Any) -> TypeGuard[list[int]]:
 
 @dataclass(slots=True)
 class _Follow:
-    """A sampled request. `ids`: the last tokens of its text; ids[given:] are of its answer."""
+    """A request chosen for the log. `ids`: the last tokens of its text; ids[given:] belong to its answer."""
 
     ids: list[int]
     given: int
@@ -97,7 +97,7 @@ class RejectedLog:
         assert 0 < share <= 1 and limit_bytes > 0
         self.directory = directory
         self._share, self._limit = share, limit_bytes
-        self._lot = random.Random(seed)
+        self._random = random.Random(seed)
         self._followed: dict[int, _Follow] = {}
         self._lines: list[str] = []
         self._size = 0
@@ -111,7 +111,7 @@ class RejectedLog:
             raise ConfigError(f"cannot log rejected drafts in {directory}: {e.strerror}; choose another") from e
 
     def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
-        if self._lot.random() < self._share:
+        if self._random.random() < self._share:
             self._followed[rid] = _Follow(list(prompt[-CONTEXT_TOKENS:]), min(len(prompt), CONTEXT_TOKENS))
 
     def observe(self, plan: StepPlan, deltas: Sequence[Delta]) -> None:

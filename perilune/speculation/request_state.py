@@ -23,7 +23,7 @@ class RequestState:
     chain: Chain = ()  # the draft model's chain after the known tokens
     alternatives: list[Match | None] = field(default_factory=list)  # for each chain token the match at its position
     continuation: list[Match] = field(default_factory=list)  # matches after the chain
-    planned: Sequence[Draft] | None = None  # drafts in flight; None: those of the chain, as many as the step verifies
+    planned: Sequence[Draft] | None = None  # drafts in flight; None: the first tokens of the chain (a chained step)
     gain: ChainGain | None = None  # mean gain of its chains
     _chain_drafts: list[Draft] | None = None
 

@@ -14,7 +14,8 @@ INDEX_TOKENS = 4096  # Prompt tokens indexed per step: 1-2 ms. Larger: first mat
 class Requests:
     """`suffix`: whether matches with earlier text are a source of drafts; `shared`: also in texts of finished requests.
 
-    `lookup`: whether matches are looked up now. `unread`: tokens of steps during a pause, not added to texts yet.
+    `lookup`: whether matches are looked up now. `unread`: deltas of steps during a pause; `read` adds their tokens to
+    the texts.
     """
 
     def __init__(self, *, suffix: bool, shared: bool, rates: AcceptanceRates) -> None:

@@ -2,10 +2,10 @@
 
     seconds = base(tokens of the step) + sum over requests of attention(tokens of the request) * its context
 
-`base` is for steps planned after the step before. Steps queued while the step before runs have two more curves: by
-requests, if each decodes one token without a draft model; by tokens, with a draft model. The table is measured with
-the engine's own model, kernels and sampler on this machine, and with random tokens, which are routed to different
-experts. Neighbouring tokens of a real text share experts, and planning takes time that is not in the table:
+`base` is for steps planned after the step before was committed. Steps queued while the step before runs have two more
+curves: by requests, if each decodes one token without a draft model; by tokens, with a draft model. The table is
+measured with the engine's own model, kernels and sampler on this machine, and with random tokens, which are routed to
+different experts. Neighbouring tokens of a real text share experts, and planning takes time that is not in the table:
 live_costs.py corrects both.
 """
 
@@ -21,8 +21,8 @@ from perilune.core.step import LEFT_OUT
 STEP_TOKENS = (1, 2, 3, 4, 6, 9, 16, 32, 64)  # Sizes of steps that are timed. More: a finer table, a slower start.
 ONE_REQUEST_TOKENS = 9  # Sizes up to this are timed with one request, larger ones with several.
 EACH_REQUEST_TOKENS = 4  # Tokens of each of several requests.
-ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request that are timed at a long context.
-SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Two contexts, to time attention: the difference of their steps' seconds.
+ATTENTION_TOKENS = (1, 4, 9)  # Tokens of one request in the steps timed at the long context.
+SHORT_TOKENS, LONG_TOKENS = 32, 2048  # Attention is timed as the difference of steps at these two contexts.
 # A draft model's token costs at least this share of a step. Larger: less drafting if timing is noisy.
 MIN_DRAFT_SHARE = 0.005
 CHAIN_TOKENS = 4  # Length of the chains that are timed.
@@ -161,7 +161,7 @@ def measure(
     ]
     shapes = [counts for counts in shapes if sum(counts) <= max_tokens and len(counts) <= max_requests]
     ys = [fastest(counts, short) for counts in shapes]
-    ys = [min(ys[i:]) for i in range(len(ys))]  # monotone: where a larger step took less time, that was noise
+    ys = [min(ys[i:]) for i in range(len(ys))]  # monotone: a larger step that took less time shows noise
     base = Curve(tuple(map(sum, shapes)), tuple(ys))
     sizes = [n for n in ATTENTION_TOKENS if n <= max_tokens]
     slopes = [0.0] * len(sizes)

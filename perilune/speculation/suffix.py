@@ -20,7 +20,7 @@ from dataclasses import dataclass
 GRAM_TOKENS = 2  # Tokens by which positions are indexed. Larger: fewer, longer matches.
 MAX_MATCH_TOKENS = 32  # Longer matches count as this long. Larger: one long match outweighs more short ones.
 MAX_POINTERS = 8  # Pointers of a request. More: more Python per token, better drafts.
-MAX_PLACES = 5  # Positions of an n-gram that are tried, latest first, in the request's text and again in the store.
+MAX_PLACES = 5  # Positions tried for an n-gram, latest first: 5 in the request's own text, then 5 in the store.
 CONTEXT_TOKENS = 32  # Tokens of the prompt that are stored before a finished answer.
 TOKEN_BYTES = 256  # Memory of a stored token with its index entry, about.
 STORE_BYTES = 64 << 20  # Memory of all stored texts, at most. Larger: older answers still match.
@@ -53,7 +53,7 @@ class Store:
     def __init__(self, limit: int = STORE_BYTES) -> None:
         self._limit = limit
         self._texts: OrderedDict[int, _Text] = OrderedDict()  # least recently used first
-        self._latest: dict[int, int] = {}  # gram -> place after it
+        self._latest: dict[int, int] = {}  # n-gram -> latest place after it
         self._count = 0
         self.bytes = 0
 
@@ -79,7 +79,7 @@ class Store:
             self._drop(*self._texts.popitem(last=False))
 
     def places(self, key: int, salt: int = 0) -> Iterator[tuple[int, list[int], int]]:
-        """(number of the text, its tokens, position after this gram) of texts with this salt, latest first."""
+        """(number of the text, its tokens, position after this n-gram) of texts with this salt, latest first."""
         place = self._latest.get(salt | key, _NOWHERE)
         for _ in range(MAX_PLACES):
             if place == _NOWHERE:
@@ -137,7 +137,7 @@ class SuffixMatcher:
         self.prompt_len = len(prompt)
         self._unindexed = list(reversed(prompt))  # the tokens of the prompt not indexed yet, reversed
         self._store = store
-        self._latest: dict[int, int] = {}  # gram -> position after it
+        self._latest: dict[int, int] = {}  # n-gram -> latest position after it
         self._before: list[int] = []
         self._key = 0
         self._pointers: list[_Pointer] = []
@@ -145,7 +145,7 @@ class SuffixMatcher:
 
     @property
     def unindexed(self) -> int:
-        """Number of tokens that are not indexed yet; while there are any, there are no drafts."""
+        """Number of tokens that are not indexed yet; there are no drafts until all are."""
         return len(self._unindexed)
 
     def index_prompt(self, max_tokens: int) -> int:
@@ -197,18 +197,18 @@ class SuffixMatcher:
     def compare(self, max_drafts: int, after: Sequence[int]) -> tuple[list[Match | None], list[Match]]:
         """For each token of `after` the match at its position, given the tokens before it; and `drafts`."""
         tokens, base = self.tokens, len(self.tokens)
-        ahead = list(after)
+        beyond = list(after)  # tokens after the text: `after`, then the drafts found so far
         alternatives: list[Match | None] = []
         found: list[Match] = []
         live = [(p.tokens, p.position, p.length) for p in self._pointers]
         for i in range(len(after) + max_drafts):
             if i == len(after) > 0:
-                live += self._places_after(ahead, {(id(text), position) for text, position, _ in live})
+                live += self._places_after(beyond, {(id(text), position) for text, position, _ in live})
             votes: dict[int, int] = {}
             voters = []
             for text, position, length in live:
                 if text is tokens and position >= base:
-                    token = ahead[position - base] if position - base < len(ahead) else _NOWHERE
+                    token = beyond[position - base] if position - base < len(beyond) else _NOWHERE
                 else:
                     token = text[position] if position < len(text) else _NOWHERE
                 if token != _NOWHERE:
@@ -226,7 +226,7 @@ class SuffixMatcher:
                 break
             else:
                 found.append(draft)
-                ahead.append(chosen)
+                beyond.append(chosen)
             live = [(t, p + 1, min(n + 1, MAX_MATCH_TOKENS)) for token, t, p, n in voters if token == chosen]
         return alternatives, found
 

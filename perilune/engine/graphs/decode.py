@@ -43,9 +43,9 @@ from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 log = logging.getLogger("perilune.engine")
 
 MAX_GRAPHS = 128  # the least recently used is dropped first
-MAX_BYTES = 1 << 30  # of all graphs; engine/resolve.py keeps so many free. Larger: a smaller KV cache.
+MAX_BYTES = 1 << 30  # of all graphs; engine/resolve.py reserves them. Larger: a smaller KV cache.
 MAX_REQUESTS = 256  # of a graph; larger steps run op by op
-MAX_ROWS = 512
+MAX_ROWS = 512  # of a graph: requests times tokens of each; larger steps run op by op
 GRAPH_TOKENS = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
 # First column of a chain's ids in a step's results; the chain's probabilities begin MAX_DRAFTS columns later.
 CHAIN_COLUMN = max(GRAPH_TOKENS) + 2
@@ -75,13 +75,14 @@ def _not_captured() -> None:
 
 
 def _each(plan: StepPlan) -> int:
+    """Tokens per request of the smallest graph that fits the plan."""
     longest = max([len(w.tokens) for w in plan.work])
     return next((n for n in GRAPH_TOKENS if n >= longest), longest)
 
 
 @dataclass(slots=True)
 class Graph:
-    """A graph of T = B x `each` rows, and the tensors that it reads and writes: these must live as long as the graph.
+    """A graph of T = B x `each` rows, with the tensors that it reads and writes, which must live as long as it does.
 
     out        [B, COLUMNS] float64: results of ops/drafts/accept_drafts, then chains
     following  [T] int64: the token after each row
@@ -337,7 +338,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
-        # `record` runs the step once before it captures: that run must not change the last tokens.
+        # `record` runs the step before it captures it. That run writes to the padding row, not to the last tokens.
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()

@@ -1,9 +1,9 @@
 """The draft model's CUDA graphs: "follow" graphs read a step's rows, "draft" graphs draft a chain.
 
-A follow graph belongs to one step graph and reads its tensors; it writes the state from which chains begin to a
-`Start`, one per number of requests and table width. A draft graph begins from that Start, whichever step came before.
-So the number of graphs is the sum of step sizes and chain lengths, not their product. Both are launched while the step
-itself still runs.
+A follow graph belongs to one step graph and reads its tensors. It writes the state from which chains begin to a
+`Start`, of which there is one per number of requests and table width. A draft graph begins from a Start, so it
+serves all step graphs, and the number of graphs is the sum of step sizes and chain lengths, not their product. Both are
+launched while the step itself still runs.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ class _Chains:
     def begin(self, start: Start) -> None:
         """Copies `start`, of at most B requests with block tables at most as wide, to the tensors that the graphs
         read."""
-        room, (count, used) = self.start, start.tables.shape
-        for to, of in ((room.states, start.states), (room.features, start.features), (room.positions, start.positions)):
+        own, (count, used) = self.start, start.tables.shape
+        for to, of in ((own.states, start.states), (own.features, start.features), (own.positions, start.positions)):
             to[:count] = of
-        room.tables[:count, :used] = start.tables
+        own.tables[:count, :used] = start.tables
 
 
 class DraftGraphs:
@@ -65,7 +65,7 @@ class DraftGraphs:
     def record_follow(self, followed: Callable[[], Followed], slots: Tensor, width: int, name: str) -> Replay:
         """Captures the follow graph of a step; `slots` [B] int64 are the requests' rows of the draft buffer. Then
         `draft` may be called for B requests with tables of this width."""
-        chains = self._room(len(slots), width)
+        chains = self._chains_for(len(slots), width)
 
         def follow() -> None:
             start = self.drafter.follow(followed())
@@ -78,7 +78,7 @@ class DraftGraphs:
     def draft(self, requests: int, width: int, length: int) -> None:
         """Drafts chains after the step that was followed last, into `out` and the draft buffer. Once per step: drafting
         overwrites its start state."""
-        chains = self._room(requests, width)
+        chains = self._chains_for(requests, width)
         replay = chains.replays.get(length)
         if replay is None:
             ids, probabilities = self._out[:requests].chunk(2, 1)
@@ -107,14 +107,14 @@ class DraftGraphs:
     def draft_from(self, start: Start, length: int, requests: int, width: int) -> Drafts:
         """As Drafter.draft from `start`, which has at most `requests` rows and tables up to `width`; valid until the
         next step. The draft buffer stays as it is."""
-        chains = self._room(requests, width)
+        chains = self._chains_for(requests, width)
         chains.slots.fill_(len(self._buffer) - 1)
         chains.begin(start)
         self.draft(requests, width, length)
         ids, probabilities = self._out[: len(start.tables)].chunk(2, 1)
         return Drafts(ids[:, :length], probabilities[:, :length])
 
-    def _room(self, requests: int, width: int) -> _Chains:
+    def _chains_for(self, requests: int, width: int) -> _Chains:
         found = self._chains.get((requests, width))
         if found is None:
             slots = torch.full((requests,), len(self._buffer) - 1, device=self._buffer.device)

@@ -204,7 +204,7 @@ class Inputs:
         to.front[:count], to.stop[:count] = front[:, 0], each - 1
 
     def _fill_sampling(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, numbers: bool) -> None:
-        """Sampling parameters; with `numbers` the random numbers too."""
+        """Fills sampling parameters; with `numbers` also random numbers, else the device computes them."""
         count, params = len(work), [w.params for w in work]
         if all(p.greedy for p in params):
             to.temperature[:count] = 0.0

@@ -24,7 +24,7 @@ class Recorder:
     captured, capture_seconds  since the start
     longest_test_seconds       of one graph's self-test (its first replay and the comparison) since the start
     nbytes                     device memory that the graphs hold, as the device's free memory shows it
-    needed                     a failed capture is an error, as with several ranks: the others would replay their graphs
+    needed                     whether a failed capture is an error: with several ranks, others would replay their graph
     """
 
     def __init__(self, device: torch.device, *, needed: bool = False) -> None:
@@ -67,8 +67,8 @@ class Recorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # ending a failed capture raises the same error again
                     graph.capture_end()
-                # A failed graph has not released the pool, and no capture can begin there again: the next ones get
-                # another pool. The allocator keeps asking this graph whether it is capturing, so it must live on.
+                # The failed graph has not released the pool, so no capture can begin in it: the next one gets a new
+                # pool. The allocator still asks the failed graph whether it is capturing, so the object must live on.
                 self._failed.append(graph)
                 self._pool = None
                 raise

@@ -49,8 +49,8 @@ class Restoring:
 
 @dataclass(slots=True)
 class Asking:
-    """The request (its arrival number) that waits for room to restore `digests`. Before `until`, only evictions that
-    lose no block make room."""
+    """The request (by arrival number) that waits for free blocks to restore `digests` to. Before `until` they come only
+    from evictions that lose no block."""
 
     arrival: int = -1
     until: float = 0.0
@@ -68,7 +68,7 @@ class Offload:
         self._spare = min(spare_blocks, blocks // SPARE_SHARE)
         self._restoring: dict[int, Restoring] = {}
         self._tickets = 0
-        self._off = False
+        self._off = False  # whether storing is off, because restoring takes longer than computing
         self._asking = Asking()
         self.worth = Worth()
         self._hits = {HOST: 0, DISK: 0}  # prompt tokens restored from each tier
@@ -102,7 +102,7 @@ class Offload:
             return asking.digests  # found before: a request that waits for room asks again before every step
         found = self._tiers.match(digests)
         count = self.worth.beginning(found)
-        request.refused = bool(found) and not count  # decided once: waiting requests are looked at before every step
+        request.refused = bool(found) and not count  # decided once, because every plan looks at waiting requests
         return list(digests[:count])
 
     def has_room(self, blocks: int) -> bool:

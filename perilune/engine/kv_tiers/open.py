@@ -32,8 +32,8 @@ from perilune.speculation.drafter import Drafter
 
 FORMAT = "1"  # version of the bytes in rows and files; raise it when the layout changes, so that old files are ignored
 STAGING_BYTES = 10**9  # host memory used as staging buffer if only a disk tier is configured
-HOST_SHARE = 0.9  # at most this share of the available memory
-DISK_SHARE = 0.5  # this share of the free space, if no size is given
+HOST_SHARE = 0.9  # of the available memory, at most
+DISK_SHARE = 0.5  # of the free disk space, if kv_disk_gb is not set
 
 
 def require_room(config: EngineConfig) -> None:
@@ -62,7 +62,9 @@ def _require_host(wanted_gb: float, free_bytes: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """transfer  copies this rank's bytes; on rank 0 it also orders the copies of the other ranks
+    """The KV tiers of a rank.
+
+    transfer  copies this rank's bytes; on rank 0 it also orders the copies of the other ranks
     tiers     the index of stored blocks, on rank 0; None on the other ranks
     """
 

@@ -18,7 +18,7 @@ from perilune.engine.ranks import Ranks
 from perilune.kv.mover import Copied, Done, Name, Piece, Restored, Stored, Written
 from perilune.kv.transfer import Transfer
 
-REPORT_SECONDS = 0.5  # While no copy ends, a rank looks this often whether more host memory is pinned, and reports it.
+REPORT_SECONDS = 0.5  # While no copy ends, a rank reports this often how much host memory it has pinned, if that grew.
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True, tag="store"):
@@ -126,7 +126,7 @@ class RankedTransfer:
             self._waiting[key] = count + 1, merged
             return None
         if isinstance(merged, Written) and merged.error is not None and not merged.gone:
-            self.delete(merged.name)  # it failed on one rank: another may have written its file
+            self.delete(merged.name)  # the write failed on one rank; others may have written their files
         return merged
 
 

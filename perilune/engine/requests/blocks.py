@@ -116,7 +116,7 @@ class RequestBlocks:
         assert self.offload is not None
         request.restoring = self.offload.begin(request, hits, stored, planned_steps)
         if request.restoring:
-            self.drop_kept(request)  # `hits` include blocks of an earlier restore, and `begin` has referenced `hits`
+            self.drop_kept(request)  # kept blocks are among `hits`, to which `begin` has taken references
         return request.restoring
 
     def take_restored(self, committed_steps: int, running: Sequence[Request]) -> list[Request]:
@@ -139,9 +139,9 @@ class RequestBlocks:
             request.kept = []
 
     def take_kept(self, rank: tuple[float, ...] = (), lacking: int = 1) -> bool:
-        """Releases the restored blocks of the waiting request of the last rank, for a request of `rank` (empty: a
-        running one) that lacks `lacking` blocks. False, and nothing is released, if all requests of later ranks have
-        too few together: theirs would be restored again for nothing. The request then waits for running ones to end."""
+        """For a request of `rank` (empty: a running one) that lacks `lacking` blocks: releases the restored blocks of
+        the waiting request of the last rank. False, and nothing is released, if the waiting requests of later ranks
+        have fewer than `lacking` blocks together: these restores would be lost, and the request could still not run."""
         later = [request for request in self._kept if request.rank > rank]
         if not later or sum(len(request.kept) for request in later) < lacking:
             return False
@@ -197,7 +197,7 @@ class RequestBlocks:
             if self.offload is not None:
                 self.offload.forget(first)
             for waiting in [r for r in self._kept if r.digests[0] == first]:
-                self.drop_kept(waiting)  # no longer prefix hits: the request may not fit beside its own kept blocks
+                self.drop_kept(waiting)  # they are no prefix hits any more, and might leave too few blocks to start
 
     def check(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Asserts that every block is accounted for exactly once. Slow: for tests."""
@@ -214,7 +214,8 @@ class RequestBlocks:
     def _readable(self, request: Request) -> list[bytes]:
         """Digests of the blocks that a request may take from the cache.
 
-        Not the last token's: it is computed for its logits. None with prompt log-probabilities: they need all tokens.
+        The last token's block is left out, because the token is computed again for its logits. Prompt log-probabilities
+        need the logits of all tokens, so such a request takes no block.
         """
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []

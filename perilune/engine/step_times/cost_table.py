@@ -31,8 +31,8 @@ log = logging.getLogger("perilune.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS = (256, 1024, 4096)  # Prompts that are timed, besides one of max_step_tokens. More: a slower start.
-# Graphs for 1 up to so many requests are captured at start. More: a slower start. Fewer: more steps wait for a capture,
-# 0.3 s or more.
+# Graphs for 1 to 8 requests are captured at start. More: a slower start. Fewer: more steps wait 0.3 s or more for a
+# capture.
 FIRST_REQUESTS = 8
 
 
@@ -67,7 +67,7 @@ def _digest(runner: Runner, config: EngineConfig) -> str:
     """A digest of everything that step times depend on."""
     files = sorted(p for p in build.SOURCES.rglob("*") if p.suffix in (".py", ".cpp", ".h"))
     sources = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    # These two differ from start to start; step times do not depend on them.
+    # Left out: they differ from start to start, and step times do not depend on them.
     config = replace(config, kv_blocks=None, seed=None)
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     parts = (runner.model.config, config, runner.drafter is not None, torch.__version__, processors, build.processor())
@@ -149,14 +149,15 @@ class _Timer:
         self._random = random.Random(0)
         self._cleared = 0
 
-    def __call__(self, counts: Sequence[int], context: int, chain: int = 0, ahead: int = 1) -> float:
-        return self._runner.call(self._time, counts, context, chain, ahead)
+    def __call__(self, counts: Sequence[int], context: int, chain: int = 0, steps: int = 1) -> float:
+        return self._runner.call(self._time, counts, context, chain, steps)
 
     def prompt(self, tokens: int) -> float:
         """Seconds of a step that computes one prompt."""
         return self._runner.call(self._time, (tokens,), 0, LEFT_OUT, 1, False)
 
-    def _time(self, counts: Sequence[int], context: int, chain: int, ahead: int, drafts: bool = True) -> float:
+    def _time(self, counts: Sequence[int], context: int, chain: int, steps: int, drafts: bool = True) -> float:
+        """`drafts`: a request's tokens after the first are drafts; else all are a prompt's."""
         each = -(-(context + max(counts)) // self._block_size)
         self._clear(min(each * len(counts), self._num_blocks))
         vocabulary = self._runner.model.config.vocab_size
@@ -178,14 +179,14 @@ class _Timer:
         )
         begin = time.perf_counter()
         before = None
-        for _ in range(ahead):  # as the engine does: queue a step before the previous result is read
+        for _ in range(steps):  # like the engine, queue a step before the result of the previous one is read
             queued = self._runner.run(self._runner.ordered(StepPlan(0, work, chain), "time"))
             if before is not None:
                 before.wait().result()
             before = queued
         assert before is not None
         before.wait().result()
-        return (time.perf_counter() - begin) / ahead
+        return (time.perf_counter() - begin) / steps
 
     def _clear(self, blocks: int) -> None:
         """Zeroes the first blocks: CPUs compute slowly with the denormal numbers that fresh memory may hold."""

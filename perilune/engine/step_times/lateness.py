@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 5.0  # Longer: requests wait longer for their error. Shorter: a machine that swaps loses its ranks.
-STILL_SECONDS = 5.0  # Longer: as above. Shorter: the ranks are lost when the machine pauses and no layer ends.
+SILENT_SECONDS = 5.0  # Longer: requests get their error later. Shorter: a machine that swaps loses its ranks.
+STILL_SECONDS = 5.0  # Longer: as above. Shorter: a pause of the machine, in which no layer ends, ends the group.
 # The limit of a step, to which SECONDS_PER_TOKEN adds. Shorter: slow machines lose their ranks. Longer: requests wait
 # longer for their error when ranks compute without an end.
 STEP_SECONDS = 30.0

@@ -89,10 +89,10 @@ class Pacer:
     def __init__(self, stretch: float, max_step_tokens: int, patience_seconds: float) -> None:
         self._stretch, self._most, self._patience = stretch, max_step_tokens, patience_seconds
         self.times = StepTimes()
-        self._newest: deque[float] = deque()
-        self._sorted: list[float] = []
-        self._steps = 0
-        self._credit = 1.0
+        self._newest: deque[float] = deque()  # the last WINDOW_STEPS intervals without prompts, seconds
+        self._sorted: list[float] = []  # the same, ascending
+        self._steps = 0  # recorded so far
+        self._credit = 1.0  # how many intervals may exceed the bound now
         self._long_plans: deque[int] = deque(maxlen=PLANNED_AHEAD_STEPS)  # `_steps` when each long step was planned
 
     @property
@@ -104,7 +104,7 @@ class Pacer:
 
     def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
         """Prompt tokens of the next step, in which `decoding` requests decode; 0: prompts wait for a later step.
-        prompts: of each that could be computed its tokens, how many of these are left, and seconds waited."""
+        prompts: (tokens, tokens left to compute, seconds waited) of each prompt that could be computed."""
         most = max(self._most - decoding, 1)
         bound = self._bound
         if not decoding or bound == math.inf:

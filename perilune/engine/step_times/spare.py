@@ -1,22 +1,22 @@
-"""How long planning the next step can wait while a step runs. A prompt that arrives before is in the next step: it
-waits for half a step on average. With the next step planned as soon as a step begins, it waits for one and a half.
+"""How long the engine can delay planning step N+1 while step N runs. A prompt that arrives during the delay enters step
+N+1: it waits for half a step on average. If N+1 is planned when N begins, a prompt waits for one and a half steps.
 
 With 8 users, 3 drafts and Kimi K2.5 on four H200s a step with drafting takes 22 ms; simulated
 (tests/cpu/engine/test_spare_time.py), a prompt waits 17 ms for its step instead of 34.
 """
 
 SEEN_STEPS = 4  # steps of one size that are measured before planning is put off
-# Smaller: a host that is late, this rank's or another's, lets the device wait. Larger: prompts wait longer.
+# Plan this much earlier than the minimum. Smaller: the device waits if any rank's host is late. Larger: prompts wait.
 MARGIN_SECONDS = 0.004
-RENEWED_STEPS = 256  # The minimum is learned anew after so many. More: a step that seemed short counts for longer.
+RENEWED_STEPS = 256  # After this many steps the minimum starts anew. More: one odd short step counts for longer.
 FEWEST_SECONDS = 0.010  # With less to spare the next step is planned at once: there is little to gain.
 
 Size = tuple[int, int]  # requests and tokens of a step in which all requests decode
 
 
 class SpareTime:
-    """The minimum of the spare seconds of steps of one size: an interval that is long only because its launch came too
-    late must not put off the next launch."""
+    """Learns how long planning can wait: the minimum of the spare seconds of steps of one size. Not their mean, because
+    a step launched too late has a long interval, which must not delay the next launch even more."""
 
     def __init__(self) -> None:
         self._size: Size | None = None

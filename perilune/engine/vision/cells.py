@@ -11,7 +11,7 @@ Neighbouring cells of one kind and layer are computed in one run.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-RUN_SECONDS = 1e-4  # Assumed overhead of a run besides its FLOPs: kernel launches.
+RUN_SECONDS = 1e-4  # Assumed time of a run's kernel launches, besides that of its FLOPs.
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ STEP_SHARE = 0.8  # A slice takes at most this share of a decode step: measured 
 FIRST_STEP_SECONDS = 0.003  # assumed duration of a decode step until one was measured
 IDLE_SECONDS = 0.05  # Length of a slice while no request decodes. Longer: a new request waits longer.
 FIRST_FLOP_SECONDS = 1e-11  # assumed until a slice was measured: 0.1 TFLOP/s
-LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s; a faster measurement is an error of the clock
+LEAST_FLOP_SECONDS = 1e-15  # 1,000 TFLOP/s: a faster measurement is a clock error
 RECENT_STEPS = 32  # decode steps of which the median time is taken
 DIGEST_BYTES = 32
 MAX_SIDE_PATCHES = 512
@@ -136,8 +136,8 @@ class Encoder:
                     request.ready = time.monotonic()
 
     def align(self, request: Request, count: int) -> int:
-        """How many of `count` positions a step takes: it stops before a picture that begins after the first of them and
-        ends after the last."""
+        """How many of the request's next `count` positions a step takes: if they end inside a picture that begins after
+        the first of them, only those before the picture."""
         end = request.planned + count
         for p in request.pictures:
             if request.planned < p.start < end < p.stop:
@@ -200,7 +200,7 @@ class Encoder:
         self._late = False
         if any(r.planned >= r.prompt_len for r in running):  # some request decodes
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
-            if prompts and not late:  # steps with prompts are long already: only every second one has a slice
+            if prompts and not late:  # only every second step with prompts has a slice, because it is long already
                 self._late = True
                 return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
@@ -212,7 +212,7 @@ class Encoder:
         if not self._measured:
             self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
         elif measured >= self._flop_seconds:
-            self._flop_seconds = measured  # slower than assumed: no averaging, as long slices delay every request
+            self._flop_seconds = measured  # slower than assumed: not averaged, because long slices delay all requests
         elif seconds > 2 * runs * RUN_SECONDS:  # shorter slices measure launches, not operations
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True
@@ -247,7 +247,7 @@ class Encoder:
     def _make_room(
         self, wanted: int, before: list[bytes], needed: list[tuple[int, Placed]], dropped: list[bytes]
     ) -> bool:
-        """Drops embeddings, but none of `before`, until `wanted` bytes are free; returns whether they are."""
+        """Drops embeddings, but none of `before`, until `wanted` bytes are free, and reserves them. False: too few."""
         last_first = {p.digest: None for _, p in reversed(needed)}
         unneeded = [digest for digest in self._cached if digest not in last_first]
         victims = [*unneeded, *(d for d in last_first if d in self._cached and d not in before)]

@@ -93,5 +93,6 @@ def _cache_bytes(config: EngineConfig, device: torch.device) -> float:
 
 
 def weight_bytes(model_dir: Path, width: int) -> int:
+    """Bytes of the tower's weights, of `width` bytes each."""
     tensors = names.vision_tensors(MoonVitConfig.from_directory(model_dir))
     return width * sum(math.prod(tensor.shape) for tensor in tensors)

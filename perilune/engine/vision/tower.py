@@ -44,8 +44,8 @@ class Tower:
         self._patches[digest] = patches
 
     def run(self, slices: Sequence[Slice], dropped: Sequence[bytes]) -> None:
-        """Computes the slices of a plan. Embeddings that the plan drops are freed by the next call, because the work of
-        this plan may still read them."""
+        """Computes the slices of a plan. Embeddings in `dropped` are freed by the next call, because this plan's work
+        may still read them."""
         for digest in self._dropped:
             for held in (self._rows, self._passes, self._merged):
                 held.pop(digest, None)

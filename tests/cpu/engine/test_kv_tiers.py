@@ -315,12 +315,12 @@ def test_tiers_that_do_not_pay_go_off_by_themselves(
     tiny: Path, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.undo()  # measured, not taken for granted
-    say = Transfer._say
+    answer = Transfer._answer
 
     def slowly(self: Transfer, done: Any) -> None:
-        say(self, [replace(d, seconds=9e3) if isinstance(d, Restored) else d for d in done])
+        answer(self, [replace(d, seconds=9e3) if isinstance(d, Restored) else d for d in done])
 
-    monkeypatch.setattr(Transfer, "_say", slowly)
+    monkeypatch.setattr(Transfer, "_answer", slowly)
     with LLM(tiny, **CONFIG, **SMALL, draft="off", kv_host_gb=0.1) as llm:
         assert play(llm) == plain
         restored = hits(llm)["host"]
