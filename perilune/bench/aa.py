@@ -1,11 +1,11 @@
-"""The Artificial-Analysis protocol: what one user of an endpoint waits for, and how fast the answer then comes.
+"""The protocol of Artificial Analysis: how long a user of an endpoint waits, and how fast the answer then comes.
 
 A unique prompt per request (so that neither a prefix cache nor a drafter has seen it), streamed, default temperature,
 medians over requests. Times count from sending the request. Per request:
 
     TTFT                       the first token of any kind, reasoning included
     output speed               (tokens - 1) / (end - TTFT)
-    time to first answer token the first token that is no reasoning
+    time to first answer token the first token that is not reasoning
     end-to-end 500             time to 500 answer tokens: time to first answer token + 499 / answer speed, which is
                                an extrapolation where fewer were produced; `extrapolated` counts those requests
 """
@@ -25,10 +25,10 @@ from perilune.text.stream import Reasoning
 
 ANSWER_TOKENS = 500
 EXTENDED = ("perilune", "vllm", "sglang")  # names of servers that accept the extension ignore_eos
-MARGIN = 0.02  # a prompt may be this much shorter than asked for
-MAX_COUNTS = 12  # tries at a prompt of the right length; usual is 1 to 4
+MARGIN = 0.02  # share by which a prompt may be shorter than asked for
+MAX_COUNTS = 12  # token counts asked for until a prompt has the right length; usually 1 to 4
 SLACK = 32  # tokens of context left free beside prompt and output
-_FIRST_ESTIMATE = 1.6  # tokens per word before any server has counted
+_FIRST_ESTIMATE = 1.6  # tokens per word, until a server has counted some
 
 _WORDS = """\
 harbour lantern valley engine orchard letter bridge winter garden signal river market station copper forest window
@@ -39,7 +39,7 @@ _NOUNS, _VERBS, _ADJECTIVES = (line.split() for line in _WORDS.splitlines())
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds since it was sent. `answer_at` is None if it never left its reasoning."""
+    """One request, in seconds since it was sent. `answer_at` is None if it ended in its reasoning."""
 
     first_at: float
     answer_at: float | None
@@ -77,7 +77,7 @@ def sample(sent: float, chunks: Sequence[Chunk]) -> Sample:
         answer_tokens = tokens - usage.reasoning
     else:
         answer_tokens = round(tokens * len(answers) / len(pieces))
-    # The end token has no text; the chunk with the finish reason is when it, the last counted token, was there.
+    # The last counted token is the end token. It has no text, so its time is that of the chunk with the finish reason.
     end = max(at for at in (pieces[-1][0], *(c.at for c in chunks if c.finish_reason is not None)))
     return Sample(
         first_at=pieces[0][0] - sent,
@@ -114,7 +114,7 @@ class Prompts:
         self.tokens = tokens
         self._endpoint = endpoint
         self._per_word = _FIRST_ESTIMATE
-        self._beside = 0.0  # tokens of the question and the chat template
+        self._fixed_tokens = 0.0  # tokens of the question and the chat template
 
     async def calibrate(self) -> None:
         """Learns tokens per word from two short unmeasured requests, which also warm the connection up.
@@ -128,11 +128,11 @@ class Prompts:
             counts.append(reply.usage.prompt if reply.usage is not None else 0)
         if counts[1] > counts[0] > 0:
             self._per_word = (counts[1] - counts[0]) / (many - many // 2)
-            self._beside = max(0.0, counts[1] - self._per_word * many)
+            self._fixed_tokens = max(0.0, counts[1] - self._per_word * many)
 
     def uncounted(self) -> list[dict[str, Any]]:
-        """Messages of a prompt that was never sent before, of `tokens` tokens by the calibration alone."""
-        return ask(max(1, round((self.tokens - self._beside) / self._per_word)), secrets.token_hex(8))
+        """Messages of a prompt that was never sent before, of about `tokens` tokens, without asking the server."""
+        return ask(max(1, round((self.tokens - self._fixed_tokens) / self._per_word)), secrets.token_hex(8))
 
     async def new(self) -> list[dict[str, Any]]:
         """Messages of a prompt that was never sent before. If the server counts: at most `tokens` tokens, and at least
@@ -140,8 +140,8 @@ class Prompts:
         """
         nonce = secrets.token_hex(8)
         goal = self.tokens * (1 - MARGIN / 2)
-        words = max(1, round((goal - self._beside) / self._per_word))
-        counted: dict[int, int] = {}  # words: tokens of this text; a text of more words begins with that of fewer
+        words = max(1, round((goal - self._fixed_tokens) / self._per_word))
+        counted: dict[int, int] = {}  # words -> tokens; a text of more words begins with that of fewer
         low = 0  # the most words that fit
         for _ in range(MAX_COUNTS):
             messages = ask(words, nonce)
@@ -153,7 +153,7 @@ class Prompts:
             high = min((w for w, n in counted.items() if n > self.tokens), default=None)
             if high == low + 1:
                 break
-            # The slope of this very text as soon as two counts are known: that of the calibration is another text's.
+            # As soon as this text has two counts, use its own tokens per word: the calibration had another text.
             first, last = (low, high) if low and high else (min(counted), max(counted))
             slope = (counted[last] - counted[first]) / (last - first) if first < last else self._per_word
             words = max(low + 1, words + round((goal - count) / (slope or self._per_word)))
@@ -165,7 +165,7 @@ class Prompts:
 
 
 def ask(words: int, nonce: str) -> list[dict[str, Any]]:
-    """A conversation of one question over `words` words of text made from `nonce`, which it begins with."""
+    """Messages with one question about `words` words of text, which begins with `nonce` and is made from it."""
     rng = random.Random(nonce)
     text: list[str] = []
     while len(text) < words:
@@ -201,7 +201,7 @@ async def measure(
 ) -> dict[str, Any]:
     """The row of `runs` rounds of `parallel` simultaneous requests.
 
-    ignore_eos  ask for the full output whatever the model says; None: where the server is known to understand it
+    ignore_eos  request the full output, past end tokens; None: if the server is one of EXTENDED
     thinking    None leaves the choice to the server
     """
     length = fit(prompt_tokens, output_tokens, endpoint.max_model_len)

@@ -34,7 +34,7 @@ SHARD_BYTES = 1_000_000_000
 KILLS = (0.2, 0.5, 0.8)  # shares of the result's bytes at which a run is killed
 SAMPLE_SECONDS = 0.2
 TENTHS = 10
-SMALL = {"num_hidden_layers": 3, "vocab_size": 4096, "intermediate_size": 2048}  # sizes of all but the experts
+SMALL = {"num_hidden_layers": 3, "vocab_size": 4096, "intermediate_size": 2048}  # all but the experts is reduced
 _RSS = re.compile(r"^Vm(RSS|HWM):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -149,7 +149,7 @@ def _start(source: Path, result: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def _watched(source: Path, result: Path) -> tuple[float, int, list[float]]:
-    """Seconds, the most memory in bytes, and the most memory in each tenth of the time, in MB."""
+    """(seconds, peak memory in bytes, peak memory in MB in each tenth of the time) of a conversion."""
     begin, seen, peak = time.perf_counter(), [], 0
     process = _start(source, result, "--device", "cpu")
     while process.poll() is None:
@@ -170,7 +170,7 @@ def _watched(source: Path, result: Path) -> tuple[float, int, list[float]]:
 
 
 def _killed(source: Path, result: Path, size: float) -> int:
-    """Kills a conversion when its result has that many bytes; the bytes it had. EngineError if it ended before."""
+    """Kills a conversion once its result has `size` bytes; returns the bytes it had. EngineError if it ended before."""
     process = _start(source, result, "--device", "cpu")
     while (there := _written(result)) < size:
         if process.poll() is not None:
@@ -192,7 +192,7 @@ def _written(path: Path) -> int:
 
 
 def _dry(path: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """A dry run over all of Kimi K2: what it says, and how long it takes."""
+    """Keys of the row for a dry run over all of Kimi K2: what it prints, and how long it takes."""
     size = make(path, SHAPES["kimi-k2.5"], holes=True)
     begin = time.perf_counter()
     process = _start(path, path.parent / "nowhere", "--dry-run")

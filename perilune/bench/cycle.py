@@ -45,9 +45,9 @@ from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafting import Speculator
 from perilune.speculation.eagle3 import MAX_CHAIN_TOKENS, Eagle3Drafter
 
-AUX = (1, 2, 3)  # layers that the draft model reads the outputs of; in the whole model it reads others
+AUX = (1, 2, 3)  # the draft model reads the outputs of these layers; published ones read later layers
 DRAFTER = "EAGLE-3.1, MLA, 1 layer, own head over the whole vocabulary"
-TOKENS = 4 * STEPS + 64  # that a request decodes, at most
+TOKENS = 4 * STEPS + 64  # most tokens that a request decodes
 
 
 def measure(

@@ -27,7 +27,7 @@ from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import DenseExperts, Fp8Experts, Int4CompactExperts, Int4Experts, Moe, NvFp4Experts
 from perilune.ops.harness.timing import measure_roof
 
-REPLAYS = 20  # of a step's graph in a row, to time one
+REPLAYS = 20  # consecutive replays of a step's graph that are timed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def footprint(model: KimiK2, pages: torch.Tensor) -> Footprint:
     weights, config = model.weights, model.config
     moe = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, Moe)]
     expert_bytes = sum(_bytes(m.experts) for m in moe)
-    # Of the embedding a step reads one row per token: nothing beside the rest.
+    # A step reads one row of the embedding per token, which is negligible.
     return Footprint(
         always=_bytes(weights) - expert_bytes - weights.embed.nbytes,
         per_expert=expert_bytes // (len(moe) * config.n_routed_experts) if moe else 0,
@@ -98,7 +98,7 @@ def measure(
         data = runner.pages.data
         foot = footprint(runner.model, data)
         foot = replace(foot, kv_per_token=foot.kv_per_token // info.kv_shards)
-        # On the engine's own thread: a second one that computes would slow every step (runner.compute_thread).
+        # On the engine's compute thread: a second computing thread would slow every step (runner.compute_thread).
         least = foot.step_bytes(1, min(contexts))
         rate = runner.call(read_rate, int(least), data.device)
         report(f"ceiling: {rate / 1e9:.1f} GB/s read rate on {least / 1e6:.1f} MB")
@@ -152,14 +152,14 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """Of the steps in which all requests decode; seconds.
+    """Times, in seconds, of the steps in which all requests decode.
 
     prefill         until every request has its first token
     step, tokens    median of a step, and mean of its tokens
-    p99             99th percentile of a step: the longest of up to 100
+    p99             99th percentile of a step; of up to 100 steps the longest
     accepted        tokens per request and step with drafts
-    drafting        of making suffix drafts, per step
-    host            median of a step's time in which the engine's thread did not wait for the device
+    drafting        time of making suffix drafts, per step
+    host            median, over steps, of the time in which the engine's thread did not wait for the device
     device          a replay of the step's graph; None where there is none
     """
 
@@ -217,8 +217,8 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
 
 
 def _orders(engine: Engine, report: Callable[[str], None]) -> dict[str, float]:
-    """Extra microseconds of a step with several ranks, since the last call: rank 0 encodes and sends its plan; the
-    slowest other rank decodes it and queues the step."""
+    """What several ranks add to a step, in us, since the last call: rank 0 encodes and sends its plan; the slowest
+    other rank decodes it and queues the step."""
     if (costs := engine.order_costs()) is None:
         return {}
     report(
@@ -236,15 +236,15 @@ def _self_test(engine: Engine) -> dict[str, float]:
 
 
 def _device_seconds(engine: Engine, graph: Graph | None) -> float | None:
-    """Of a replay of `graph`, the latest in the middle of the run. With several ranks of the last graph, which all
-    ranks replay; None with drafts, because the last step has none."""
+    """Seconds of a replay of `graph`, the one that ran last in the middle of the run. With several ranks: of the
+    engine's last graph, which all ranks replay at once; None with drafts, because the last step has none."""
     if engine.info.tp > 1:
         return engine.runner.time_graph(REPLAYS) if engine.config.draft == "off" else None
     return None if graph is None else engine.runner.call(_replay_seconds, graph)
 
 
 def _replay_seconds(graph: Graph) -> float:
-    """One of several replays in a row of a step's graph, by the device's clock."""
+    """Mean seconds of REPLAYS consecutive replays of a step's graph, by the device's clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in "01")
     graph.replay()
     begin.record()
@@ -284,7 +284,7 @@ def described(engine: Engine) -> dict[str, Any]:
 
 
 def expert_format(model: KimiK2) -> str:
-    """As rows of the ledger say it."""
+    """The experts' format as ledger rows name it."""
     kinds = {type(layer.ffn.experts) for layer in model.weights.layers if isinstance(layer.ffn, Moe)}
     return "+".join(sorted(_FORMATS[kind] for kind in kinds)) or "none"
 

@@ -3,9 +3,9 @@
 The trace is the same for all, its seed fixed before there was a policy: problems with answers that are easy to predict
 (digits, forms), hard (stories at temperature 1), copied (values and calls from the prompt) and long (about a long
 prompt), first by one user, then by several at once. All settings run in one process on the same weights, round after
-round in changing order, without a prefix cache. Drafting forgets all it has learned before the trace is played again,
-also by more users: else it would find the answers among stored texts. Every answer is compared with the one without
-drafts. drafts_replay.py has the same by a table of costs, and the gain of hindsight.
+round in changing order, without a prefix cache. Drafting forgets all it has learned before each play: else it
+would find the answers among stored texts. Every answer is compared with the one without drafts. drafts_replay.py
+computes the same from a table of costs, and what knowing the answers (hindsight) would gain.
 """
 
 import math
@@ -54,7 +54,7 @@ class Asked:
 
 
 def settings_of(text: str) -> list[Setting]:
-    """ "hybrid,eagle3:3": as many hybrid drafts as pay, three of the draft model."""
+    """Settings from text such as "hybrid,eagle3:3": as many hybrid drafts as pay, then 3 drafts of the draft model."""
     found: list[Setting] = []
     for part in text.split(","):
         source, _, count = part.strip().partition(":")
@@ -92,8 +92,8 @@ def trace(model: Path, count: int, longest: int) -> list[Asked]:
 
 @dataclass(slots=True)
 class Round:
-    """One play of the trace with a setting: seconds by users, tokens, drafts, answers. `rates` by users: tokens per
-    second while no request waited for its first token: decoding alone. `captured`: CUDA graphs captured meanwhile."""
+    """One play of the trace with a setting: seconds by users, tokens, drafts, answers. `rates`, by users: tokens per
+    second of decoding, while no request waited for its first token. `captured`: CUDA graphs captured meanwhile."""
 
     seconds: dict[int, float]
     rates: dict[int, float]
@@ -106,7 +106,8 @@ class Round:
 
 
 def play(engine: Engine, asked: Sequence[Asked], users: Sequence[int], setting: Setting | None = None) -> Round:
-    """The whole trace for each number of users at once; with a `setting`, which begins anew for each."""
+    """Plays the whole trace once for each number of simultaneous `users`. `setting`: how to draft, with statistics
+    reset before each play; None: as the engine is set."""
     result = Round({}, {}, 0, 0, 0, 0, [])
     graphs = engine.runner.graphs
     captured = graphs.recorder.captured if graphs is not None else 0
@@ -153,8 +154,8 @@ def measure(
     report: Callable[[str], None],
     wanted: Sequence[Setting] = (),
 ) -> dict[str, Any]:
-    """One row: the times of the settings `wanted` (default: a small grid and the policy) over those of no speculation,
-    and what the policy and hindsight gain by table."""
+    """One row: speed-ups of the settings `wanted` (default: a small grid and the policy) over no speculation, and those
+    of the policy and of hindsight by the table of costs."""
     engine = Engine(
         model, EngineConfig(**{**config, "max_num_seqs": max(users), "prefix_cache": False, "draft_tokens": None})
     )
@@ -250,7 +251,7 @@ def _by_table(engine: Engine, asked: Sequence[Asked], users: Sequence[int], adap
     costs = engine.costs
     recorded = drafts_replay.listen(engine, [(a.kind, a.prompt, a.params) for a in asked])
     modelled = adaptive[0] != "suffix"
-    clock = drafts_replay.Clock(costs)  # as an oracle needs it: chains are as long as they are asked to be
+    clock = drafts_replay.Clock(costs)  # floor 0: chains are as long as asked for, as the oracle assumes
 
     def seconds(most: int, source: str, count: int | None) -> float:
         speculator = Speculator(

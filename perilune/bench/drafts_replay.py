@@ -1,4 +1,4 @@
-"""Seconds of the trace of `bench drafts` by a table of costs, without noise: each setting, the policy and hindsight.
+"""Noise-free times of `bench drafts`'s trace, by a table of step costs: each setting, the policy, hindsight.
 
 The engine plays the trace once without drafts, while a Listener records the draft model's chain after every token. Then
 no model is needed: the speculator of serving runs through the same texts, planned and committed in the engine's order
@@ -37,8 +37,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds of steps: `costs`; `wait` more if planning waited for the step before; `follow` more if a draft model
-    reads the step, unless `costs` has this. Chains end when the product of their probabilities is below `floor`."""
+    """Seconds of steps, from `costs`: plus `wait` if planning waited for the step before, plus `follow` if a draft
+    model reads the step and `costs` does not include that. A chain ends when the product of its drafts' probabilities
+    is below `floor`."""
 
     costs: Costs
     wait: float = 0.0
@@ -63,7 +64,7 @@ class Clock:
         return seconds + (how != StepKind.CHAINED) * self.follow + chain * self.costs.draft_token(len(counts))
 
     def drafted(self, chains: Sequence[Chain]) -> int:
-        """Tokens that a step's chains would have: all are drafted until none reaches `floor`."""
+        """Length of a step's chains: all grow together until the confidence of each is below `floor`."""
         most = max(map(len, chains), default=0)
         confidences = [1.0] * len(chains)
         for length in range(most):
@@ -105,7 +106,7 @@ class Listener(Speculator):
 
 
 def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingParams]]) -> list[Recorded]:
-    """The trace (kind, prompt, parameters), played once by an engine that has nothing in flight."""
+    """Plays the trace of (kind, prompt, parameters) once, on an engine that has nothing in flight, and records it."""
     longest = engine.speculator.longest if engine.speculator is not None else 0
     before, engine.speculator = engine.speculator, (listener := Listener(longest))
     try:
@@ -124,7 +125,7 @@ def listen(engine: Engine, asked: Sequence[tuple[str, tuple[int, ...], SamplingP
 
 
 def play(trace: Sequence[Recorded], users: int, clock: Clock, speculator: Speculator | None) -> Tally:
-    """`users` requests at a time, in the order of Engine.step."""
+    """Simulates `users` requests at a time, with calls in the order of Engine.step."""
     tally, known, waiting, number = Tally(), dict[int, int](), list(range(len(trace)))[::-1], 0
     running: tuple[StepPlan, StepKind] | None = None
     while waiting or known or running is not None:
@@ -133,16 +134,16 @@ def play(trace: Sequence[Recorded], users: int, clock: Clock, speculator: Specul
             known[rid] = 0
             if speculator is not None:
                 speculator.open(rid, trace[rid].prompt)
-        behind = drafts = None
+        chained = drafts = None
         asked = None if speculator is None or speculator.paused else speculator
         if running is not None and asked is not None and clock.costs.chained is not None:
             drafts = asked.chained(running[0])
         if running is not None and drafts is not None:
-            behind = _behind(trace, known, running[0], drafts, number)
-        first = behind is None and running is not None and asked is not None and _waits(asked, running[0])
+            chained = _plan_chained(trace, known, running[0], drafts, number)
+        first = chained is None and running is not None and asked is not None and _waits(asked, running[0])
         if running is not None and first:
             _land(trace, known, *running, clock, speculator, tally)
-        following = behind or _launch(trace, known, None if first else running, number, asked)
+        following = chained or _launch(trace, known, None if first else running, number, asked)
         if following is not None and asked is not None:
             following = StepPlan(following.step, following.work, asked.chain_length(following))
             asked.maintain()
@@ -163,10 +164,10 @@ def _how(plan: StepPlan, waited: bool, clock: Clock, speculator: Speculator | No
     return StepKind.CHAINED if follows and clock.costs.chained is not None else StepKind.OVERLAPPED
 
 
-def _behind(
+def _plan_chained(
     trace: Sequence[Recorded], known: dict[int, int], running: StepPlan, drafts: int, number: int
 ) -> StepPlan | None:
-    """As Scheduler.plan_chained."""
+    """The plan of the step chained to `running`, as Scheduler.plan_chained makes it; None if it cannot be chained."""
     flying = {w.rid: w.drafts for w in running.work}
     work = []
     for rid, count in known.items():
@@ -251,7 +252,7 @@ def _land(
     deltas, outputs = [], []
     for w in plan.work:
         if w.rid not in known:
-            continue  # a surplus step of an ended request
+            continue  # the request has ended; this step was planned before that was known
         one, at = trace[w.rid], known[w.rid]
         right = 0
         drafted = tuple(token for token, _ in one.chains[at - 1]) if w.chained else w.draft_tokens
@@ -284,13 +285,13 @@ def _land(
 
 
 def oracle(trace: Sequence[Recorded], clock: Clock) -> float:
-    """Seconds of one user's requests if every step had the best number of right drafts, from the better source, and the
-    best length of chain; with chained steps, also if no step waited for the host."""
+    """Seconds of one user's requests if each step had the best number of correct drafts of the better source and the
+    best length of chain. If `clock` has chained steps, no step waits for the host."""
     store, spent = Store(), 0.0
     for one in trace:
         matcher = SuffixMatcher(one.prompt, store)
         matcher.index_prompt(len(one.prompt))
-        right = []  # by known tokens, then by length of the chain: right drafts of the better source
+        right = []  # correct drafts of the better source, by known tokens and by length of the chain
         for at in range(len(one.answer)):
             right.append(_right(one, at, matcher))
             matcher.append(one.answer[at])

@@ -1,8 +1,8 @@
 """Predicts the time of a whole model's steps on several GPUs from rows of a few layers, before the model is measured.
 
-A row is one line of bench/results. `bench decode --slice N` times one rank's slice on one GPU, with local copies as
-exchanges. The prediction adds the time by which real ranks, of the largest number with rows, are slower than a slice of
-as many. If a row is missing, ConfigError names the command that makes it.
+A row is one line of bench/results. `bench decode --slice N` times the slice of one of N ranks on one GPU, with local
+copies as exchanges. The prediction for N ranks is that row plus a correction: the difference between real ranks and a
+slice, at the largest number of ranks with rows. If a row is missing, ConfigError names the command that makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from perilune.core.errors import ConfigError
 
 Row = Mapping[str, Any]
 
-READ_TB_S = 4.3  # of one H200, for KV beyond the rows' context
+READ_TB_S = 4.3  # read rate of one H200, for KV beyond the rows' context
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One decode step, every rank with the whole KV.
+    """The time of one decode step, if every rank holds the whole KV.
 
     us_per_layer  of an MoE layer, exchanges included
     outside_us    dense layers, head and all else of the step's graph
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of `layers` layers on `ranks` GPUs, weights in the formats of the rows' keys.
+    """Predictions for `layers` layers on `ranks` GPUs. Formats of weights are spelled as in the rows.
 
     decode, prefill  rows of these benches
     """
@@ -59,9 +59,9 @@ class Forecast:
     expert_format: str = "int4-compact"
 
     def step(self, tokens: int, context: int, kv_bytes: float) -> Step:
-        """Of `tokens` requests with one token each at `context`; a step that verifies drafts of one request takes as
-        long. `kv_bytes`: of one token's KV in a layer, to correct rows of another context. From the row of as many real
-        ranks; else from that of fewer, corrected by the difference of slices of both numbers of ranks."""
+        """The step of `tokens` requests with one token each at `context`; verifying `tokens` tokens of one request
+        takes as long. `kv_bytes`: KV of one token in a layer, to correct rows of another context. From a row of as
+        many real ranks; else of fewer, corrected by the difference between slices of both numbers of ranks."""
         ranks = self._real_ranks(tokens)
         if ranks == self.ranks:
             own = pair = real = self._decode_row(ranks, False, tokens, context)
@@ -83,9 +83,9 @@ class Forecast:
         return max((r["tp"] for r in found if 2 <= r.get("tp", 1) <= self.ranks), default=2)
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
-        """Of a prompt after `cached` tokens. The rows of one rank and of two give the part of the time that ranks split
-        and the part that they do not, interpolated between lengths. Beyond the longest, and for cached tokens, time
-        grows as FLOPs."""
+        """Milliseconds of a prompt of `tokens` after `cached` tokens. Rows of one rank and of two show which part of
+        the time ranks split; both parts are interpolated between lengths. Beyond the longest, and for cached tokens,
+        time grows as FLOPs."""
         lengths, one, two = self._prefill_rows()
         shared = [2 * (a - b) for a, b in zip(one, two)]
         per_layer = [s / self.ranks + a - s for a, s in zip(one, shared)]
@@ -97,8 +97,8 @@ class Forecast:
         return float(self.layers * (numpy.interp(tokens, lengths, per_layer) + shared[-1] / self.ranks * more / flops))
 
     def draft_ms(self, drafts: int) -> float:
-        """Of a chain of a draft model in FP8; rows of one rank and of two give the part that ranks split. Without a row
-        of two ranks, as on one."""
+        """Milliseconds of a chain of an FP8 draft model; rows of one rank and of two show which part ranks split.
+        Without a row of two ranks: as on one rank."""
         found = [r for r in self._of_shape(self.decode) if r.get("draft") == drafts and r.get("draft_ms")]
         one = [r for r in found if r.get("tp", 1) == 1 and r.get("drafter", "").endswith("fp8")]
         two = [r for r in found if r.get("tp") == 2]
@@ -109,7 +109,7 @@ class Forecast:
         return alone - shared + shared / self.ranks
 
     def _of_shape(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows of this shape with fewer layers: rows of the whole model are no predictions."""
+        """Rows of this shape with fewer layers than `layers`: the whole model's measurement must not predict itself."""
         return [
             r
             for r in rows
@@ -142,9 +142,9 @@ class Forecast:
 
     def _prefill_rows(self) -> tuple[list[int], list[float], list[float]]:
         """Lengths of prompts with rows of one rank, and ms a layer of one rank and of two. If two ranks have no row of
-        a length, they are taken as much faster as at the nearest length with one. Preferred formats of weights beside
-        experts: `rest_dtype` on both, bfloat16 on both, bfloat16 on one rank only. All are comparable: prompts widen
-        FP8 weights to bfloat16, which takes 1 to 2 % of a layer."""
+        a length, the ratio at the nearest length is used. Formats of weights outside experts, in order of preference:
+        `rest_dtype` on both, bfloat16 on both, bfloat16 on one rank only. They are comparable, because prompts widen
+        FP8 weights to bfloat16, which takes only 1 to 2 % of a layer."""
         rows = [r for r in self._of_shape(self.prefill) if not r.get("cached")]
         for formats in (self.rest_dtype, self.rest_dtype), ("bf16", "bf16"), ("bf16", self.rest_dtype):
             one, two = (
@@ -163,7 +163,7 @@ class Forecast:
 
 
 def _rest(row: Row) -> str:
-    """The format of weights beside routed experts."""
+    """The format of all weights except routed experts."""
     return "bf16" if row["rest_dtype"] == "bfloat16" else str(row["rest_dtype"])
 
 

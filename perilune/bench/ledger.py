@@ -35,7 +35,7 @@ def circumstances(ranks: int = 1) -> dict[str, Any]:
 
 
 def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """The circumstances of a run on `model`; of a server elsewhere no more than the date and our commit."""
+    """The circumstances of a run on `model`; for a server elsewhere only the date and our commit."""
     given = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
     ranks = [given[word] for word in ("tp", "ep") if word in given]
     here = circumstances(max((int(n) if n.isdecimal() else sys.maxsize for n in ranks), default=1))
@@ -45,7 +45,7 @@ def origin(model: str, assignments: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value with this share of the sorted values before it, at most the largest; 0 without any."""
+    """The value below which lies `share` (0 to 1) of the values, without interpolation; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 

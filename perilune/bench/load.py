@@ -1,7 +1,7 @@
 """A client that costs little: streamed chat requests over plain sockets, with the time of every piece that arrives.
 
-An HTTP library and a JSON decoder per event cost 100 us a token and more: on a small machine the client's time would be
-measured. This client only searches a piece for a few marks: text, the end, the server's token count.
+An HTTP library and a JSON decoder cost 100 us a token and more, so that on a small machine one would measure the
+client. This client only searches a piece for a few marks: text, the end, the server's token count.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import httpx
 from perilune.client.endpoint import EndpointError
 
 CONNECT_SECONDS = 10.0
-TAIL_BYTES = 4096  # of a stream, kept to search for the token count and an error
+TAIL_BYTES = 4096  # last bytes of a stream, kept to search for the token count and an error
 HEAD_BYTES = 1 << 20  # a stream without text fails after this many bytes
 _END = b"data: [DONE]"
 _TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|arguments|text)": ?"(?!")')
@@ -35,8 +35,8 @@ class Timing:
     first_byte  of the answer's body or headers
     first_text  the piece with the first text, reasoning and calls included
     last        the last piece with an event
-    tokens      as the server counted them; without a count the events, of which each may hold several
-    gaps        between pieces, from the first with text on. A piece may hold several tokens
+    tokens      as counted by the server; else the number of events, each of which may hold several tokens
+    gaps        times between pieces, from the first with text on. A piece may hold several tokens
     error       why it failed; "" if it did not
     """
 
@@ -186,7 +186,7 @@ class Level:
 async def level(
     client: Client, streams: int, rounds: int, body: Callable[[], Mapping[str, Any]], done: Callable[[int], None]
 ) -> Level:
-    """`streams` users, each with `rounds` requests one after the other; `done` gets the count of ended requests."""
+    """`streams` users, each with `rounds` requests one after the other; `done` gets the number of ended requests."""
     asked = [[client.encode(body()) for _ in range(rounds)] for _ in range(streams)]
     timings: list[Timing] = []
 

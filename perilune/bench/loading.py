@@ -33,7 +33,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.names import EXPERT, expected
 
 GB = 1e9
-VOCABULARY = 32_768  # of the real 163,840: most of the checkpoint is to be experts
+VOCABULARY = 32_768  # instead of the real 163,840, so that most of the checkpoint is experts
 BLOCK = 1 << 25
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only, as the bench is; importing this file must work anywhere
 PLAIN = {"direct": (_DIRECT, 1), "direct_4": (_DIRECT, 4), "buffered": (0, 1)}  # flag of open, threads

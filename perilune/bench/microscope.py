@@ -46,7 +46,7 @@ from perilune.ops.moe import router
 STEP = 4  # layers between the two engines
 CEILING_TB_S = 4.3  # of one H200, read only: the floor of every row is bytes / CEILING_TB_S
 CEILING_TFLOP_S = 790.0
-BALANCED = 0.97  # of the distinct experts that uniform routing would touch: rows below do not count
+BALANCED = 0.97  # share of the distinct experts of uniform routing below which a row is marked as not balanced
 DRAWS, REPLAYS = 24, 2  # rounds with new tokens; timed replays of a graph in a round
 STEPS = 24
 WARM_UP = 6
@@ -76,8 +76,8 @@ class Bench:
     """Weights of `layers` layers, generated once; engines on all of them or on fewer."""
 
     def __init__(self, name: str, layers: int, *, ranks: int = 1, expert_format: str = "int4-g32") -> None:
-        """`ranks`: measure the slice of one of this many tensor-parallel ranks; it exchanges with memory of this GPU
-        instead of other ranks. ConfigError if it cannot be measured."""
+        """`ranks`: measure the slice of one of so many tensor-parallel ranks; its exchanges are with memory of this GPU
+        instead of with other ranks. ConfigError if it cannot be measured."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "measuring a model's full shapes needs a CUDA device: bench decode without --shape runs on CPU"
@@ -110,8 +110,8 @@ class Bench:
         if self.peers is not None:
             engine.runner.model.peers = self.peers
             assert engine.runner.graphs is not None
-            engine.runner.call(engine.runner.graphs.close)  # the start captured them without peers
-        exclusive_kernels.release(engine.runner)  # several engines are timed in turns, and none runs beside another
+            engine.runner.call(engine.runner.graphs.close)  # captured at the start, without peers
+        exclusive_kernels.release(engine.runner)  # several engines exist, but only one runs at a time
         engine.runner.call(_fill, engine.runner.pages.data, self.config(layers).kv_lora_rank)
         return engine
 
@@ -143,7 +143,7 @@ class Bench:
 
         fp8 = _reads_uv_fp8(a, batch)
         w_uv = a.uv_fp8 if fp8 else a.w_uv
-        many = batch > router.MAX_ROWS  # then the shared expert and the router's gate are kernels of their own
+        many = batch > router.MAX_ROWS  # then the shared expert and the router's gate have kernels of their own
         return [
             *([("shared gate and up", size(moe.shared.gate_up))] if many else []),
             *([("silu", 0.0)] if many and moe.shared.gate_up.format == "dense" else []),
@@ -218,7 +218,7 @@ class Bench:
                 assert engine.runner.graphs is not None
                 graphs[layers] = engine.runner.graphs.latest()
                 test_ms = max(test_ms, engine.runner.graphs.recorder.longest_test_seconds * 1e3)
-            # By turns: at the GPU's power limit, the kernels that ran before decide the clock.
+            # Alternate them: at the GPU's power limit, the clock depends on the kernels that ran before.
             times = engine.runner.call(replays_ms, list(graphs.values()), engine.info.vocab_size)
             graph_ms = dict(zip(graphs, times))
             if kernels:
@@ -379,7 +379,8 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
 
 def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
     """Milliseconds of a replay of each graph in a row of its replays, as steps follow each other: the median of DRAWS
-    rounds, by turns, each with new random tokens, the same for all. Chosen experts change a step's time by some 2 %."""
+    rounds, in each of which every graph gets the same new random tokens: which experts are chosen changes a step's
+    time by some 2 %."""
     most = max(len(graph.step.tokens) for graph in graphs)
     device = graphs[0].step.tokens.device
     times: list[list[float]] = [[] for _ in graphs]
@@ -428,7 +429,7 @@ def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # a re-export
     events = [e for e in profile.events() if e.device_type == cuda]
     often = Counter(e.name for e in events)
-    # Keep the graph's kernels: others, between replays, do not come in multiples of `traced`.
+    # Keep kernels that ran a multiple of `traced` times: those of the graph, not those between replays.
     spans = sorted((e.time_range.end, e.name) for e in events if often[e.name] % traced == 0)
     count, rest = divmod(len(spans), traced)
     names = [name for _, name in spans[:count]]

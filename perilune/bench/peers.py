@@ -32,7 +32,7 @@ from perilune.ops.moe.moe_int4 import op as moe_int4
 from perilune.ops.pointwise.swiglu import swiglu
 
 SHAPE = "kimi-k2.5"
-REPLAYS = 3  # of a graph that are timed at a time
+REPLAYS = 3  # consecutive replays of a graph that are timed together
 MAX_ERROR = 2e-2  # of a peer's results against ours, both rounded to bfloat16; a larger error fails the comparison
 PACKAGE = "humming-kernels"
 DEVICE = torch.device("cuda")
@@ -137,8 +137,8 @@ def measure(
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """One row for each number of tokens: microseconds of both sides, medians over `rounds`. `impls`: implementations of
-    moe_int4 that are timed too; one that cannot take a number of tokens is not in its row. `beside`: with the peer,
-    which has no compact scales."""
+    moe_int4 that are timed too; one that cannot take a number of tokens is not in its row. `beside`: time the peer,
+    too; ignored with compact scales, which it lacks."""
     beside = beside and not sizes.compact
     require(beside)
     config, width = shape(SHAPE, 1), sizes.width

@@ -11,7 +11,7 @@ from perilune.engine.scheduler import Scheduler
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 1000
-WARM_UP_STEPS = 40  # prompts take the first ones
+WARM_UP_STEPS = 40  # not timed, because the first ones compute prompts
 STEPS = 300
 DRAFTS = 3
 TOKEN_ID = 7
@@ -66,6 +66,6 @@ def _result(plan: StepPlan) -> StepResult:
 
 
 def _output(work: Work) -> Output:
-    """In every other step of a request one draft is accepted, else none."""
+    """The result of one work: one draft accepted in every other step of a request, else none."""
     right = min(work.drafts, work.start % 2)
     return Output(work.rid, (TOKEN_ID,) * (1 + right) if work.sample else ())

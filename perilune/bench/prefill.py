@@ -33,9 +33,9 @@ from perilune.model.config import KimiConfig
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Layer, Moe, Weights
 
 BLOCK = 64  # tokens of a cache block
-PROMPTS = 5  # at least: the first warms up, the others are timed in a row
+PROMPTS = 5  # least number of prompts: the first warms up, the others are timed
 WARM_SECONDS = 0.25  # of prompts in a row before timed ones: a GPU reaches its power limit after some 0.04 s
-TIMED_SECONDS = 0.25  # of timed prompts, if they are more than PROMPTS - 1
+TIMED_SECONDS = 0.25  # time more than PROMPTS - 1 prompts if they take less than this
 TRACED_SEED = 1 << 20  # of the traced prompts
 MARK = "plan_kernel"  # the first kernel of a layer's experts
 FORMATS = ("int4-g32", "int4-compact")
@@ -122,7 +122,7 @@ def measure(
 
 
 def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
-    """Of one MoE layer: its matrix products, and causal attention in the plain form."""
+    """FLOPs of one MoE layer: its matrix products, and causal attention in the plain (not absorbed) form."""
     d, h = c.hidden_size, c.num_attention_heads
     qkv = d * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) + c.q_lora_rank * h * c.qk_head_dim
     experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
@@ -132,7 +132,7 @@ def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
 
 
 def compacted(weights: Weights) -> Weights:
-    """The same with random compact scales: 8 bits a group, and one for every row."""
+    """`weights` with random compact scales instead: 8 bits per group, and a bfloat16 scale per row."""
 
     def scales(wide: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         narrow = torch.empty(wide.shape, dtype=torch.uint8, device=wide.device).random_(85, 256)
@@ -165,7 +165,7 @@ def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
 
 
 def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> float:
-    """Of one prompt in a row of others, the median."""
+    """Median seconds of a prompt among consecutive ones."""
 
     def some(first: int, count: int) -> list[float]:
         return _seconds(engine, [prefix + random_prompt(engine, tokens, first + n) for n in range(count)])
@@ -177,7 +177,7 @@ def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> 
 
 
 def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:
-    """Submits all prompts, then computes them: of each, the time from the end of the one before to its own."""
+    """Submits all prompts, then computes them one after the other; for each, seconds from the end of the one before."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     for rid, prompt in enumerate(prompts):
         engine.submit(Submit(rid, prompt, params))
@@ -193,11 +193,11 @@ def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:
 
 
 def step_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[str]:
-    """The time that each kernel of the last prompt adds, from its predecessor's end to its own, from the experts of the
-    last MoE layer but one to those of the last; and the sums of earlier layers. All prompts are traced, because the GPU
-    pauses when a trace starts.
+    """The time that each kernel adds to the last prompt, from its predecessor's end to its own: each kernel after the
+    experts of the last MoE layer but one, up to the experts of the last; and the sums of earlier layers. All prompts
+    are traced, because the GPU pauses when a trace starts.
 
-    "idle" is the part in which no kernel ran: the host was late, or a kernel started.
+    "idle" is the part in which no kernel ran, because the host was late or a kernel was being started.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _seconds(engine, prompts)

@@ -1,8 +1,8 @@
 """Replays a trace of requests; measures latencies, and the share of prompt tokens that came from a cache.
 
-Hit share is the share of prompt tokens that were not computed. The ideal share is that of a cache without eviction: at
-a request's first token, it has every prompt computed before and every answer that has ended. Times count from sending
-a request.
+Hit share is the share of prompt tokens that were not computed. The ideal share is that of a cache that evicts nothing:
+at a request's first token, it holds all earlier prompts and all answers that have ended. Times count from sending a
+request.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Call:
     prompt_tokens: int = 0
     cached: int = 0
     says_cached: bool = True  # False: the endpoint does not say how many tokens were cached
-    prompt: list[tuple[int, int]] = field(default_factory=list)  # (hash of all text up to its end, tokens) by piece
+    prompt: list[tuple[int, int]] = field(default_factory=list)  # by piece: (hash of all text up to its end, tokens)
     answer: int = 0  # hash of prompt and answer
     ideal: float = 0.0  # share of the prompt that a cache without eviction would have
     error: str | None = None
@@ -72,7 +72,7 @@ class Conversation(Protocol):
         ...
 
     async def adopt(self, turn: Turn, call: Call) -> None:
-        """Takes the turn's prompt as cached, without computing it and without an answer. ConfigError if impossible."""
+        """Marks the turn's prompt as cached without computing it; there is no answer. ConfigError if impossible."""
         ...
 
 
@@ -82,13 +82,13 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """concurrency   sessions at once, None: as the trace has them
-    speed            of the trace's clock; 0: no waiting between turns
-    ttft_limit, inter_token_limit   seconds within which a request counts as good
-    seconds          after which no turn begins
-    end_seconds      after which requests that have not ended are cut: their tokens count until then
-    warm_up          the first turns of all sessions are played before the clock starts
-    adopt            warm-up prompts are not computed, but taken as cached: with random weights, KV is random anyway
+    """concurrency   sessions at once; None: as the trace has them
+    speed            factor of the trace's clock; 0: no waiting between turns
+    ttft_limit, inter_token_limit   most seconds of a good request
+    seconds          no turn begins later
+    end_seconds      when unfinished requests are ended; their tokens until then count
+    warm_up          play the first turns of all sessions before the clock starts
+    adopt            mark warm-up prompts as cached without computing them: with random weights, KV is random anyway
     """
 
     concurrency: int | None = None
@@ -105,7 +105,7 @@ class Options:
 
 
 class Local:
-    """An engine of this process, as an asynchronous context manager, which does not close the engine."""
+    """An engine in this process. Asynchronous context manager; leaving it does not close the engine."""
 
     def __init__(self, engine: Engine, encode: Callable[[str], list[int]] | None = None) -> None:
         self.engine = engine
@@ -151,7 +151,7 @@ class Local:
                 return out
 
     async def adopt(self, prompt: list[int]) -> None:
-        """The cache takes all full blocks of a prompt as computed."""
+        """Marks all full blocks of a prompt as cached."""
         await asyncio.get_running_loop().run_in_executor(self._pool, self._adopt, prompt)
 
     def _adopt(self, prompt: list[int]) -> None:
@@ -173,7 +173,7 @@ class Local:
             while self._incoming or self.engine.busy:
                 try:
                     at, deltas = await asyncio.get_running_loop().run_in_executor(self._pool, self._step)
-                except Exception as e:  # whatever it is, every request must end
+                except Exception as e:  # of any kind: every waiting request must get an end
                     at, line = time.perf_counter(), f"the engine failed: {e!r}".splitlines()[0]
                     deltas = [Delta(rid, finish_reason="error", error=line) for rid in self._inboxes]
                 for delta in deltas:
@@ -220,7 +220,7 @@ class LocalConversation:
 
 
 class Remote:
-    """Any OpenAI-compatible endpoint, by chat completions; a piece made from a name has a word for each token."""
+    """Any OpenAI-compatible endpoint, by chat completions. Text made from a piece's name has one word per token."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -272,7 +272,7 @@ def _words(piece: Piece) -> list[str]:
 
 
 def _spread(call: Call, tokens: int) -> None:
-    """Corrects the call's number of tokens to the server's count: pieces of a stream may hold several tokens."""
+    """Adds tokens to the last arrival, up to the server's count: pieces of a stream may hold several tokens."""
     if call.arrivals and tokens > len(call.arrivals):
         at, _ = call.arrivals[-1]
         call.arrivals[-1] = at, 1 + tokens - len(call.arrivals)
@@ -291,7 +291,7 @@ class _Player:
         self.asking: Call | None = None  # the call that has not ended
 
     async def ask(self, *, warm_up: bool = False, adopt: bool = False) -> Call:
-        """Plays the next turn. `adopt`: its prompt is taken as cached instead."""
+        """Plays the next turn. `adopt`: only mark its prompt as cached."""
         turn = self.session.turns[self._turn]
         call = Call(self._number, self._turn, warm_up=warm_up)
         self._turn += 1
@@ -320,7 +320,8 @@ async def play(
     report: Report,
     started: Callable[[], None] = lambda: None,
 ) -> list[Call]:
-    """All calls, in the order in which they ended. One that fails ends its session. `started`: the clock starts."""
+    """All calls, in the order in which they ended. A failed call ends its session. `started` is called when the clock
+    starts."""
     free = asyncio.Semaphore(options.concurrency or len(sessions))
     calls: list[Call] = []
     total = sum(len(session.turns) - options.warm_up for session in sessions)
@@ -328,7 +329,7 @@ async def play(
     begin = time.perf_counter()
 
     async def turn(player: _Player, *, warm_up: bool = False) -> bool:
-        """Whether the session goes on."""
+        """Plays a turn; returns whether the session goes on."""
         call = await player.ask(warm_up=warm_up, adopt=warm_up and options.adopt)
         calls.append(call)
         if call.error is not None or not call.arrivals:
@@ -381,7 +382,7 @@ async def _pause(seconds: float, speed: float) -> None:
 
 
 def judge(calls: Sequence[Call]) -> None:
-    """Fills in the ideal of calls that were answered."""
+    """Sets `ideal` of calls that were answered."""
     known: dict[int, float] = {}  # by hash of a text: when it was computed
     for call in calls:
         for text, _ in call.prompt:
@@ -443,7 +444,7 @@ def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:
     found["interactivity"] = 1 / slowest if slowest else 0.0
     found["tokens_per_s"] = sum(c.tokens for c in good) / wall
     found["input_tokens_per_s"] = sum(c.prompt_tokens for c in good) / wall
-    asked = sum(not call.warm_up for call in calls)  # an answer that failed is not a good one
+    asked = sum(not call.warm_up for call in calls)  # failed ones, too: they lower the share of good requests
     found["goodput_requests_per_s"], found["good_share"] = len(kept) / wall, len(kept) / asked
     found["ttft_limit_s"], found["inter_token_limit_s"] = options.ttft_limit, options.inter_token_limit
     found["wall_s"] = wall
@@ -496,7 +497,7 @@ def describe(row: dict[str, Any]) -> str:
 
 async def host_memory(stats: Callable[[], EngineStats], report: Report) -> None:
     """Waits until the host memory of the KV tiers is pinned, or no more was pinned for STALLED_SECONDS. A server has
-    all of it after a minute; blocks evicted before would be dropped."""
+    pinned all after about a minute; blocks evicted earlier would be dropped."""
     limit = next((most for name, _, _, most in stats().tiers if name == HOST), 0)
     ready, since, begin = stats().host_blocks_ready, time.perf_counter(), time.perf_counter()
     if ready < limit:

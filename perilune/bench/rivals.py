@@ -34,8 +34,8 @@ from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
 
-MAX_PARAMETERS = 4_000_000_000  # more do not fit a usual CPU machine, as a float32 copy and three models in memory
-NORM_EPS = 1e-6  # of the q and kv norms in transformers, whatever the config says
+MAX_PARAMETERS = 4_000_000_000  # a float32 copy and three models of more do not fit the memory of a usual CPU machine
+NORM_EPS = 1e-6  # epsilon of the q and kv norms in transformers, which ignores the config's
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LLAMA_FILES = ("f32", "q8_0", "q4_0")
 
@@ -124,7 +124,7 @@ def measure(
         max_num_seqs=batch,
         max_model_len=prompt_tokens + output_tokens + 1,
         prefix_cache=False,  # every prompt must be computed
-        draft="off",  # as the others run
+        draft="off",  # the others do not draft either
         qk_norm_eps=NORM_EPS,
     )
     llamas = {f"llama.cpp {kind}": Llama(llama_cpp, kind, threads) for kind in LLAMA_FILES} if llama_cpp else {}
@@ -277,7 +277,7 @@ def _plain_config(c: KimiConfig) -> dict[str, Any]:
         "rope_interleave": True,
         "rope_parameters": rope,
         "bos_token_id": None,
-        "eos_token_id": None,  # lengths are fixed: nothing may end a run early
+        "eos_token_id": None,  # no token may end a run early
         "pad_token_id": None,
         **{name: getattr(c, name) for name in same.split()},
     }

@@ -40,7 +40,7 @@ async def sweep(
     server_pid: int | None = None,
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """A row for each number of users, the smallest first. EndpointError if no request of one succeeds."""
+    """A row for each number of users, the smallest first. EndpointError if for one of them no request succeeds."""
     length = fit(load.prompt_tokens, load.output_tokens, endpoint.max_model_len)
     prompts = Prompts(endpoint, length)
     await prompts.calibrate()
@@ -124,7 +124,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def cpu_seconds(pid: int | None) -> float | None:
-    """CPU time of a process so far, that of its children left out. ConfigError if it cannot be read."""
+    """CPU seconds that a process has used so far, without its children. ConfigError if they cannot be read."""
     if pid is None:
         return None
     try:

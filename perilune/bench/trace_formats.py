@@ -1,4 +1,4 @@
-"""Reads published traces as sessions. A line (or a file) has the first of these formats of which it has the field:
+"""Reads published traces as sessions. A line (or a file) is of the first format here that it has the field of:
 
 requests   a Weka trace, as AgentX has them: a coding agent's calls, `in` and `out` tokens, `hash_ids` for each
            `block_size` tokens, which mean equal tokens within the trace; seconds. A subagent is a session of its own
@@ -9,7 +9,7 @@ else       Mooncake, and AIPerf's mooncake_trace: `input_length` with a hash id 
            `messages` or `payload`; milliseconds. With a `session_id` it adds to what its session has said so far,
            except for messages, which are the whole conversation unless `message_mode` is "delta"
 
-Without `delay`, a turn follows the answer before it after the difference of their timestamps.
+Without `delay`, a turn begins after the answer before it by the difference of the two turns' timestamps.
 """
 
 import json
@@ -19,16 +19,16 @@ from typing import Any
 from perilune.bench.traces import HASH_TOKENS, MAX_TOKENS, Piece, Session, Turn
 from perilune.core.errors import ConfigError
 
-BAILIAN_TOKENS = 16  # of a hash id in Bailian traces
+BAILIAN_TOKENS = 16  # tokens per hash id in Bailian traces
 DEFAULT_OUTPUT_TOKENS = 128
 FIELDS = ("text_input", "messages", "payload", "text", "turns", "chat_id", "requests")
 
-Timed = tuple[float, float | None, Turn]  # timestamp and delay in seconds, None: by the timestamps
+Timed = tuple[float, float | None, Turn]  # (timestamp, delay or None: by the timestamps), seconds
 
 
 def sessions_of(lines: Sequence[dict[str, Any]], *, scale: float = 1.0) -> list[Session]:
-    """Sessions by start. `scale` shortens every text that is made from a name, and every answer, for small models.
-    ConfigError names a line without a known format."""
+    """Sessions in order of their starts. `scale` (for small models) multiplies the lengths of answers and of texts that
+    are made from a name. ConfigError names a line without a known format."""
     grouped: dict[str, list[Timed]] = {}
     roots: dict[Any, str] = {}  # Bailian's session of a chat
     for number, line in enumerate(lines):
@@ -82,8 +82,8 @@ class _Line:
         return max(round(self.count(name, DEFAULT_OUTPUT_TOKENS, MAX_TOKENS) * self.scale), 1)
 
     def hashed(self, length: int, block: int, scope: str) -> tuple[Piece, ...]:
-        """The prompt of `length` tokens: each of `hash_ids` names `block` of them, the last id the rest. Tokens beyond
-        the ids belong to this line alone."""
+        """The prompt of `length` tokens: each of `hash_ids` names `block` of them, the last one the rest. Tokens beyond
+        all ids occur in no other line."""
         ids = self.line.get("hash_ids") or []
         if not isinstance(ids, list) or len(ids) * block > MAX_TOKENS:
             raise self.wrong(f"hash_ids must be a list of at most {MAX_TOKENS // block}")
@@ -182,13 +182,13 @@ def _turns(line: _Line) -> Iterator[Timed]:
             begun = tuple(Piece(p.name, p.tokens, p.text, "system") for p in turn.texts())
             continue
         timestamp, delay, made = _timed(turn, Turn((*begun, *turn.texts()), turn.output()))
-        at, begun = max(at, timestamp), ()  # turns keep their order, with timestamps or without
+        at, begun = max(at, timestamp), ()  # keeps the order of turns, whatever their timestamps
         yield at, delay, made
 
 
 def _weka(line: _Line, name: str, start: float) -> Iterator[tuple[str, list[Timed]]]:
-    """`start`: of the session, in seconds. The calls of a subagent count from their trace's start, or from their own if
-    the first comes before it."""
+    """`start`: of the session, in seconds. Times of a subagent's calls count from the trace's start; if its first call
+    has an earlier time than the subagent's own start, from the latter."""
     times = [call.get("t") for call in line.items("requests") if isinstance(call, dict)]
     own = start if times and isinstance(times[0], int | float) and times[0] < start else 0.0
     block = int(line.count("block_size", None, MAX_TOKENS)) or HASH_TOKENS

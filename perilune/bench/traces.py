@@ -11,16 +11,17 @@ from typing import Any
 
 from perilune.core.errors import ConfigError
 
-HASH_TOKENS = 512  # of a hash id
+HASH_TOKENS = 512  # tokens per hash id
 MAX_LINES = 1_000_000
-MAX_FILE_BYTES = 1 << 28  # of a file that is one JSON value
+MAX_FILE_BYTES = 1 << 28  # size of a file that is one JSON value
 MAX_LINE_BYTES = 32 << 20
-MAX_TOKENS = 1 << 22  # of one request
+MAX_TOKENS = 1 << 22  # tokens of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a prompt: `tokens` tokens made from the name, or `text` itself, which may be the message of a `role`."""
+    """Text of a prompt: `tokens` tokens made from the name, so that equal names give equal text; or `text` itself, the
+    message of a `role`."""
 
     name: str
     tokens: int
@@ -30,8 +31,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The text that a turn adds to its session's prompt, `delay` seconds after the answer before. `whole`: the pieces
-    are the whole prompt, with all earlier turns."""
+    """The text that a turn adds to its session's prompt, `delay` seconds after the previous answer. `whole`: the pieces
+    are the whole prompt, earlier turns included."""
 
     pieces: tuple[Piece, ...]
     output_tokens: int
@@ -56,7 +57,7 @@ class Agents:
     seed: int = 0
     shared_tokens: int = 8_192  # system prompt and tools, the same in all sessions
     first_tokens: int = 12_288  # of the first prompt, shared ones included
-    turn_tokens: int = 1_892  # new tokens of a later prompt: with the answer 2,242 a turn
+    turn_tokens: int = 1_892  # new tokens of a later prompt; with the answer, a turn adds 2,242
     output_tokens: int = 350
     gap_seconds: float = 5.2
     gap_spread: float = 1.18  # standard deviation of the gap's logarithm
@@ -71,7 +72,7 @@ def generate(agents: Agents) -> list[dict[str, Any]]:
     lines = []
     for session in range(agents.sessions):
         for turn in range(agents.turns):
-            spread = rng.lognormvariate(-0.125, 0.5)  # of mean 1
+            spread = rng.lognormvariate(-0.125, 0.5)  # its mean is 1
             new = agents.turn_tokens if turn else max(agents.first_tokens - len(shared) * HASH_TOKENS, 1)
             new = max(round(new * (spread if turn else 1.0)), 1)
             begun = [] if turn else list(shared)
@@ -91,8 +92,8 @@ def generate(agents: Agents) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a trace: of a file of JSON lines, gzipped or not; the value, or the list of values, of a .json file;
-    all .json files of a directory. ConfigError names a line that is no object."""
+    """The lines of a trace: those of a file of JSON lines, gzipped or not; the value, or each value of the list, in a
+    .json file; or those of all .json files of a directory. ConfigError names a line that is no object."""
     lines: list[dict[str, Any]] = []
     try:
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:

@@ -1,7 +1,7 @@
 """Time of a picture through a vision tower of Kimi K2.5's size with random weights, whole and in short slices.
 
-The fraction counts real operations: products, and attention over all patches of the picture, without padding of heads.
-Each attention of torch that takes the shapes is a row; serving uses `default`, the one that torch chooses.
+`fraction` counts only needed operations: products, and attention over all patches of the picture, without padding of
+heads. Each of torch's attention kernels that takes the shapes has a row; serving uses `default`, torch's own choice.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ ATTENTIONS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 SLICE_CELLS = 16  # cells of a slice: 1,024 patches of a half layer, the shortest slice on a GPU
-PASSES = 7  # the first two warm up
+PASSES = 7  # timed passes; the first two only warm up
 
 Report = Callable[[str], None]
 
@@ -113,7 +113,7 @@ def _rows(tower: MoonVit, side: int) -> list[dict[str, Any]]:
 
 
 def random_weights(config: MoonVitConfig, device: torch.device) -> MoonVitWeights:
-    """bfloat16 on a GPU, else float32."""
+    """Random weights of the tower: bfloat16 on a GPU, else float32."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made: dict[str, torch.Tensor] = {}
     for tensor in names.vision_tensors(config):
@@ -128,7 +128,7 @@ def random_weights(config: MoonVitConfig, device: torch.device) -> MoonVitWeight
 
 
 def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of PASSES, without those that warm up."""
+    """Median milliseconds of PASSES passes, without those that warm up."""
     found = []
     for _ in range(PASSES):
         if device.type == "cuda":

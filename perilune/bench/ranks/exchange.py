@@ -3,8 +3,8 @@
 One process per GPU. A CUDA graph holds OPS exchanges, each on the output of the one before, as in a decode step; its
 replays are timed on the device's clock, and the slowest rank's median counts. Before a size is timed, its result is
 compared with the reference, and the ranks' bits with each other. NCCL's all-reduce followed by the same norm, the norm
-alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run; then what sharded KV
-exchanges in a layer, over peer memory and over NCCL; its bytes are compared.
+alone, and the same kernel between two places of one GPU (local-copy) are timed in the same run; then the exchanges of
+sharded KV in a layer, over peer memory and over NCCL, which must deliver the bytes as sent.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ WIDTH = 7168  # of Kimi K2
 PARTS = 9  # partial sums of one token after the experts of a layer: 8 chosen and the shared one
 MAX_PARTS_TOKENS = 16
 OPS, REPLAYS = 48, 24  # exchanges in a graph of few tokens; its timed replays
-GRAPH_TOKENS = 4096  # of all exchanges in a graph: with more tokens there are fewer exchanges
+GRAPH_TOKENS = 4096  # most tokens of all exchanges in a graph: with many tokens a graph has fewer than OPS exchanges
 TIMEOUT_SECONDS = 300
 EPS = 1e-5
 EXCHANGES = {"nccl": "nccl", "none": "none", "loopback": "local-copy"}  # by form; all other forms use peer memory
@@ -198,7 +198,7 @@ class Rank:
         return forms
 
     def _inputs(self, T: int, parts: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
-        """residual and norm weights are the same on all ranks."""
+        """(x, residual, norm weights); x differs between ranks, the others do not."""
         same, own = (torch.Generator("cuda").manual_seed(s) for s in (T + turn, 1 + T + turn + 7919 * self.rank))
         shape = (T, parts, WIDTH) if parts else (T, WIDTH)
         x = torch.randn(shape, generator=own, device="cuda")

@@ -21,9 +21,9 @@ def measure(
     tokens: int,
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Rows of decode.measure for kv_shards of each of `turns`, an engine for each, in this order: 1,2,1,2 shows whether
-    the machine changed meanwhile. values: of EngineConfig; cells: (batch sizes, contexts). At the end the crossover of
-    each batch size is reported."""
+    """Rows of decode.measure, from one engine for each kv_shards of `turns`, in this order: 1,2,1,2 shows whether the
+    machine changed meanwhile. values: keys of EngineConfig; cells: (batch sizes, contexts). At the end, reports for
+    each batch size the context from which sharded KV is faster."""
     batches, contexts = cells
     common = {
         **values,

@@ -27,7 +27,7 @@ BLOCK_TOKENS = 64
 def measure(
     ranks: int, batches: Sequence[int], report: Callable[[str], None], *, polling: bool
 ) -> list[dict[str, Any]]:
-    """One row per batch size. `polling`: the ranks poll for orders, as those with a GPU, instead of sleeping."""
+    """One row per batch size. `polling`: ranks poll for plans, as they do with GPUs, instead of sleeping."""
     rows = []
     for batch in batches:
         send, arrive, read = _times(ranks, batch, polling)
@@ -78,7 +78,7 @@ def _times(ranks: int, batch: int, polling: bool) -> tuple[float, float, float]:
         for _ in range(STEPS):
             until = time.perf_counter() + STEP_SECONDS
             while time.perf_counter() < until:
-                pass  # as rank 0 waits for a GPU's step
+                pass  # busy-wait, as rank 0 does for the GPU's step
             plan = next(plans)
             begin = time.perf_counter()
             ring.send(writer.plan(plan))

@@ -30,15 +30,15 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.engine.graphs.replays import replays
 
-ROUNDS = 24  # of replays, each with other tokens
+ROUNDS = 24  # rounds of replays, each with new tokens
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Of one engine and batch size: seconds of a replay on the device (None: without graphs), seconds of a step, bytes
-    that rank 0 must read in a step."""
+    """Times of one engine at one batch size: seconds of a replay on the device (None: no graphs), seconds of a step,
+    and the bytes that rank 0 must read in a step."""
 
     device: float | None
     step: float
@@ -61,9 +61,9 @@ def measure(
     settings = {"max_num_seqs": max(batches), "max_model_len": context + WARM_UP + STEPS + 64, **config}
     found: list[dict[int, Timed]] = []
     common: dict[str, Any] = {}
-    apart = _apart(layers)
+    apart = _layer_difference(layers)
     for engine in _engines(name, layers, settings, report):
-        engine.runner.zero(engine.info.num_blocks)  # the KV of prompts that are taken as cached
+        engine.runner.zero(engine.info.num_blocks)  # KV of the prompts that are treated as cached
         own = dict[int, Timed]()
         for batch in batches:
             own[batch] = timed(engine, batch, context)
@@ -100,7 +100,7 @@ def prefill(
                 for line in step_kernels(engine, [random_prompt(engine, n, PROMPTS + 1)]):
                     report(line)
         common = common or common_keys(engine, name, layers)
-    rows, apart = [], _apart(layers)
+    rows, apart = [], _layer_difference(layers)
     for n in lengths:
         ms = (found[0][n] - found[1][n]) / apart * 1e3
         flops = layer_flops(slice_of(shape(name, layers), common["tp"]), n)
@@ -132,13 +132,13 @@ def _check(kernels: bool) -> None:
 
 
 def _replayed(engine: Engine) -> int:
-    """Replays the decode graph that ran last, on all ranks, here from this thread; returns the number of replays."""
+    """Replays the last decode graph on all ranks, on rank 0 from the calling thread; returns the number of replays."""
     engine.runner.time_graph(1, on_caller=True)
     return replays(1)
 
 
-def _apart(layers: int) -> int:
-    """The difference of the two engines' layers."""
+def _layer_difference(layers: int) -> int:
+    """How many layers the second engine has less."""
     if layers < 3:
         raise ConfigError(f"layers must be at least 3, not {layers}: the difference of two engines is measured")
     return min(STEP, (layers - 1) // 2)
@@ -146,7 +146,7 @@ def _apart(layers: int) -> int:
 
 def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) -> Iterator[Engine]:
     """An engine with all the layers, then one with fewer; each is closed when the next is asked for."""
-    for count in (layers, layers - _apart(layers)):
+    for count in (layers, layers - _layer_difference(layers)):
         with directory(name, count) as path:
             begin = time.perf_counter()
             engine = Engine(path, build(EngineConfig, {"seed": 1, "draft": "off", **config}))
@@ -159,7 +159,7 @@ def _engines(name: str, layers: int, config: Mapping[str, Any], report: Report) 
 
 
 def prompt_seconds(engine: Engine, tokens: int, turn: int) -> float:
-    """From submitting a prompt to its first token."""
+    """Seconds from submitting a prompt of `tokens` tokens to its first output token."""
     rng = random.Random(turn)
     prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
     engine.submit(Submit(turn, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
@@ -214,7 +214,7 @@ def _row(common: dict[str, Any], more: Timed, less: Timed, at: tuple[int, int, i
 
 
 def timed(engine: Engine, batch: int, context: int, *, drafts: int = 0) -> Timed:
-    """`batch` requests decode from `context` tokens on, which are taken as cached; a step gives each up to 1 + `drafts`
+    """`batch` requests decode after `context` tokens, which are treated as cached; a step gives each up to 1 + `drafts`
     tokens."""
     rng, model = random.Random(batch), engine.runner.model
     vocabulary = model.config.vocab_size

@@ -238,7 +238,7 @@ def test_a_wrong_calibration_costs_tries_not_length(
         found = []
         for _ in range(30):
             prompts = aa.Prompts(server, 400)  # type: ignore[arg-type]
-            prompts._per_word, prompts._beside = per_word, beside
+            prompts._per_word, prompts._fixed_tokens = per_word, beside
             found.append(await server.count(await prompts.new()))
         return found
 
@@ -254,7 +254,7 @@ def test_prompts_whose_words_differ_in_length_still_fit() -> None:
     async def lengths() -> list[int]:
         server, found = Server(), []
         prompts = aa.Prompts(server, 184)  # type: ignore[arg-type]
-        prompts._per_word, prompts._beside = 5.0, 20.0  # as calibrated
+        prompts._per_word, prompts._fixed_tokens = 5.0, 20.0  # as calibrated
         for _ in range(50):
             found.append(await server.count(await prompts.new()))
         return found
