@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perilune.draft.corpus import Row
 
-GROUPS = 4  # of a batch's rows, each padded to one grid. Larger: less padding, more launches
+GROUPS = 4  # groups of a batch's rows, each padded to one grid. Larger: less padding, more launches
 LONGEST_UNROLL = 8  # chain steps that training unrolls, at most
 
 
@@ -17,8 +17,8 @@ LONGEST_UNROLL = 8  # chain steps that training unrolls, at most
 class Group:
     """Adjacent rows, padded to grids: b rows, Q chains and K tokens of the longest row.
 
-    Grids are filled by copies to distinct places, so gradients are copies, too: the gradient of an index with
-    repetitions would be summed by sorting.
+    Grids are filled by copies to distinct places, so that the backward pass is a copy, too. With an index that repeats
+    places, it would have to sort them to sum their gradients.
 
     chains, tokens  the group's slices of the batch's chains and tokens
     chain_places    [chains of the group] their places in the flat grid [b Q]; token_places of the tokens in [b K]
@@ -52,12 +52,12 @@ class Batch:
     """Concatenated rows: N tokens and M chains, each numbered over the whole batch.
 
     tokens, positions  [N]
-    taught             [L] the tokens of answers, by number
-    lesson             [N] each token's place in `taught`; arbitrary if it has none
-    begin              [M] the token with the feature that a chain begins with
+    taught             [L] numbers of the answers' tokens, which training teaches
+    lesson             [N] each token's index in `taught`; arbitrary for tokens of prompts
+    begin              [M] the token at which the chain begins, with its hidden state
     last               [M] the last token of the chain's row
     weight             [M] of a chain in the loss
-    totals, counts     [LONGEST_UNROLL] by chain step: sum of weights of the drafted tokens, and their number; of all
+    totals, counts     [LONGEST_UNROLL] by chain step: sum of weights of the drafted tokens, and their number; over all
                        parts of the batch, divided by the number of parts
     """
 
@@ -82,7 +82,7 @@ class Batch:
     def of(
         cls, rows: Sequence[Row], device: torch.device, *, whole: Sequence[Row] | None = None, shares: int = 1
     ) -> "Batch":
-        """Every row must have a prompt and an answer of LEAST_ANSWER tokens or more. Sort rows by length: less padding.
+        """Every row must have a prompt and an answer of LEAST_ANSWER tokens or more. Sorted rows need less padding.
 
         whole   all rows of the batch of which `rows` are one of `shares` parts: the mean of the parts' losses is then
                 the loss of the whole

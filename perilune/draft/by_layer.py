@@ -17,7 +17,7 @@ from perilune.model.kimi_k2 import KimiK2
 
 
 class ByLayer(Capture):
-    """`model` needs no layers: they are read from the checkpoint in `path`."""
+    """Capture with layers from the checkpoint in `path`; `model` needs none."""
 
     def __init__(
         self, model: KimiK2, path: Path, aux_layers: Sequence[int], *, tokens: int, block_size: int = 64
@@ -56,7 +56,7 @@ class ByLayer(Capture):
                 self._whole.through(layer, h, self.step(some), self._pages.data[0])
                 host.copy_(h)
             depth += 1
-            del layer  # before the next one is loaded
+            del layer  # frees its memory before the next one is loaded
         kept[depth] = streams
         for number, some in enumerate(passes):
             hidden = self._whole.leaving(streams[number].to(weights.norm.device)).cpu()

@@ -15,7 +15,8 @@ from perilune.model.varlen import WholeTexts, grids
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Of concatenated rows, N tokens: aux [N, A D] at the drafter's layers, hidden [N, D] after the final norm."""
+    """The target's hidden states of concatenated rows, N tokens: aux [N, A D] at the drafter's A layers, hidden [N, D]
+    after the final norm."""
 
     aux: Tensor
     hidden: Tensor
@@ -48,7 +49,7 @@ class Capture:
 
     @torch.no_grad()  # not inference_mode: what it returns enters the drafter's graph
     def __call__(self, texts: Sequence[Sequence[int]]) -> Captured:
-        """Runs them all, in as many steps as the pages need. A text must fit them by itself."""
+        """Runs the target over all texts, in as many steps as the pages require. Each text must fit the pages."""
         parts: list[tuple[Tensor, Tensor]] = []
         left = list(texts)
         while left:

@@ -1,7 +1,8 @@
 """Makes training rows of the target's answers to prompts: half of them greedy, half at temperature 1.
 
 If a generator knows the answer, `Forced` makes greedy rows faster: the target reads prompt and expected answer in one
-pass. As long as its likeliest token is the expected one, greedy decoding would give the same tokens.
+pass. Up to the first token at which its likeliest token differs from the expected one, greedy decoding would give the
+same tokens.
 """
 
 import hashlib
@@ -25,19 +26,19 @@ from perilune.engine.llm import LLM
 
 JOB = 256  # prompts that a worker makes at a time
 LOGIT_ROWS = 8192  # rows of logits computed at a time. Larger: more memory
-LEAST_ANSWER = 3  # tokens: no chain begins in a shorter answer
+LEAST_ANSWER = 3  # least tokens of an answer in which a chain can begin
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much to collect. No shard is begun after `minutes`; 0: no limit."""
+    """How much to collect. After `minutes` no further shard is begun; 0: no limit."""
 
     rows: int
     shard_rows: int
     max_tokens: int
     seed: int
     minutes: float = 0.0
-    workers: int = 0  # processes that make prompts; 0: this one
+    workers: int = 0  # other processes that make prompts; 0: this one makes them
     forced: bool = False
 
 
@@ -87,7 +88,8 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The expected answers, each cut after the first token in which the target differs: the target's token ends it."""
+    """The expected answers, each up to the first token that the target would not have chosen; the target's token there
+    ends the answer."""
 
     capture: Capture
     plan: Plan
@@ -125,7 +127,7 @@ class Forced:
 def collect(
     answers: Answers, source: Source, plan: Plan, corpus: Corpus, *, done: Callable[[Shard], None] = lambda shard: None
 ) -> None:
-    """Adds the shards that `corpus` lacks; a shard is a function of its number, so a killed run can be repeated."""
+    """Adds the shards that `corpus` lacks. A shard depends only on its number, so a killed run can be continued."""
     began = time.monotonic()
     limit = source.limit()
     rows = plan.rows if limit is None else min(plan.rows, limit)
@@ -151,7 +153,7 @@ def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Itera
         for start, count in shards:
             yield source.prompts(start, count)
         return
-    # Not forked: this process has threads, and perhaps a GPU.
+    # Spawned, not forked: this process has threads, and perhaps uses CUDA.
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     jobs = itertools.chain.from_iterable(
         [(at, min(JOB, start + count - at)) for at in range(start, start + count, JOB)] for start, count in shards

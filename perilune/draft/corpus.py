@@ -26,8 +26,8 @@ ABOUT = "corpus.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ids[given:]` is the target's answer to `ids[:given]`, sampled greedily or at temperature 1. In a mined window,
-    `ids[:given]` includes the beginning of the answer. `weight`: of each of its chains in the loss."""
+    """`ids[given:]` is the target's answer to `ids[:given]`, greedy or at temperature 1. In a mined window,
+    `ids[:given]` includes the beginning of the answer. `weight` is that of each of its chains in the loss."""
 
     ids: tuple[int, ...]
     given: int
@@ -46,7 +46,7 @@ class Shard:
 
 
 class Corpus:
-    """Opened for writing if `about`, which identifies it, is given; else for reading."""
+    """A corpus in a directory: opened for writing if `about`, which identifies it, is given; else for reading."""
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
         self.directory = directory

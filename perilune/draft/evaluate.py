@@ -1,4 +1,4 @@
-"""Acceptance of a drafter on texts that the target has written: runs the drafter of serving against known tokens.
+"""Acceptance of a drafter on texts that the target has written: runs serving's drafter against the known tokens.
 
 Serving samples the same text whatever is drafted, at any temperature (speculation/acceptance.py). So comparing drafts
 with a text that the target has sampled gives the acceptance of serving. Each cycle drafts after the last accepted
@@ -28,8 +28,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class Tally:
-    """Numbers of cycles and of their tokens; by position in the chain, how many drafts were compared with the text
-    (`asked`; those after a wrong draft are not) and how many of these were right (`stood`)."""
+    """Numbers of cycles and of their tokens. By position in the chain: drafts that were compared with the text
+    (`asked`; drafts after a wrong one are not compared), and those of them that were right (`stood`)."""
 
     cycles: int = 0
     tokens: int = 0
@@ -91,7 +91,7 @@ def walk(
 
 
 class _Walk:
-    """Walks along some rows at once, each at its own position."""
+    """Cycles of several rows at once, each row at its own position."""
 
     def __init__(self, drafter: Drafter, capture: Capture, rows: Sequence[Row], length: int, block_size: int) -> None:
         self._drafter, self._rows, self._length, self._block_size = drafter, rows, length, block_size
@@ -154,7 +154,7 @@ class _Walk:
 
 
 def walk_lookup(rows: Sequence[Row], length: int) -> list[Tally]:
-    """The same for `lookup`, which needs no model."""
+    """As `walk`, for drafts of `lookup`, which needs no model."""
     tallies = []
     for row in rows:
         tally, end = Tally(), row.given
@@ -165,9 +165,10 @@ def walk_lookup(rows: Sequence[Row], length: int) -> list[Tally]:
 
 
 def lookup(ids: Sequence[int], length: int) -> tuple[int, ...]:
-    """The tokens after an earlier occurrence of the end of `ids`: of the longest match, the latest of these."""
+    """Up to `length` tokens that follow an earlier occurrence of the end of `ids`: after the longest match, and of
+    equally long ones after the latest."""
     last, best, found, at = len(ids) - 1, SHORTEST_MATCH, -1, -1
-    with contextlib.suppress(ValueError):  # `index` raises it after the last occurrence
+    with contextlib.suppress(ValueError):  # `index` raises ValueError after the last occurrence
         while True:
             at = ids.index(ids[last], at + 1, last)
             size = 1
@@ -179,7 +180,7 @@ def lookup(ids: Sequence[int], length: int) -> tuple[int, ...]:
 
 
 def summed(tallies: Sequence[Tally]) -> Tally:
-    """All cycles together, so that a long text counts as much as its cycles."""
+    """The sum of tallies: every cycle counts alike, so that long texts count more."""
     total = Tally()
     for tally in tallies:
         total.cycles += tally.cycles

@@ -1,4 +1,5 @@
-"""A draft's checkpoint, as other engines also read it: `midlayer.*`, fc, norms, and if there are lm_head, d2t, t2d."""
+"""A draft's checkpoint with the names that other engines read, too: `midlayer.*`, fc, norms; lm_head, d2t and t2d if
+the draft has them."""
 
 from collections.abc import Mapping
 from pathlib import Path

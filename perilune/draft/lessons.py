@@ -27,7 +27,7 @@ class HiddenStates(Protocol):
 class Lessons:
     """Batches of about `chains` chains; of each batch, part `part` of `parts`.
 
-    If there are `windows`, `window_share` of a batch's chains are of windows, which are repeated as often as needed.
+    If there are mined `windows`, they make up `window_share` of a batch's chains, and are repeated as often as needed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Lessons:
                     members.append(next(more))
                     count += _chains(members[-1])
         for members in self._members:
-            members.sort(key=lambda row: len(row.ids))  # padded less
+            members.sort(key=lambda row: len(row.ids))  # less padding
             # Every part needs a row: add copies of weight 0.
             members += [replace(members[-1], weight=0.0)] * (parts - len(members))
         self._states, self._device = states, device

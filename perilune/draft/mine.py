@@ -2,8 +2,8 @@
 
 A chain begins at every token of an answer. Its loss (`Scored.lost`) is the number of accepted tokens of a drafter that
 always drafts the target's likeliest token, minus that of this drafter. Neighbouring chains with a loss form a window:
-everything before it, the beginning of the answer included, is its context, and only its own tokens are taught. Pure
-numbers: no tensors here.
+everything before it, the beginning of the answer included, is its context, and only its own tokens are taught. No torch
+here.
 """
 
 import math
@@ -16,7 +16,7 @@ from perilune.draft.collect import LEAST_ANSWER
 from perilune.draft.corpus import Row
 from perilune.speculation.rejection_log import Record
 
-GAP = 4  # distance of two neighbouring losing chains in one window, at most. Larger: fewer, longer windows
+GAP = 4  # largest distance of neighbouring chains with a loss in one window. Larger: fewer, longer windows
 LIGHTEST, HEAVIEST = 0.25, 4.0  # bounds of a window's weight. Wider: few windows dominate the loss
 
 
@@ -33,7 +33,7 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class Window:
     row: Row  # `given` counts the context; `family` is the domain
-    lost: float  # tokens, by all its chains
+    lost: float  # accepted tokens lost by all its chains together
 
     @property
     def taught(self) -> int:
@@ -43,8 +43,8 @@ class Window:
 
 @dataclass(slots=True)
 class Domain:
-    """A line of the summary: numbers of `answers`, of chains (`text`), of scored chains (`chains`), of tokens that they
-    `lost`, and of `windows`. `share`: wanted share of all taught tokens. Of its windows, `kept` were chosen, with
+    """A line of the summary: numbers of `answers`, all chains (`text`), scored chains (`chains`), tokens that these
+    `lost`, and `windows`. `share`: wanted share of all taught tokens. `kept` of its windows were chosen; they have
     `taught` tokens in all and mean `weight`."""
 
     name: str
@@ -72,7 +72,7 @@ class Rule:
     after    chain steps that training unrolls: as many tokens follow a window's last losing chain
     focus    a domain's share grows with this power of its loss per chain
     balance  0: a domain's share also grows with its part of the text; 1: it does not, so rare domains count as much
-    guard    share of the taught tokens that is divided in proportion to the text, whatever is lost, against forgetting
+    guard    share of the taught tokens that is divided in proportion to the text alone, against forgetting
     """
 
     tokens: int
@@ -153,7 +153,7 @@ def _share(domains: Sequence[Domain], rule: Rule) -> None:
 
 def _draw(pool: Sequence[Window], wanted: float, rng: Random) -> list[Window]:
     """Windows with `wanted` taught tokens or a few more, sampled without replacement in proportion to their loss."""
-    # Equivalent: sort by exponentially distributed times with the losses as rates.
+    # Equivalent to such sampling: sort by exponentially distributed random times, with the losses as rates.
     ranked = sorted(pool, key=lambda w: -math.log(1.0 - rng.random()) / w.lost)
     kept: list[Window] = []
     taught = 0
@@ -176,7 +176,8 @@ def _weigh(windows: Sequence[Window], level: float) -> list[Window]:
 
 
 def of_records(records: Sequence[Record]) -> list[Scored]:
-    """Scores of a server's log: a rejection loses the drafts that were not accepted; other chains are unknown."""
+    """Scores from a server's log of rejections: a rejection loses its drafts that were not accepted; the loss of other
+    chains is unknown (None)."""
     found = []
     for record in records:
         row = Row(record.ids, record.given, 0, record.greedy)

@@ -1,4 +1,4 @@
-"""Domains for texts without labels: groups of texts with similar tokens. Pure numbers: no tensors here.
+"""Domains for texts without labels: groups of texts with similar tokens. No torch here.
 
 A text's vector has the square roots of its token counts times the tokens' inverse document frequencies, summed into
 FEATURES buckets by a hash, with length 1. Groups are by spherical k-means from k-means++ centres, the best of STARTS.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 FEATURES = 512
 STARTS, ROUNDS = 8, 20
-TELLING = 3  # tokens that name a group
+NAME_TOKENS = 3  # tokens in a group's name
 
 
 def group(texts: Sequence[Sequence[int]], count: int, *, seed: int = 0) -> list[int]:
@@ -41,7 +41,7 @@ def names(texts: Sequence[Sequence[int]], groups: Sequence[int], spell: Callable
             elsewhere = (everywhere[token] - own[token]) / max(len(texts) - size, 1)
             return own[token] / size - elsewhere
 
-        best = sorted(own, key=lambda token: (-telling(token), token))[:TELLING]
+        best = sorted(own, key=lambda token: (-telling(token), token))[:NAME_TOKENS]
         found.append(f"{number}: " + " ".join(spell(token).strip() or "_" for token in best))
     return found
 
@@ -51,7 +51,7 @@ def _vectors(texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     vectors = np.zeros((len(texts), FEATURES))
     for row, text in zip(vectors, texts):
         for token, times in Counter(text).items():
-            # The upper bits of a product: neighbouring ids shall not be neighbouring features.
+            # Multiplicative hash: neighbouring ids get unrelated features.
             row[token * 2654435761 % 2**32 * FEATURES >> 32] += math.sqrt(times) * math.log(
                 len(texts) / having[token] + 0.01
             )
@@ -68,7 +68,7 @@ def _means(vectors: NDArray[np.float64], count: int, rng: np.random.Generator) -
             break
         member = nearest
         for i in range(count):
-            if (member == i).any():  # a centre that lost all its texts stays where it was
+            if (member == i).any():  # a centre without texts stays where it is
                 centres[i] = _unit(vectors[member == i].sum(0, keepdims=True))[0]
     return float((vectors @ centres.T).max(1).sum()), member.tolist()
 

@@ -49,12 +49,12 @@ def score(
 ) -> list[tuple[float, ...]]:
     """For each row, the losses of its chains of `length`, as mine.Scored.lost; () if an answer is too short.
 
-    A chain loses the text's first tokens that are the target's likeliest, less those that the draft gets right, at
-    least 0: what a draft gets right beyond them at temperature 1 is chance.
+    A chain's loss is the number of leading tokens of the text that are the target's likeliest, minus the number that
+    the draft gets right, at least 0: if at temperature 1 the draft gets more right than that, it is by chance.
     """
     found: list[tuple[float, ...]] = [()] * len(rows)
     usable = [i for i, row in enumerate(rows) if row.given and len(row.ids) - row.given >= LEAST_ANSWER]
-    usable.sort(key=lambda i: len(rows[i].ids))  # padded less
+    usable.sort(key=lambda i: len(rows[i].ids))  # less padding
     for numbers in _parts(usable, rows, capture, chains):
         some = [rows[i] for i in numbers]
         lost = _lost(trainee, capture, some, length).tolist()
@@ -68,7 +68,7 @@ def score(
 
 
 def _parts(usable: Sequence[int], rows: Sequence[Row], capture: Capture, chains: int) -> Iterator[list[int]]:
-    """As many rows at a time as have about `chains` chains and fit one capture."""
+    """Parts of `usable`: each has about `chains` chains and fits one capture."""
     begin = 0
     while begin < len(usable):
         fit = capture.rows_that_fit([len(rows[i].ids) for i in usable[begin : begin + chains]])

@@ -1,7 +1,7 @@
 """Muon for matrices, AdamW for norms and heads; whole parameters or FSDP2's shards of them.
 
-Muon orthogonalises whole matrices. If they are sharded, each rank does so for some of them: it gathers their momenta
-from all ranks and broadcasts the updates.
+Muon orthogonalises whole matrices. If they are sharded, each rank takes some of them: it gathers their momenta from all
+ranks, orthogonalises them and broadcasts the updates.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from perilune.model.names import DRAFT_HEAD
 
-HEAD_RATE: Final = 0.1  # a head's learning rate over that of the rest: it begins as the target's own rows
+HEAD_RATE: Final = 0.1  # ratio of a head's learning rate to that of the rest; lower, because it begins as the target's
 MOMENTUM: Final = 0.95
 STEPS: Final = 5  # of the Newton-Schulz iteration
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # of its quintic; Jordan 2024
 
 
 class Muon:
-    """Momentum that is orthogonalised, scaled so that its mean square is that of AdamW's updates (arXiv 2502.16982)."""
+    """Muon: updates are orthogonalised momenta, scaled to the mean square of AdamW's updates (arXiv 2502.16982)."""
 
     def __init__(self, parameters: Mapping[str, Tensor], weight_decay: float) -> None:
         self.parameters = dict(parameters)
@@ -45,7 +45,7 @@ class Muon:
             p.add_(turned, alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
 
     def _shared(self, updates: Mapping[str, DTensor]) -> dict[str, Tensor]:
-        # All are gathered before any is broadcast, so that ranks work at the same time.
+        # Gather all before broadcasting any, so that ranks orthogonalise at the same time.
         rank, mine = dist.get_rank(), {}
         for name, update in updates.items():
             whole = update.full_tensor()
@@ -105,7 +105,7 @@ def _work(p: Tensor) -> float:
 
 
 class Optimizer:
-    """Of parameters by name. `rate` is the argument of `step`; a head's is HEAD_RATE of it."""
+    """Muon or AdamW for each named parameter. The learning rate is `step`'s `rate`, for a head HEAD_RATE times that."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, weight_decay: float) -> None:
         matrices = {name: p for name, p in parameters.items() if p.dim() > 1 and name != DRAFT_HEAD}
@@ -129,7 +129,7 @@ class Optimizer:
             p.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor it remembers, as "NAME:KEY"."""
+        """All tensors of the optimiser's state, as "NAME:KEY"."""
         found = {f"{name}:momentum": m for name, m in self._muon.momenta.items()}
         for i, values in self._adam.state_dict()["state"].items():
             found |= {f"{self._names[i]}:{key}": value for key, value in values.items()}
@@ -137,7 +137,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """From tensors of `state`, unsharded, also if parameters are sharded."""
+        """Restores the tensors of `state`. They are unsharded, whether or not parameters are sharded."""
         adam: dict[int, dict[str, Any]] = {}
         for key, value in state.items():
             name, _, field = key.rpartition(":")

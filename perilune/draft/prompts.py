@@ -35,7 +35,7 @@ class Prompt:
 class Problems:
     """Problems as kimi-nano was trained on: the training split only, thinking on and off, tools declared.
 
-    `weights` are relative shares of the tokens, of families for which they differ from that training.
+    `weights`: (family, relative share of the tokens), for families with another share than in that training.
     """
 
     model: Path
@@ -105,7 +105,7 @@ class Chats:
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """Prompts of `domains` in turn, for models that know the world (draft.topics)."""
+    """Prompts of `domains` in turn, for models with general knowledge (draft.topics)."""
 
     model: Path
     seed: int

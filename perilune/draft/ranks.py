@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn as start
 
-PATIENCE = timedelta(minutes=10)  # a rank may load the target, or compile, while others wait
+PATIENCE = timedelta(minutes=10)  # timeout of collectives: one rank may load the target or compile while others wait
 
 
 def rank() -> int:
@@ -29,7 +29,7 @@ def count() -> int:
 
 def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
     """Runs task(*given) in `processes` new processes of this machine, which form a group; raises the error of one."""
-    # They find each other through a file: a port that is free now may be taken when they have imported torch.
+    # They meet through a file, because a port that is free now may be taken once they have imported torch.
     with tempfile.TemporaryDirectory(prefix="perilune-draft-") as folder:
         start(_member, (processes, f"file://{folder}/meeting", task, given), nprocs=processes)
 
@@ -37,7 +37,7 @@ def spawn(processes: int, task: Callable[..., None], *given: Any) -> None:
 def _member(own: int, processes: int, meeting: str, task: Callable[..., None], given: tuple[Any, ...]) -> None:
     with group(own, processes, meeting):
         task(*given)
-    # Skip the interpreter's shutdown: a thread of torch that takes the interpreter's lock then aborts the process.
+    # Skip the interpreter's shutdown, in which a thread of torch that takes the GIL would abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -62,7 +62,7 @@ def launched() -> bool:
 
 
 def shard(module: nn.Module, method: str, device: torch.device) -> None:
-    """Leaves each rank its part of the parameters; calls of `method` gather them."""
+    """Shards the parameters over ranks; calls of `method` gather them."""
     fully_shard(module, mesh=init_device_mesh(device.type, (count(),)))
     register_fsdp_forward_method(module, method)
 

@@ -23,7 +23,7 @@ from perilune.text.chat import template_for
 SPLITS = ("heldout", "structural")  # sampled as in training; words, stories and layouts that training never had
 TEMPERATURES = (0.0, 1.0)
 DRAFTERS = ("eagle3", "lookup")
-AT_ONCE = 256  # texts
+AT_ONCE = 256  # texts evaluated together
 
 
 def evaluated() -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _records(rows: Sequence[Row], tallies: Sequence[Tally], about: dict[str, Any
 
 
 def questions(rows: Sequence[Row], count: int, *, max_tokens: int, ends: Iterable[int]) -> list[speed.Question]:
-    """`count` prompts of each family of `rows`, half of them of its end (without thinking), for the engine."""
+    """`count` prompts of each family of `rows`, half of them from the end of its rows (without thinking)."""
     chosen: list[speed.Question] = []
     for family in sorted({row.family for row in rows}):
         own = [row for row in rows if row.family == family]
@@ -113,7 +113,7 @@ def questions(rows: Sequence[Row], count: int, *, max_tokens: int, ends: Iterabl
 
 def table(records: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]] = ()) -> Table:
     """A line per split and family; columns: tokens per verify step by temperature, drafter and chain length, the shares
-    accepted by position of the longest chain, and the speed-up over no drafts by way and users."""
+    accepted by position in the longest chain, and the speed-up over no drafts by way of drafting and users."""
     kinds = [
         (t, name, length)
         for t in dict.fromkeys(r["temperature"] for r in records)

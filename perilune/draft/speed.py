@@ -26,7 +26,7 @@ class Way:
 
 
 def ways(length: int) -> tuple[Way, ...]:
-    """Without drafts, with n-grams alone, with the drafter's chains of `length`, and with both as pays."""
+    """The compared ways: no drafts; n-grams; the drafter's chains of `length`; both, with as many drafts as pay."""
     return (
         Way(OFF, "off", None),
         Way("n-gram", "suffix", None),
@@ -61,7 +61,7 @@ def measure(
     own = Engine(model, build(EngineConfig, config))
     try:
         chosen = ways(length)
-        for way in chosen:  # warm-up; on a GPU it captures the graphs
+        for way in chosen:  # warms up; on a GPU, captures the graphs
             own.use_drafts(way.source, way.tokens, shared=True)
             for most in users:
                 _play(own, questions[:: max(len(questions) // 16, 1)], most)
@@ -71,7 +71,7 @@ def measure(
         different = dict(tokens)
         for number in range(rounds):
             for most in users:
-                # Rotate the order, so that no way always follows the same one. Its statistics last for all families.
+                # Rotate the order, so that no way always follows the same one. Statistics are kept over families.
                 for i in range(len(chosen)):
                     way = chosen[(i + number) % len(chosen)]
                     own.use_drafts(way.source, way.tokens, shared=True)

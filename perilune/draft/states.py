@@ -48,7 +48,7 @@ def token_bytes(rows: Sequence[Row], aux: int, width: int) -> int:
 
 
 class States:
-    """Opened for writing if `about`, which identifies it, is given; else for reading. Rows: the corpora's, in order."""
+    """Opened for writing if `about`, which identifies it, is given; else for reading. Has the corpora's first rows."""
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
         self.directory = directory
@@ -93,7 +93,7 @@ class States:
         return shard
 
     def serve(self, rows: Sequence[Row], like: Tensor) -> list[Row]:
-        """Sets `rows`, those of the corpora, for `taught`, and type and device of its results, those of `like`. Returns
+        """Prepares `taught`: `rows` are those of the corpora; its results get the dtype and device of `like`. Returns
         the rows that have states."""
         found = list(rows[: self.rows])
         places = [(s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows)]
@@ -146,15 +146,15 @@ def capture(
     at_once: int = 1,
     done: Callable[[Shard], None] = lambda shard: None,
 ) -> None:
-    """Adds the states of the rows that `states` lacks, as long as all together stay within `most_bytes`; the target
-    computes `at_once` shards at a time."""
+    """Adds states of the rows that `states` lacks, until they would exceed `most_bytes` in all; the target computes
+    `at_once` shards at a time."""
     width = target.model.config.hidden_size
     waiting = _shards(rows[states.rows :], shard_tokens)
     while some := list(itertools.islice(waiting, at_once)):
         sizes = [token_bytes(own, len(target.aux_layers), width) for own in some]
         fit = [own for own, after in zip(some, itertools.accumulate(sizes)) if states.nbytes + after <= most_bytes]
         for own, size, found in zip(fit, sizes, target.each(fit)):
-            if states.nbytes + size > most_bytes:  # files also have headers, which `fit` did not count
+            if states.nbytes + size > most_bytes:  # `fit` did not count the files' headers
                 return
             done(states.add(own, found))
         if len(fit) < len(some):

@@ -1,6 +1,6 @@
-"""Prompts for models that know the world: code, science, other languages, tools and reasoning, made from parts.
+"""Prompts for models with general knowledge: code, science, other languages, tools and reasoning, made from parts.
 
-The answers are not known: the target's own are what a drafter learns. Every prompt is a function of its random numbers;
+They have no expected answers: a drafter learns the target's own. Every prompt is a function of its random numbers;
 each domain has tens of thousands of them or more, some with a system prompt, an earlier turn, or thinking off.
 """
 
@@ -253,8 +253,8 @@ LATER_SHARE: Final = 0.15
 def ask(domain: str, rng: Random) -> tuple[list[Message], tuple[Mapping[str, Any], ...], bool]:
     """(messages, tools, thinking) of a prompt of one of DOMAINS.
 
-    Some come after another question, with an answer that says only that there was one: the target's own is not known
-    when prompts are made.
+    Some follow an earlier question. Its answer is a placeholder, because the target's own is not known when prompts are
+    made.
     """
     text, tools = DOMAINS[domain](rng)
     messages: list[Message] = [{"role": "user", "content": text}]

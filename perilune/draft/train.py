@@ -1,9 +1,9 @@
 """Trains an EAGLE-3 draft on corpora of the target's answers, in one process or, sharded, in several (draft.ranks).
 
 The target runs over each batch for its hidden states (online capture); what fits `keep_gb` is kept for later epochs.
-Batches are fixed; the seed gives each epoch an order of its own. So with a schedule in steps a run is a function of its
-options and of the number of processes, and a run that was stopped and resumed ends with the same bits on the same
-device. The saved state is unsharded, so any number of processes can resume it.
+Batches are fixed; the seed gives each epoch an order of its own. So with a schedule in steps, a run depends only on its
+options and the number of processes, and one that was stopped and resumed ends with the same bits on the same device.
+The saved state is unsharded, so any number of processes can resume it.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ from perilune.model.names import DRAFT_HEAD
 
 STATE = "state.safetensors"
 LOG = "log.jsonl"
-WARMUP, FALL = 50, 0.5  # steps; share of the schedule in which the learning rate falls to zero
+WARMUP, FALL = 50, 0.5  # steps of warm-up; last share of the schedule, in which the learning rate falls to zero
 CLIP = 1.0
-SPOKEN = 20  # steps between lines of the log, at which a run may also be saved
+LOG_STEPS = 20  # steps between lines of the log, at which a run may also be saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`steps` > 0 is the schedule's length, else it takes `minutes`."""
+    """`steps` > 0 is the length of the schedule; 0: it takes `minutes`."""
 
     steps: int = 0
     minutes: float = 2.0
@@ -103,13 +103,13 @@ def train(
 ) -> Trainee:
     """Trains to the end of the schedule, going on from `out` if it holds an unfinished run.
 
-    A vocabulary smaller than the target's has the most frequent tokens of the corpora. In a group of processes every
-    one calls this, with the model on a device of its own.
+    A draft vocabulary smaller than the target's has the most frequent tokens of the corpora. In a group of processes,
+    each calls this with the model on its own device.
 
-    windows     mined windows, taught besides the corpora (Options.window_share)
+    windows     mined windows, taught in addition to the corpora (Options.window_share)
     start       the checkpoint that training begins with; default: random weights
     own_head    learn a head; implied by a smaller vocabulary and by a start that has one
-    states      of the corpora, captured before: then only the model's embedding, norm and head are used
+    states      hidden states of the corpora, captured before: then only the model's embedding, norm and head are used
     stop_after  save and return after this many steps of this call (0: at the end)
     on_record   is called with every record of the log
     """
@@ -197,9 +197,9 @@ def train(
         progress.step += 1
         losses.append(lesson.loss.detach())
         agreements.append(lesson.agreement)
-        if progress.step % SPOKEN == 0:
+        if progress.step % LOG_STEPS == 0:
             means = ranks.mean(torch.cat([torch.stack(losses).mean()[None], torch.stack(agreements).mean(0)]))
-            loss, *agreement = means.tolist()  # waits for the device, so the time below is true
+            loss, *agreement = means.tolist()  # waits for the device, so that the time below includes the step
             now = time.monotonic()
             log(
                 "step", step=progress.step, epoch=round(progress.step / len(lessons), 2), loss=round(loss, 4),

@@ -3,7 +3,7 @@
 Training-time test: as in serving, only the first drafted token comes from the target's features; the steps after it get
 the draft's own states. Step j of the chain that begins at position t reads token t + j (the true one), attends to the
 first steps' keys up to t and to its own chain's keys, and learns the target's distribution of token t + j + 1.
-All chains of all rows run at once; only positions with a next token of the target's own begin one.
+All chains of all rows run at once. A chain begins at every position before a token of the target's answer.
 
 Letters: N tokens of a batch's rows, M chains, H heads, D hidden, J steps, V and W tokens of the target's and the
 draft's vocabulary.
@@ -50,20 +50,21 @@ class ChainStep:
 
 class Lesson(NamedTuple):
     """loss: weighted mean over chains and steps; agreement [J]: by step, the share of chains that draft the target's
-    likeliest token. Both of this part of the batch, scaled: the mean over all parts is that of the whole batch."""
+    likeliest token. Both are of this part of the batch, scaled: their mean over all parts is that of the batch."""
 
     loss: Tensor
     agreement: Tensor
 
 
 class Trainee(nn.Module):
-    """Its parameters are float32, by their names in a checkpoint; `embed` and `head` [V, D] are the target's, fixed.
+    """The draft model in training. Parameters are float32, with their names in a checkpoint; `embed` and `head` [V, D]
+    are the target's and fixed.
 
-    They begin as those of the checkpoint `start`, or at random; a head of its own as the target's.
+    Parameters begin as in the checkpoint `start`, or at random; a head of the draft's own begins as the target's.
 
     vocabulary  the target's ids of the draft's tokens, ascending, if it has fewer
     own_head    whether it learns a head, as it must with fewer tokens
-    recompute   keep neither attention nor logits for the backward pass, but compute them twice: slower, far less memory
+    recompute   compute attention and logits again in the backward pass: slower, but far less memory
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Trainee(nn.Module):
     @torch.no_grad()
     def settle(self, squares: Sequence[float]) -> None:
         """Scales `fc` so that features begin with a mean square of about 1, given the mean squares of the aux states.
-        Without norms before `fc` they would begin as large as the target's stream, beside which the draft's own
-        contributions are negligible."""
+        Without norms before `fc`, they would be as large as the target's residual stream, and the draft's own
+        contributions negligible."""
         if not self.config.fc_norm and not self.config.norm_before_fc:
             for columns, square in zip(self.get_parameter(*self._names["fc"]).chunk(self.config.num_aux, -1), squares):
                 columns.mul_((square + self.config.rms_norm_eps) ** -0.5)
@@ -122,7 +123,7 @@ class Trainee(nn.Module):
             truth = F.linear(hidden, self.head).float().softmax(-1)
             likeliest = truth.argmax(-1)
             if self.vocabulary is not None:
-                # Not renormalised: a token outside the draft's vocabulary is always lost, and counts for less.
+                # Not renormalised: where much probability is outside the draft's vocabulary, the loss counts less.
                 truth = truth.index_select(-1, self.vocabulary)
         losses, agreements = [], []
         for j, step in enumerate(self.unrolled(batch, aux, steps)):
@@ -164,7 +165,7 @@ class Trainee(nn.Module):
         state = features.index_select(0, batch.begin)
         head = p.get(DRAFT_HEAD, self.head)
         for j in range(steps):
-            # Chains near a row's end have no step j: they are computed and count nothing.
+            # Chains near a row's end have no step j: it is computed all the same, with weight 0.
             token = (batch.begin + j + 1).minimum(batch.last)
             valid = (batch.begin + j + 2 <= batch.last).float()
             positions = batch.positions[batch.begin] + j
@@ -184,7 +185,7 @@ class Trainee(nn.Module):
             yield ChainStep(token, valid, normed, head)
 
     def _linear(self, x: Tensor, field: str, part: int = 0) -> Tensor:
-        """The linear layer `part` of those that share a field."""
+        """Applies the linear layer number `part` of those stored under one field."""
         return F.linear(x, self._now[self._names[field][part]])
 
     def _norm(self, x: Tensor, field: str, part: int = 0) -> Tensor:
@@ -236,13 +237,13 @@ class Trainee(nn.Module):
         return cos, sin
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates neighbouring pairs."""
+        """Rotary embedding of neighbouring pairs (interleaved)."""
         cos, sin = self._turn(positions)
         even, odd = x[..., 0::2].float(), x[..., 1::2].float()
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
     def _half_rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates pairs half a head apart."""
+        """Rotary embedding of pairs half a head apart."""
         cos, sin = self._turn(positions)
         low, high = x.float().chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
@@ -293,7 +294,7 @@ def _mixed(
 
 
 def _place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Registers it under its dotted name, in modules made on the way."""
+    """Registers a parameter under its dotted name; makes the modules on the path to it."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:

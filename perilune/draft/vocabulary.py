@@ -22,7 +22,7 @@ def most_frequent(rows: Iterable[Row], size: int, vocabulary: int) -> tuple[int,
 
 
 def mapping(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    """As in a checkpoint: d2t int64 [draft] (target id less draft id) and t2d bool [vocabulary], from ascending ids."""
+    """A checkpoint's d2t int64 [draft] (target id minus draft id) and t2d bool [vocabulary]; `ids` ascend."""
     ids = ids.cpu()
     return {
         "d2t": ids - torch.arange(len(ids)),
