@@ -1,13 +1,13 @@
 """Measures the inputs of experts in a short run over text, for NVFP4: scales of activations, and weights of errors.
 
-scales  the largest input of a layer's experts, by projection, becomes ModelOpt's input_scale. All experts of a layer
-        share it, so that experts without tokens have one, too.
-often   the mean square of each input, by which an error of its weights adds to the output. The search for block scales
-        weights squared errors with it: one set for gate and up of a layer, one for down of each expert, which has
-        inputs of its own. Stored as 1 to 15, relative to the largest in a block of 16; equal for an expert without
-        tokens.
+scales  the largest absolute input of a layer's experts, by projection, gives ModelOpt's input_scale. All experts of a
+        layer share it, also those that got no token.
+often   the mean square of each input: an error of its weights changes the output in proportion. The search for block
+        scales weights squared errors by it. There is one set for gate and up of a layer, and one for down of each
+        expert, which has inputs of its own. Stored as 1 to 15, relative to the largest in a block of 16; all equal for
+        an expert that got no token.
 
-The numbers are kept beside the result: a conversion that is stopped and repeated uses the same ones.
+The numbers are kept beside the result, so that a conversion that is stopped and continued uses the same ones.
 """
 
 import io
@@ -36,7 +36,7 @@ from perilune.model import names
 from perilune.ops.quantize.nvfp4_from_int4 import OFTEN
 
 PROJECTIONS = ("gate_up", "down")
-PRIOR = 64  # pseudo-tokens with equal inputs. Larger: more equal weights where an expert got few tokens
+PRIOR = 64  # pseudo-tokens with equal inputs. Larger: more equal weights for experts that got few tokens
 
 Maxima = Mapping[str, Mapping[str, float]]  # by "model.layers.3.mlp.experts" and projection
 
@@ -49,7 +49,7 @@ class Measured:
     often: Mapping[str, Tensor]
 
     def inputs(self) -> Inputs:
-        """The Inputs, without scales of layers with no input but 0."""
+        """The Inputs. Layers with inputs of 0 only get no scale."""
         scales = {
             (layer, projection): largest / (MAX * SCALE_MAX)
             for layer, each in self.maxima.items()
@@ -118,7 +118,7 @@ def measure(source: Path, texts: Texts, device: torch.device) -> Measured:
 
 @dataclass(slots=True)
 class _Sums:
-    """Over all experts of one layer: inputs of gate and up; `largest` by projection."""
+    """Sums over all experts of one layer: squares of the inputs of gate and up; `largest` inputs by projection."""
 
     tokens: int = 0
     squares: Tensor | None = None
@@ -149,7 +149,7 @@ class _Watch:
 
 
 def shares(squares: Tensor, tokens: int) -> Tensor:
-    """[i] finite sums of squares over `tokens` tokens -> [i] uint8 on the CPU, 1 to 15, the largest of a block."""
+    """squares [i], finite sums over `tokens` tokens -> [i] uint8 on the CPU, 1 to 15; the largest of a block is 15."""
     mean = squares.mean() / tokens
     blocks = ((squares + PRIOR * mean) / (tokens + PRIOR)).view(-1, NVFP4_GROUP)
     largest = blocks.amax(-1, keepdim=True)

@@ -28,7 +28,7 @@ from perilune.ops.harness.workspace import Workspaces
 
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats with weights q * s
-KEPT_FACTORS = 64  # weight_scale_2 of matrices in work. Larger: more memory; smaller: computed more than once
+KEPT_FACTORS = 64  # cached weight_scale_2 of matrices. Larger: more memory; smaller: some are computed more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Inputs:
     """Measurements of the routed experts' inputs (calibrate.py).
 
     scales  ModelOpt's input_scale by ("model.layers.3.mlp.experts", "gate_up" or "down")
-    often   [i] uint8, 1 to 15: weight of an error at each input relative to others of its block. Of gate and up by
-            "model.layers.3.mlp.experts", of one expert's down by "model.layers.3.mlp.experts.17". Missing: all equal
+    often   [i] uint8, 1 to 15: weight of an error at each input, relative to the other inputs of its block. For gate
+            and up by "model.layers.3.mlp.experts", for one expert's down by "model.layers.3.mlp.experts.17"
     """
 
     scales: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Encoder:
     """Makes jobs. `scales`: the INT4 scales kept beside a bfloat16 source (`sidecar`), if there are some.
 
     devices  where the work is done; each thread takes one of them
-    inputs   may be set until the first job is run; layers without a scale in it keep the source's, or get INPUT_SCALE
+    inputs   may be set until the first job runs; layers without a scale in it keep the source's, or get INPUT_SCALE
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Encoder:
         return sorted(jobs, key=lambda job: job.at)
 
     def sidecar(self) -> list[Job]:
-        """Copies of the INT4 scales, without which bfloat16 weights cannot become the same INT4 again."""
+        """Jobs that copy the INT4 scales, which are needed to convert bfloat16 weights back to the same INT4."""
         if self._target.to != "bf16" or not self._target.sidecar or self.experts != scheme.INT4:
             return []
         scales = (name + SCALE_NAMES for name in self._found.formats if names.EXPERT.fullmatch(name))
@@ -180,7 +180,7 @@ class Encoder:
     def _tail(self, name: str, factor: Tensor) -> tuple[Tensor, ...]:
         inputs = self._input_scale(name)
         if self._target.layout == "compressed-tensors":
-            # A matrix of zeros has block scales of 0, so any number will do here.
+            # A matrix of zeros has block scales of 0, so its global scale does not matter.
             return (torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1), inputs.reciprocal().reshape(1))
         return (factor, inputs)
 
@@ -216,8 +216,8 @@ class Encoder:
         return (name,) if kind == "down" else names.mlp(stem)["gate_up"]
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:
-        """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once: both get equal
-        values."""
+        """weight_scale_2 of these matrices, [] float32 on the CPU. Two threads may compute it at once, with equal
+        results."""
         with self._lock:
             known = self._factors.get(pair)
         if known is not None:
@@ -390,7 +390,7 @@ class Encoder:
 
 
 def _on_host(make: Callable[[slice], Piece], rows: slice) -> Piece:
-    """Makes a piece and copies it from a GPU, on this thread: one thread writes for all."""
+    """Makes a piece and copies it to host memory, on the calling thread, so that the writing thread does not wait."""
     piece = make(rows)
     return replace(piece, rows=piece.rows.cpu(), waiting=tuple(part.cpu() for part in piece.waiting))
 

@@ -10,7 +10,7 @@ NO_LATTICE = 0.01  # share of matching groups below which the weights were never
 
 
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
-    """The levels of weights [o, i] for given scales [o, i / 32], packed; whether they reproduce w as w is stored."""
+    """(packed levels of weights [o, i] for given scales [o, i / 32]; whether they reproduce w exactly in its dtype)."""
     step = scale.float().unsqueeze(-1)
     groups = torch.unflatten(w.float(), -1, (-1, INT4_GROUP))
     q = (groups / torch.where(step == 0, 1.0, step)).round_().clamp_(-8, 7)

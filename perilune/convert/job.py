@@ -36,8 +36,8 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a job's first output, written piece by piece, and of the next ones (`waiting`), written after the
-    last piece; energies of the weights and of the error.
+    """Some rows of a job's outputs: `rows` of the first one, written at once; `waiting` of the others, written at the
+    end. signal, error: sums of squares of the weights and of their error.
     """
 
     rows: Tensor
@@ -48,9 +48,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`outs` are the first output, the waiting ones, and those of `tail`, which is called after the last piece.
+    """`outs`: the first output, the waiting ones, then those that `tail` returns, which is called after the last piece.
 
-    at      (file, offset) of what is read: jobs are best done in this order
+    at      (file, offset) of what is read; in this order, files are read sequentially
     reads   bytes that are read
     linear  the converted layer; None for a copy
     """
@@ -68,7 +68,7 @@ class Job:
 
 
 def row_slices(rows: int, inputs: int) -> list[slice]:
-    """At most PIECE_WEIGHTS each, or ROWS rows."""
+    """Slices that cover all rows: at most PIECE_WEIGHTS weights each, but at least ROWS rows."""
     step = max(PIECE_WEIGHTS // max(inputs, 1) // ROWS, 1) * ROWS
     return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)] or [slice(0, 0)]
 
@@ -95,7 +95,7 @@ def copy(checkpoint: Checkpoint, info: TensorInfo, name: str | None = None, part
 
 
 def in_order(pool: ThreadPoolExecutor, makers: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
-    """The makers' results, in order, with at most `depth` in work or waiting."""
+    """The makers' results, in order, with at most `depth` of them unfinished or not yet taken."""
     waiting: deque[Future[T]] = deque()
     for make in makers:
         waiting.append(pool.submit(make))

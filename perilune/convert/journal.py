@@ -31,7 +31,7 @@ class Done:
 
 
 class Journal:
-    """Open on a directory that exists; locked while open, so that two conversions cannot write to one directory."""
+    """The journal of an existing directory, locked while open: two conversions cannot write to one directory."""
 
     def __init__(self, directory: Path, job: Mapping[str, Any]) -> None:
         self.path = directory / NAME
@@ -84,7 +84,7 @@ class Journal:
         os.fsync(self._handle)
 
     def remove(self) -> None:
-        """Call it when the conversion is complete."""
+        """Deletes the journal; call it when the conversion is complete."""
         self.path.unlink()
 
     def __enter__(self) -> Self:

@@ -49,7 +49,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """losses: (layer, energy, energy of the difference) of layers stored in another way; bytes of both checkpoints."""
+    """losses: (layer, sum of squares, sum of squares of the difference) of layers in different formats; bytes of both
+    checkpoints."""
 
     losses: tuple[tuple[str, float, float], ...]
     source_bytes: int
@@ -62,9 +63,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Of T tokens: divergence [T] float64, KL of the result's next token from the source's in nats; agreed [T] bool,
-    whether both have the same most likely token. layers: energies of the output of each layer's experts or MLP in the
-    source, and of the difference of the result's output for the same input.
+    """For T tokens: divergence [T] float64, KL in nats of the result's next-token distribution from the source's;
+    agreed [T] bool, whether both have the same most likely token. layers, for each layer's experts or MLP: sum of
+    squares of the source's output, and of the difference of the result's output for the same input.
     """
 
     divergence: Tensor
@@ -81,10 +82,10 @@ def measure(
     device: torch.device,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """One flat row but for the lists `worst`, `tensors_db`, `layers_db` and the tables of scores.
+    """A row of plain values, the lists `worst`, `tensors_db` and `layers_db`, and the tables of scores.
 
     texts     what logits and outputs are compared on
-    problems  of each task family; 0 leaves the answers out
+    problems  number of problems of each task family; 0 leaves the answers out
     say       called with a line for each stage
     """
     say("comparing weights")
@@ -174,7 +175,7 @@ def write(row: dict[str, Any], directory: Path) -> None:
 
 
 def plot(row: dict[str, Any]) -> str:
-    """An SVG: SQNR of every changed layer's weights and of every layer's output; scores, the source's in grey."""
+    """An SVG with three panels: SQNR of changed layers' weights; of every layer's output; scores (source in grey)."""
     panels = [
         ("weights, worst first", [[min(db, 100.0) for db in row["tensors_db"]]]),
         ("outputs of layers, first to last", [[min(db, 100.0) for db in row["layers_db"]]]),
@@ -265,7 +266,7 @@ def compare_outputs(
             b.attend(i)
             mine = a.ffn(i, a.x)
             if any(name.startswith(ffn(i)) for name in changed):
-                both = b.ffn(i, torch.cat([a.x, b.x]))  # so that each expert is read once
+                both = b.ffn(i, torch.cat([a.x, b.x]))  # in one call, so that each expert is read once
                 theirs, own = torch.split(both, len(a.x))
                 layers.append((energy(mine), energy(theirs - mine)))
             else:

@@ -1,7 +1,7 @@
 """A checkpoint in another format, written shard by shard in bounded memory, and resumable.
 
-Headers alone decide which bytes go where (`Conversion`). Threads then make pieces of at most 16 M weights, a few ahead
-of the one that is written; a shard is written under a temporary name, synced, renamed and entered in the journal.
+Headers alone decide which bytes go where (`Conversion`). Threads then make pieces of at most 16 M weights, a few of
+them before they can be written; a shard is written under a temporary name, synced, renamed and entered in the journal.
 Small files and the index follow, config.json comes last: until then no loader takes the directory for a checkpoint.
 Every step is deterministic, so a conversion that was killed and repeated has the same bytes as one that was not.
 """
@@ -43,13 +43,13 @@ from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
 from perilune.model.names import ROUTED
 
-CALIBRATION = ("calibration.json", "calibration.npz")  # calibrate.py leaves them there before there is anything else
+CALIBRATION = ("calibration.json", "calibration.npz")  # written by calibrate.py before the conversion begins
 MAX_THREADS = 16
-AHEAD = 2  # pieces that are finished or wait, beyond one in work per thread. Larger: more memory
-VERSION = 4  # of the bytes that are written: a conversion begun by another version is not continued
+AHEAD = 2  # pieces finished or queued, beyond the one that each thread makes. Larger: more memory
+VERSION = 4  # increased when the written bytes change: a conversion begun by another version is not continued
 WORST = 10
 SMALL_FILE = 100_000_000
-# The command's options by the keys in which conversions of one directory may differ.
+# Options that errors name for differing keys of a finished conversion; other keys have their option's name.
 _OPTIONS = {"source": "SRC", "shard_bytes": "--shard-gb", "calibrated": "--calibrate"}
 _OWN = {"config.json", "hf_quant_config.json", RECORD, INDEX}
 _PIECE = 1 << 24
@@ -58,7 +58,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".ms
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`sqnr_db` is 10 log10 of the weights' energy over the error's: of all converted layers, and of the worst."""
+    """`sqnr_db` is 10 log10 of the weights' sum of squares over the error's, over all converted layers; `worst` lists
+    (layer, dB) of the worst ones."""
 
     layers: int
     sqnr_db: float
@@ -101,7 +102,7 @@ class Conversion:
         self._raw = read_object(self.source / "config.json")
         self.config = configuration(self.target, self._raw, self._encoder.experts)
         self.drafter = self._drafter(config)
-        # What is about to be written must be what we can read.
+        # Refuse a target with a configuration that our own loader would not read.
         KimiConfig.from_dict(self.config, hf_quant=hf_quant_config(self.target), where="the result's config.json")
 
     def _drafter(self, config: KimiConfig) -> tuple[Path, ...]:
@@ -113,7 +114,7 @@ class Conversion:
             require_draft(folder, config)
         except CheckpointError as e:
             raise CheckpointError(f"{e}; repair the draft model, or remove {folder}") from e
-        # Of weights only safetensors: other formats can hold code.
+        # Only safetensors, because other formats of weights can contain code.
         return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"))))
 
     def __enter__(self) -> Self:
@@ -275,7 +276,7 @@ class Conversion:
 
     def _write(self, directory: Path, shards: list[Shard], done: Journal, threads: int, advance: Advance) -> None:
         before = torch.get_num_threads()
-        # Threads work on pieces of their own: more threads inside each would only wait for one another.
+        # Parallelism comes from pieces: with more threads inside each piece, they would only wait for one another.
         torch.set_num_threads(max(before // threads, 1))
         pool = ThreadPoolExecutor(threads, "convert", torch.set_grad_enabled, (False,))
         makers = (make for shard in shards for job in shard.jobs for make in job.pieces)
@@ -327,9 +328,8 @@ class Conversion:
             "version": VERSION,
             "source": self.fingerprint,
             "shard_bytes": self._shard_bytes,
-            "device": self._devices[
-                0
-            ].type,  # results of two kinds may differ in last bits, though not from INT4 to NVFP4
+            # CPU and GPU results may differ in last bits, though not from INT4 to NVFP4.
+            "device": self._devices[0].type,
             "inputs": self._encoder.inputs.digest(),
             **dataclasses.asdict(self.target),
         }

@@ -13,14 +13,17 @@ To = Literal["nvfp4", "int4", "int4-compact", "bf16", "fp8-dense"]
 Layout = Literal["modelopt", "compressed-tensors"]
 Recipe = Literal["optimal", "max"]
 Scales = Literal["row", "block"]
-# Inputs up to 672 can be represented; a block of 16 inputs below 0.02 loses precision. A power of two, so exact.
+# Default input_scale: inputs up to 672 can be represented, and blocks of 16 inputs below 0.02 lose precision. It is a
+# power of two, so scaling is exact.
 INPUT_SCALE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """layout, recipe and calibrated (measured scales of activations, not INPUT_SCALE) are for NVFP4, scales for
-    fp8-dense; sidecar: bf16 keeps the INT4 scales beside it.
+    """layout, recipe and calibrated matter for NVFP4, scales for fp8-dense, sidecar for bf16.
+
+    calibrated  scales of activations are measured, not INPUT_SCALE
+    sidecar     keep the INT4 scales beside the bf16 weights
     """
 
     to: To

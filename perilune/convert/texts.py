@@ -44,7 +44,7 @@ class Texts:
 def gather(source: Path, tokens: int, file: Path | None = None, split: str = "heldout") -> Texts:
     """At least `tokens` tokens for the model in `source`, or all that `file` has.
 
-    split  of the bundled problems: calibration takes "train", reports what training never saw
+    split  of the bundled problems: calibration takes "train"; reports take "heldout", which training never saw
 
     Deterministic. ConfigError names the line of `file` that cannot be used.
     """
@@ -101,7 +101,7 @@ class _Prompts:
         raise RequestError('neither {"messages": [...]} nor {"text": "..."}')
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool | None) -> list[int]:
-        # Models without a switch for thinking get their usual prompt.
+        # If a model's thinking cannot be switched, it gets its usual prompt.
         asked = thinking if self.template.member.thinking == "optional" else None
         keep = True if self.template.member.preserve != "never" else None
         return self.template.render_ids(

@@ -31,7 +31,7 @@ from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
 BLOCK = 64
-TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence goes alone
+TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence is a piece of its own
 READERS = 2  # threads that read and expand experts ahead of those in use
 
 # Called once for each routed expert with tokens: (expert, inputs of gate and up [n, D], inputs of down [n, I]).
@@ -40,7 +40,7 @@ Observer = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences that attend together, on `blocks` blocks of the cache."""
+    """Sequences with attention computed in one step, with `blocks` blocks of the cache."""
 
     rows: slice
     step: Step
@@ -92,7 +92,7 @@ class Walk:
         self.x = add_rmsnorm(self._h, out, self._plain(*at["post_norm"]), self._eps)
 
     def ffn(self, i: int, x: Tensor, seen: Observer | None = None) -> Tensor:
-        """[T', D] -> [T', D] float32: the experts or the MLP of layer i, for any rows."""
+        """[T', D] -> [T', D] float32: the experts or the MLP of layer i, for rows of this walk or of another."""
         c, at = self.config, names.layer(i)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if i < c.first_k_dense_replace:
