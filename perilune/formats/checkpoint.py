@@ -19,7 +19,7 @@ MAX_NAME = 255  # bytes of a file's name, on every usual file system
 
 
 class Checkpoint:
-    """Open shards and the map of their tensors. Any number of threads may read; close when none does any more."""
+    """Open shards and the map of their tensors. Any number of threads may read at once; close after the last read."""
 
     def __init__(self, path: Path, files: Mapping[Path, SafetensorsFile], tensors: Mapping[str, TensorInfo]) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 def weight_map(path: Path) -> dict[str, Path]:
-    """The index of a directory: each tensor's name and the file it should be in, whether that exists or not."""
+    """The index of a directory: each tensor's name and its file, which need not exist."""
     listed = read_object(path / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path / INDEX}: weight_map must be a non-empty object")

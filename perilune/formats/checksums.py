@@ -29,7 +29,7 @@ def _ignore(_: int) -> None: ...
 def kept(path: Path) -> dict[str, str]:
     """{file: SHA-256} as the record of the directory `path` has them, files relative to it; empty without a record.
 
-    CheckpointError if the record cannot be read, or names anything but files of the directory and its folders.
+    CheckpointError if the record cannot be read, or names a path outside the directory.
     """
     if not exists(path / RECORD):
         return {}
@@ -74,7 +74,7 @@ def damage(path: Path, sums: Mapping[str, str], advance: Advance = _ignore) -> d
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "sha256") as pool:
         try:
             return {name: found for name, found in zip(sums, pool.map(fault, sums)) if found}
-        except BaseException:  # an interrupt: the threads end with the piece that each has
+        except BaseException:  # Ctrl-C: each thread ends after the piece that it is reading
             stop.set()
             raise
 

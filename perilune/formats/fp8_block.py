@@ -2,8 +2,8 @@
 (docs/formats.md section 3.2).
 
 weight           [..., o, i] float8_e4m3fn
-weight_scale_inv [..., ceil(o/128), ceil(i/128)] float32: multiplied, whatever its name says; blocks at the lower and
-                 right edges are cut where the matrix ends
+weight_scale_inv [..., ceil(o/128), ceil(i/128)] float32, a factor in spite of its name; blocks at the lower and right
+                 edges end where the matrix does
 W[o, k] = weight[o, k] * weight_scale_inv[o // 128, k // 128]. We write scale = max|w| / 448 of each block.
 """
 
@@ -26,7 +26,7 @@ def blocks(n: int) -> int:
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., o, i] floats -> weight [..., o, i] float8_e4m3fn, scale [..., ceil(o/128), ceil(i/128)] float32.
 
-    Weights are nearest, ties to even. A block of zeros gets scale 0. ValueError if w is not finite.
+    Weights are rounded to nearest, ties to even. A block of zeros gets scale 0. ValueError if w is not finite.
     """
     o, i = w.shape[-2:]
     w = w.float()
@@ -36,7 +36,7 @@ def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not scale.isfinite().all():
         raise ValueError("weights are not finite")
     step = _spread(torch.where(scale == 0, 1.0, scale), o, i)
-    # torch does not saturate: what rounding of the scale put above the largest number would become nan.
+    # If the scale was rounded down, max|w| / scale exceeds 448, which torch would make nan.
     return (w / step).clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale
 
 

@@ -59,7 +59,7 @@ def encode(name: str, weight: torch.Tensor, *, rows: bool) -> Iterator[tuple[str
 
 
 def group(*, rows: bool) -> dict[str, Any]:
-    """The entry of config_groups, for all linear layers but the routed experts'. Engines may quantise activations."""
+    """config_groups' entry for linear layers other than routed experts. Engines may quantise activations, too."""
     number: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if rows:
         weights = number | {"strategy": "channel", "dynamic": False}

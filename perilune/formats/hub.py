@@ -21,7 +21,7 @@ from perilune.core.errors import ConfigError, quoted, shown
 from perilune.core.jsonfile import MAX_HEADER
 
 BUNDLED = "kimi-nano"
-# Data only. Repositories of this family also carry Python files; they are never fetched, let alone run.
+# Data only: the Python files of these repositories are neither fetched nor run.
 TEXTS = ("*.json", "tiktoken.model", "*.jinja")
 PATTERNS = ("*.safetensors", *TEXTS)
 MEANING = f"MODEL is a directory, a Hugging Face repository id such as moonshotai/Kimi-K2.5, or {BUNDLED}"
@@ -29,7 +29,7 @@ MEANING = f"MODEL is a directory, a Hugging Face repository id such as moonshota
 _FIRST_BYTES = 1 << 20  # holds the whole header of most shards
 _TIMEOUT = 30  # seconds
 _ATTEMPTS = 4
-# What huggingface_hub sends requests with: the package, and the class of a lost connection, depend on the version.
+# HTTP libraries of different huggingface_hub versions; each has its own class of error for a lost connection.
 _TRANSPORTS = ("requests", "httpx", "httpx2")
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def resolve_model(
     revision  branch, tag or commit of a repository; default: its main branch
     progress  show the download's bars on stderr
     endpoint  the hub's address, if not the public one
-    check     called with the directory before weights are downloaded; it raises
+    check     called with the directory before weights are downloaded; an exception from it ends the download
 
     Files that arrived whole are kept when a download is interrupted, and only the others are fetched again; a
     connection lost during a call is resumed where it broke. Raises ConfigError with the remedy.
@@ -83,8 +83,8 @@ def resolve_model(
 
 @contextlib.contextmanager
 def headers(name: str, *, revision: str | None = None, endpoint: str | None = None) -> Iterator[Path]:
-    """A temporary directory like the repository's, without its weights: each shard is its header, fetched by an HTTP
-    range, and a hole of the data's size, which takes no disk space. ConfigError as `resolve_model`.
+    """A temporary copy of the repository without its weights: each shard has its header, fetched by an HTTP range, and
+    a hole of the data's size, which takes no disk space. ConfigError as `resolve_model`.
     """
     texts = _download(name, revision, False, endpoint, patterns=TEXTS)
     with tempfile.TemporaryDirectory(prefix="perilune-headers-") as temporary:
@@ -143,7 +143,7 @@ def _repeated(request: Callable[[], T]) -> T:
 
 
 def is_repository(name: str) -> bool:
-    """Whether MODEL is a hub repository's id: no such directory is here, and it is spelt like one."""
+    """Whether MODEL is a hub repository's id: no such directory exists here, and the name has the form owner/name."""
     return not os.path.isdir(_local(name)) and name != BUNDLED and _REPOSITORY.fullmatch(name) is not None
 
 

@@ -46,7 +46,7 @@ def quantize(w: torch.Tensor, group: int = INT4_GROUP) -> tuple[torch.Tensor, to
     if not scale.isfinite().all():
         raise ValueError("weights are not finite")
     step = scale.float().unsqueeze(-1)
-    # A maximum so small that its scale underflows is a group of zeros too.
+    # A scale of 0: all weights are 0, or so small that the scale underflows. Both become zeros.
     q = (groups / torch.where(step == 0, 1.0, step)).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
     return pack(q.flatten(-2)), scale
 

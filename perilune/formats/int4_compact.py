@@ -18,7 +18,7 @@ from perilune.formats.scheme import INT4_COMPACT, INT4_GROUP
 from perilune.formats.stored import Part, finite
 
 STEPS = 255
-_ZEROS = -0x77777778  # eight nibbles of 8: levels 0
+_ZEROS = -0x77777778  # int32 0x88888888: eight nibbles of 8, which mean level 0
 
 
 class Error(NamedTuple):
@@ -32,8 +32,8 @@ class Error(NamedTuple):
 def compact(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int4.py's scales [..., o, g] bfloat16 -> weight_scale [..., o, g] uint8, weight_scale_row [..., o] bfloat16.
 
-    A scale too small for a byte becomes 1, one of 0 too: the levels of its group must all be 0, as `int4.quantize`
-    leaves them. ValueError if a scale is negative or not finite.
+    A scale that would round to 0 becomes 1. So does a scale of 0; its group must have levels 0 only, as from
+    `int4.quantize`. ValueError if a scale is negative or not finite.
     """
     if not scale.isfinite().all() or (scale < 0).any():
         raise ValueError("scales are negative or not finite")
@@ -50,7 +50,7 @@ def compacted(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     """
     steps, row = compact(scale)
     none = scale == 0
-    if none.any():  # a compact scale cannot be 0, levels can
+    if none.any():  # a compact scale is at least 1, so the levels must be 0
         words = torch.unflatten(packed, -1, (-1, INT4_GROUP // 8))
         packed = torch.where(none.unsqueeze(-1), _ZEROS, words).flatten(-2)
     levels = torch.unflatten(int4.unpack(packed), -1, (-1, INT4_GROUP)).short()
@@ -71,8 +71,8 @@ def expand(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[..., o, i] floats -> packed [..., o, i/8] int32, weight_scale, weight_scale_row.
 
-    int4.py's scales made compact, then levels -7..7 that are nearest for the scales as stored. ValueError if w is not
-    finite.
+    The scales are those of int4.py, made compact; then the levels -7..7 are chosen as the nearest for these scales.
+    ValueError if w is not finite.
     """
     scale, row = compact(int4.quantize(w)[1])
     step = expand(scale, row).unsqueeze(-1)

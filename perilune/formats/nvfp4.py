@@ -24,7 +24,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0  # the largest e2m1 number
 SCALE_MAX = 448.0  # the largest e4m3 number
 
-# Halfway between neighbours. A tie goes to the even code: up at every second bound, which is therefore set just below.
+# Midpoints between neighbouring e2m1 numbers. Ties go to the even code: at every second midpoint that is the upper one,
+# so the bound is the next smaller float.
 _BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _BOUNDS[1::2] = torch.nextafter(_BOUNDS[1::2], torch.zeros(3))
 
@@ -58,8 +59,8 @@ def quantize(w: torch.Tensor, factor: torch.Tensor | None = None) -> tuple[torch
 
     factor  weight_scale_2 of each matrix; default max|w| / (6 * 448), which makes the largest scale 448
     scale   max|w| / 6 / factor of each group, nearest, at most 448
-    Values are nearest for the scales as stored. A group with a scale of 0 becomes zeros. ValueError if w is
-    not finite.
+    Values are the nearest for these rounded scales. A group with a scale of 0 becomes zeros. ValueError if w is not
+    finite.
     """
     assert w.shape[-1] % NVFP4_GROUP == 0, w.shape
     groups = torch.unflatten(w.float(), -1, (-1, NVFP4_GROUP))
@@ -133,7 +134,7 @@ def checked(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def quantization_config(*, activations: bool = False) -> dict[str, Any]:
     """The block that config.json carries: only the routed experts are quantised.
 
-    activations  engines with FP4 arithmetic are to use input_scale, which must be there then
+    activations  engines with FP4 arithmetic shall quantise activations by input_scale, which must be stored then
     """
     number = {"num_bits": 4, "type": "float", "group_size": NVFP4_GROUP, "dynamic": False}
     return {

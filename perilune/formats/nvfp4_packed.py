@@ -51,14 +51,14 @@ def encode(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
     packed, scale, factor = nvfp4.checked(name, weight)
     yield f"{name}.weight_packed", packed
     yield f"{name}.weight_scale", scale
-    # Of a matrix of zeros every scale is 0, whatever this says.
+    # A matrix of zeros has block scales of 0, so its global scale does not matter.
     yield f"{name}.weight_global_scale", torch.where(factor == 0, 1.0, factor).reciprocal().reshape(1)
 
 
 def quantization_config(*, activations: bool = False) -> dict[str, Any]:
     """The block that config.json carries: only the routed experts are quantised.
 
-    activations  engines with FP4 arithmetic are to use input_global_scale, which must be there then
+    activations  engines with FP4 arithmetic shall quantise activations by input_global_scale, stored then
     """
     weights = {
         "num_bits": 4,

@@ -16,7 +16,7 @@ Advance = Callable[[int], None]
 
 @contextlib.contextmanager
 def progress(what: str, total: int, show: bool) -> Iterator[Advance]:
-    """Gives a function to call, by one thread at a time, with each number of bytes done of `total`.
+    """Gives a function that counts bytes of `total` as done; one thread at a time may call it.
 
     what  such as "converting kimi-nano"
     """

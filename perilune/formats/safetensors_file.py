@@ -88,14 +88,14 @@ class SafetensorsFile:
         """Fills `out` [rows, columns] with the bytes `columns` of rows of `width` bytes each, the first at `offset`.
 
         Any thread may call it. A checkpoint has millions of rows of a few hundred bytes. They are mapped during the
-        copy: a system call per row takes 15 times as long, reading whole rows up to 3 times. If the file shrinks during
-        the copy, SIGBUS ends the process, and the process that started it says why (core.errors.signal_note); if only
-        its last page shrinks, CheckpointError.
+        copy: one system call per row takes 15 times as long, and reading whole rows up to 3 times as long. If the file
+        shrinks during the copy, SIGBUS ends the process, and the process that started it says why
+        (core.errors.signal_note); if only its last page shrinks, CheckpointError.
         """
         nbytes, file = len(out) * width, self._file.fileno()
         self._check_end(offset + nbytes)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        if hasattr(os, "posix_fadvise"):  # not on macOS. Reads ahead for all ranks, in large pieces
+        if hasattr(os, "posix_fadvise"):  # not on macOS. Makes the kernel read ahead in large pieces
             os.posix_fadvise(file, start, offset + nbytes - start, os.POSIX_FADV_WILLNEED)
         try:
             mapped = mmap.mmap(file, offset + nbytes - start, prot=mmap.PROT_READ, offset=start)
@@ -174,5 +174,5 @@ class SafetensorsFile:
 
 
 def _naturals(values: list[Any]) -> bool:
-    """Whether all are sizes, small enough that a product of MAX_DIMENSIONS of them can be computed and printed."""
+    """Whether all values are sizes, and small enough to compute and print a product of MAX_DIMENSIONS of them."""
     return all(type(v) is int and 0 <= v < _TOO_MANY for v in values)

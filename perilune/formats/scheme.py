@@ -1,4 +1,4 @@
-"""Which quantisation a checkpoint's configuration declares. No torch: planning and checks need the name alone.
+"""Which quantisation a checkpoint's configuration declares. Imports no torch: planning needs only the name.
 
 The declaration decides what is refused before anything is read; which linear layers are quantised is decided tensor by
 tensor (registry.py), because `ignore` lists are not reliable.
@@ -22,7 +22,7 @@ INT4_GROUP = 32
 NVFP4_GROUP = 16
 FP8_BLOCK_SIZE = [128, 128]
 MIXED = "mixed-precision"
-# What pack-quantized must say to be the INT4 of this family. Absent keys take compressed-tensors' own defaults.
+# Values of a pack-quantized block that is the INT4 of Kimi K2. Absent keys take compressed-tensors' own defaults.
 _INT4_ARGS = {
     "num_bits": (8, (4,)),
     "type": ("int", ("int",)),
@@ -95,7 +95,7 @@ def _block(block: Mapping[str, Any], where: str) -> str:
 
 
 def _mixed(block: Mapping[str, Any], where: str) -> str:
-    """The scheme of FP8 layers, with INT4 experts if any: the name is the FP8's."""
+    """The scheme of a checkpoint with FP8 layers and maybe INT4 experts: named after the FP8 layers."""
     strategies = set()
     for name, group in _table(block, "config_groups", where).items():
         alone = {"config_groups": {name: group}}
@@ -136,7 +136,8 @@ def _modelopt(block: Mapping[str, Any], where: str) -> str:
 
 
 def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: bool = True) -> str | None:
-    """The first entry of config_groups that `args` refuses. `activations`: quantised activations may be declared."""
+    """The first entry of config_groups that `args` refuses. `activations`: whether it may declare quantised
+    activations."""
     for name, group in _table(block, "config_groups", where).items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise CheckpointError(f"{where}: quantization_config.config_groups.{shown(name)}.weights must be an object")

@@ -20,7 +20,7 @@ class Format:
     """How a linear layer [o, i] is stored.
 
     parts   (o, i) -> its tensors by the suffixes of their names; CheckpointError if the format does not allow the shape
-    decode  these tensors, or their rows that belong to a run of the layer's rows, -> [rows, i] in the dtype
+    decode  (these tensors, or their part for consecutive rows of the layer; a dtype) -> [rows, i] in this dtype
     """
 
     parts: Callable[[tuple[int, ...]], Mapping[str, Part]]

@@ -7,7 +7,7 @@ import torch
 
 
 def finite(values: torch.Tensor) -> str | None:
-    """The fault of scales that are not finite."""
+    """What is wrong with scales that are not all finite; None if they are."""
     if values.dtype == torch.float8_e4m3fn:
         whole = not has_nan(values)
     else:

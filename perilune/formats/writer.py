@@ -157,7 +157,7 @@ class Writer:
 
 
 class _Shard:
-    """A file being written: the data go to byte 8 + _ROOM and on, `finish` puts the header before them."""
+    """A file being written: data from byte 8 + _ROOM on; `finish` then writes the header in front of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -184,7 +184,8 @@ class _Shard:
     def finish(self) -> None:
         text = json.dumps({"__metadata__": {"format": "pt"}} | self.header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # keeps the data aligned
-        # Trailing spaces are legal in a header. Where they would exceed 1/256 of the data, the data move up.
+        # Fill the gap before the data with spaces, which a header may end with. If the gap is more than 1/256 of the
+        # data, move the data up instead.
         if (_ROOM - len(text)) * 256 <= self.nbytes:
             text += b" " * (_ROOM - len(text))
         else:
@@ -199,7 +200,7 @@ class _Shard:
         self._file.close()
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be flushed is being removed
+        with contextlib.suppress(OSError):  # a failed flush does not matter: the file is removed next
             self._file.close()
         self.path.unlink(missing_ok=True)
 
