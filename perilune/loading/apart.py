@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 30  # Larger: while weights are converted, more unused memory is held.
-ALIGNMENT = 512  # bytes, as torch's own tensors
+ALIGNMENT = 512  # bytes, like torch's allocator
 
 
 class Apart:
-    """Allocates tensors in chunks; a chunk is freed with its last tensor. Without chunks, converted weights would leave
+    """Allocates tensors in chunks; a chunk is freed with its last tensor. Allocated singly, these weights would leave
     gaps of 20 to 40 MB between weights that stay, which torch cannot return to the driver: 1.5 GB with 61 layers of
     Kimi K2.5 on four GPUs."""
 

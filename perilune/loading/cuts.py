@@ -9,12 +9,12 @@ from perilune.model.config import KimiConfig
 
 MAX_RANKS = 8  # the largest number of ranks that an error proposes
 
-# What is divided over ranks, by the first letter of the dimension in `names.Entry.shape`.
+# What ranks divide among them, for errors, by the first letter of the dimension in `names.Entry.shape`.
 _UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
 
 
 def own_cuts(config: KimiConfig, s: Slicing, path: Path) -> dict[str, tuple[slice, ...]]:
-    """The region that a rank holds of every tensor that is split; a linear layer's name is without ".weight".
+    """The region that a rank holds of every tensor that is split; linear layers by their names without ".weight".
     ConfigError if a tensor cannot be split evenly."""
     split = [t for t in names.tensors(config) if t.entry.axis is not None]
     if s.whole_experts:

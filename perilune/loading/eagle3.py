@@ -1,7 +1,7 @@
 """Reads a draft's checkpoint as published: names with `midlayer.` or `layers.0.`, embedding and head optional.
 
-A matrix may be stored as e4m3 without a scale, half as large as bfloat16. A draft's weights are between 0.01 and 0.5,
-where e4m3 needs no scale; a checkpoint with scales is refused, because it holds surplus tensors.
+A matrix may be stored as e4m3 without a scale, half as large as bfloat16: a draft's weights are between 0.01 and 0.5,
+which e4m3 represents without one. A checkpoint with scales is refused, because they are surplus tensors.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from perilune.model.eagle3 import Eagle3Weights, HeadAttention
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.weights import Attention, Matrix, Mlp, Weights
 
-FP8_WIDTH = 64  # the inputs of an FP8 matrix are a multiple of this
+FP8_WIDTH = 64  # the number of inputs of an FP8 matrix must be a multiple of this
 _IDS = (torch.int64, torch.int32)
 
 
@@ -41,7 +41,7 @@ def load_draft(
     """The draft in `path` for the model `target`. A draft without embedding or head uses the target's.
 
     dtype    of its weights; must be that of `shared`
-    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; as of `shared`
+    slicing  what this rank reads and holds: heads, widths of the MLP, rows of embedding and head; same as `shared`'s
 
     Raises CheckpointError that names the key, the tensor, or what does not fit the target; ConfigError if a tensor
     cannot be split over so many ranks.
@@ -101,7 +101,7 @@ def load_draft(
 
 
 def require_draft(path: Path, target: KimiConfig) -> Eagle3Config:
-    """Checks headers: whether `load_draft` can load the draft in `path` for `target`. CheckpointError if not."""
+    """CheckpointError if `load_draft` could not load the draft in `path` for `target`. Reads only headers."""
     config = Eagle3Config.from_directory(path)
     _check_target(path, config, target)
     with Checkpoint.open(path) as checkpoint:
@@ -128,8 +128,8 @@ def to_fp8(weights: Eagle3Weights, target: Weights) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of the draft in `path` as stored, on the CPU, by the names of model/names.py; checked as for
-    `load_draft`, but for the target."""
+    """The tensors of the draft in `path` as stored, on the CPU, by the names of model/names.py; checked as by
+    `load_draft`, except against a target."""
     config = Eagle3Config.from_directory(path)
     with Checkpoint.open(path) as checkpoint:
         stored = _names(checkpoint)

@@ -1,9 +1,9 @@
-"""Everything but the routed experts in FP8, as an option at load: half the bytes of most that a one-token step reads.
+"""Everything but the routed experts in FP8, as an option at load: halves most of the bytes that a one-token step reads.
 
 Projections of the attention, shared experts, dense layers and lm_head become e4m3 with a scale for each output row. The
 router, the norms, the embedding and W_UK stay as they are. W_UV, which attention reads per head, is rounded to e4m3
-times a power of two for each of kv_b_proj's rows. bfloat16 holds that exactly, so most kernels read it as before, and
-the kernel for one token reads an FP8 copy of the same numbers. FP8 copies of W_UK gained no speed.
+times a power of two for each of kv_b_proj's rows. bfloat16 holds these values exactly, so most kernels read them as
+bfloat16, and the kernel for one token reads an FP8 copy of the same values. FP8 copies of W_UK gained no speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from perilune.model.weights import Matrix, Mlp, Moe, Weights
 from perilune.ops.linear.linear_fp8 import quantize_exactly, quantize_rows
 
 _SPLIT_ROWS = ("o", "down")
-PIECE_ROWS = 4096  # rows quantised at once. Larger: a larger float32 copy of them
+PIECE_ROWS = 4096  # rows quantised at once. Larger: more memory for their float32 copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ Agree = Callable[[Tensor], Tensor]
 
 
 def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = False) -> Loss:
-    """Replaces the dense linear layers in place, one at a time, and returns the loss. Call `to_fp8_latents` before, if
-    at all: it multiplies weights that are rounded here.
+    """Replaces the dense linear layers in place, one at a time, and returns the loss. If `to_fp8_latents` is wanted,
+    call it before: it multiplies weights that are rounded here.
 
-    agree  the elementwise maximum over ranks, if there are several: rows that are split over ranks then get the scales
-           that they have on one rank. Every rank calls this function
+    agree  the elementwise maximum over ranks, if there are several: so rows that are split over ranks get the scales
+           that they would have on one rank. Every rank calls this function
     activations  prompts' activations may be rounded too, except for lm_head's
     """
     signal = error = 0.0
@@ -71,7 +71,8 @@ def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = 
 
 
 def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
-    """Rounds W_UV [H, R, v] in place: (the same in FP8, with scale [H, v]; its energy before; the error's energy)."""
+    """Rounds W_UV [H, R, v] in place; returns (its FP8 copy, with scale [H, v]; its sum of squares before; that of the
+    error)."""
     q, scale = quantize_exactly(w_uv, 1)
     rounded = q.float() * scale
     signal, error = w_uv.double().square().sum(), (rounded - w_uv).double().square().sum()
@@ -80,7 +81,7 @@ def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
 
 
 def quantize(weight: Tensor, agree: Agree | None = None) -> tuple[Matrix, float, float]:
-    """(the matrix in FP8, its energy, the energy of the error); `agree` as in `to_fp8`."""
+    """(the matrix in FP8, its sum of squares, that of the error); `agree` as in `to_fp8`."""
     rows = weight.shape[0]
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(rows, dtype=torch.float32, device=weight.device)

@@ -37,7 +37,7 @@ class Job:
     """Fills one destination; `at` orders jobs as their bytes lie in the files."""
 
     at: tuple[str, int]
-    nbytes: int  # that it reads
+    nbytes: int  # number of bytes that it reads
     run: Callable[[Stage], None]
 
 
@@ -81,10 +81,10 @@ def run(jobs: list[Job], threads: int, device: torch.device, advance: Advance) -
         for ended in ends:
             ended.wait()
     finally:
-        # After the user's interrupt no job is started, and running jobs end with the piece that they read.
+        # After Ctrl-C, too: no further job starts, and running jobs end after the piece that they are reading.
         stopping.set()
         for reader, ended in zip(readers, ends):
-            if reader.ident is not None:  # else it was not started, or will find `stopping` set
+            if reader.ident is not None:  # otherwise it was not started, or it will find `stopping` set
                 ended.wait()
                 reader.join()
     if errors:

@@ -2,9 +2,9 @@
 
 First every tensor's name, shape and type is checked against the configuration, then all destinations are allocated
 (weights_plan.py), then threads fill them straight from the files (jobs.py). Each of several ranks reads and holds only
-its slices (dist/slicing.py). Beyond the weights, each thread holds one staging buffer, and for a moment rows that are
-rearranged or dequantised: kv_b_proj's (17 MB in Kimi K2), or float32 rows of another matrix, about as many bytes as
-the staging buffer has.
+its slices (dist/slicing.py). Beyond the weights, each thread holds one staging buffer and, for a moment, rows that it
+rearranges or dequantises: those of kv_b_proj (17 MB in Kimi K2), or float32 rows of another matrix, about as large as
+the staging buffer.
 """
 
 import os
@@ -42,12 +42,12 @@ def load(
     rounding: Rounding | None = None,
     apart: bool = False,
 ) -> tuple[KimiConfig, Weights]:
-    """The configuration and weights of the checkpoint in `path`, random ones if it is marked so (formats/synthetic.py).
+    """The configuration and weights of the checkpoint in `path`, or random ones by its mark (formats/synthetic.py).
 
     dtype     of every floating-point weight but the router (float32) and quantisation scales (as stored)
     threads   reading at once; default: one per CPU, at most 8
     progress  show a bar on stderr; or a function that is called with (bytes read, bytes to read), now and then
-    slicing   what this rank holds: the same records, narrower. No byte of the rest is read
+    slicing   what this rank holds: the same records, narrower. Bytes of other ranks' slices are not read
     rounding  makes the scales of INT4 experts compact, and receives the error of this
     apart     allocate dense linear layers in separate memory, because the caller will convert them (apart.py)
 
@@ -99,7 +99,7 @@ def layers(
             jobs.run(plan.jobs, threads or default_threads(), torch.device(device), _ignore)
             plan.jobs.clear()
             yield layer
-            del layer  # drop this reference, as those of the jobs: else it would live beside the next layer
+            del layer  # drop the last reference: otherwise this layer would stay in memory beside the next one
 
 
 def default_threads() -> int:

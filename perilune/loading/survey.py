@@ -158,16 +158,16 @@ def compare(
 
 
 class _FormatChoice:
-    """Decides against which format a linear layer is checked.
+    """Chooses the format that a linear layer is checked against.
 
-    `format_of` looks at one or two tensors of a layer. If these are missing or damaged, its answer would make every
-    other tensor of the layer look wrong: then the format with the fewest faults is taken.
+    `format_of` looks at one or two tensors of a layer. If these are missing or damaged, it may name a format in which
+    all other tensors of the layer look wrong. So if the named format has faults, the format with the fewest is taken.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], prefix: str, looks: Mapping[str, str | None]) -> None:
         self._tensors, self._prefix, self._looks = tensors, prefix, looks
         self._known: dict[tuple[str, tuple[int, ...]], Mapping[str, Part]] = {}  # 69,000 layers have about 12 shapes
-        self._usual: dict[str, str] | None = None  # counted when first needed: a sound checkpoint needs none
+        self._usual: dict[str, str] | None = None  # counted when first needed; a sound checkpoint never needs it
 
     def of(self, linear: str, shape: tuple[int, ...]) -> tuple[str, Mapping[str, Part]]:
         """The format and its parts. CheckpointError if the format that `format_of` found does not allow the shape."""
@@ -184,7 +184,7 @@ class _FormatChoice:
                 faults = self._faults(linear, self._parts(form, shape), companions=True)
             except CheckpointError:
                 continue
-            # With as many faults, prefer the format of the same layer in other experts, unless it is plain.
+            # If as many faults: prefer the format that the same projection has in other experts, unless that is plain.
             if faults < least or (faults == least and form == usual != scheme.DENSE):
                 best, least = form, faults
         return best, self._parts(best, shape)

@@ -1,8 +1,8 @@
 """Random weights of any shape, for measuring speed without a checkpoint.
 
 Values are zero-mean and as large as real ones: routing is near uniform and activations stay finite. Bits are as random
-as those of real weights, because a GPU's clock depends on how many bits change. Each matrix has a seed from its name
-and is made whole, one at a time, before a rank keeps its slice: all slicings are slices of the same model.
+as those of real weights, because a GPU's clock depends on how many bits change. Matrices are made one at a time, each
+from a seed of its own and whole, and a rank then keeps its slice: so every slicing has the same model.
 """
 
 import hashlib
@@ -178,8 +178,8 @@ class _Random:
         generator = r.generator(name)
         words = torch.empty(rows, inputs // 8, dtype=torch.int32, device=r.device)
         words.random_(-(2**31), 2**31 - 1, generator=generator)
-        # Levels -8 .. 7 have a mean of -1/2, and a mean adds the same direction to every token: routing would not be
-        # uniform. Level -8, a nibble of zeros, becomes 0.
+        # Levels -8 .. 7 have a mean of -1/2, which would add the same vector to every token and make routing uneven.
+        # So level -8, a nibble of zeros, becomes 0.
         some = words | words >> 1
         empty = ~(some | some >> 2) & _LOWEST_BITS
         words |= empty << 3
@@ -195,7 +195,7 @@ def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0, slicing:
     sizes = names.letters(c, 2 * d, c.intermediate_size)
     r = _Values(embed.dtype, embed.device, seed, slicing)
     attention, mlp = r.attention("draft.attention", sizes), r.mlp("draft.mlp", sizes)
-    for matrix in (attention.o, mlp.down):  # else the state hardly changes, and a chain repeats one token
+    for matrix in (attention.o, mlp.down):  # otherwise the state hardly changes, and a chain repeats one token
         matrix.weight.mul_(DRAFT_GAIN)
     fc_norms = [r.norm(f"draft.fc_norms.{k}", c.target_hidden_size) for k in range(c.num_aux)] if c.fc_norm else None
     return Eagle3Weights(

@@ -1,8 +1,8 @@
 """The weights of a model, allocated, and the jobs that fill them from a checkpoint.
 
 Routed experts, nearly all of the model, stay in the checkpoint's format; so do other linear layers in INT4. All other
-linear layers are dequantised to the load's dtype here, once: they are 1.1 % of the parameters of Kimi K2, and ops need
-to know only one format of them.
+linear layers are dequantised to the load's dtype here, once: they are 1.1 % of the parameters of Kimi K2, and so ops
+need to handle only one format of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from perilune.model.weights import (
     Weights,
 )
 
-# By format: the record (its fields: those of gate and up, then those of down), and the stored parts of each.
+# By format: the experts' record (fields of gate and up, then those of down), and the suffixes of each matrix's parts.
 EXPERTS: Mapping[str, tuple[Callable[..., Experts], tuple[str, ...]]] = {
     scheme.DENSE: (DenseExperts, (".weight",)),
     scheme.INT4: (Int4Experts, (".weight_packed", ".weight_scale")),
@@ -122,7 +122,7 @@ class WeightsPlan:
         )
 
     def _gate_dtype(self, name: str) -> torch.dtype:
-        """float32, in which all scores are computed; on a GPU, a gate stored as bfloat16 stays so."""
+        """float32, because router scores are computed in it; but on a GPU a gate stored as bfloat16 stays bfloat16."""
         narrow = self._device.type == "cuda" and self._info(name).dtype == torch.bfloat16
         return torch.bfloat16 if narrow else torch.float32
 
@@ -144,7 +144,7 @@ class WeightsPlan:
         compact = kind == scheme.INT4 and self._rounding is not None
         kind = scheme.INT4_COMPACT if compact else kind
         record, suffixes = EXPERTS[kind]
-        gate_ups, downs, halves = [], [], []  # of each suffix; halves [count, 2, ...] are views of the former
+        gate_ups, downs, halves = [], [], []  # one per suffix; halves [count, 2, ...] are views of gate_ups
         for suffix in suffixes:
             gate, down = (self._held(kind, suffix, name) for name in triples[0][1:])
             if kind == scheme.DENSE:
@@ -229,11 +229,11 @@ class WeightsPlan:
             out[start:stop] = self._read(name, slice(first + start, first + stop), stage)
 
     def _count_shared(self, name: str, stage: jobs.Stage) -> None:
-        """Counts the bytes of parts that belong to all rows once, though `_read` reads them with each piece."""
+        """Counts the bytes of parts that belong to all rows; `_read` reads them with every piece, uncounted."""
         stage.advance(sum(s.nbytes for s in self._stretches(name).values() if s.part is not None and not s.part.covers))
 
     def _read(self, name: str, rows: slice, stage: jobs.Stage) -> torch.Tensor:
-        """Rows of the linear layer, this rank's columns of them."""
+        """The given rows of the linear layer, dequantised, in this rank's columns."""
         return read_linear(
             self._checkpoint,
             self._found,
@@ -281,11 +281,12 @@ class WeightsPlan:
         stage.advance(stretch.nbytes)
 
     def _copy(self, stretch: Stretch, out: torch.Tensor, stage: jobs.Stage) -> None:
-        """Fills `out`, of the stretch's shape, in pieces of rows: in place where bytes need no change, else staged."""
+        """Fills `out`, of the stretch's shape, in pieces of rows: directly if no conversion or device copy is needed,
+        else through the staging buffer."""
         info = stretch.info
         assert out.shape == stretch.shape, (out.shape, stretch)
         direct = out.device.type == "cpu" and out.dtype == info.dtype and out.is_contiguous()
-        row = info.nbytes // max(info.shape[0], 1)  # of the file: pieces of cut rows have as many rows as of whole ones
+        row = info.nbytes // max(info.shape[0], 1)  # bytes of a whole row in the file, also if columns are cut
         step = max(jobs.STAGE_BYTES // max(row, 1), 1)
         for start in range(0, out.shape[0], step):
             piece = out[start : start + step]
