@@ -211,7 +211,7 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """Processes that compute together, once tp is a number."""
+        """Number of processes that compute together. While tp is still "auto": ep."""
         return self.ep if self.tp == "auto" else max(self.tp, self.ep)
 
 

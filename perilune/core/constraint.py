@@ -16,10 +16,10 @@ class Constraint:
     parallel         more than one call may be made
     first_index      counter of the answer's first call, `functions.NAME:COUNTER`
     answer           grammar of a structured answer; None if there is none to give
-    begun            the text with which `answer`'s match begins in the prompt; the thought is then over
+    begun            the part of the structured answer that the prompt already holds; no thought is expected then
     least            tokens that the shortest answer takes, its end token included; 0 where any length will do
-    leap             bytes, at most, that one more token can add to the shortest completion of an argument or answer
-    param            the request field to blame when `least` does not fit
+    leap             most bytes by which one more token can lengthen the shortest completion of an argument or answer
+    param            the request field that the error names when `least` does not fit
     group            requests of one group share compiled grammars; other groups cannot learn of them by timing
 
     The grammars are llguidance's, in text form. Where tools and `answer` are both there, the model chooses.

@@ -1,8 +1,8 @@
-"""The least FLOPs and bytes moved of each op. Plain functions of ints.
+"""Lower bounds of the FLOPs and the bytes moved by each op, as functions of its sizes.
 
 Letters as in the model: T tokens, D hidden, H heads, R latent, r rope, n nope, v value, E experts, I expert width.
 `size` is bytes of an activation or weight element. A multiply and an add are two FLOPs. Bytes count every input read
-once and every output written once; a cache never helps below that.
+once and every output written once: no cache can save these.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
     def seconds(self, flop_rate: float, bandwidth: float) -> float:
-        """The least time at these rates (per second), computing and moving at once."""
+        """The least time at `flop_rate` FLOP/s and `bandwidth` bytes/s, if computing and moving overlap entirely."""
         return max(self.flops / flop_rate, self.bytes / bandwidth)
 
 
@@ -83,7 +83,8 @@ def expected_experts(T: int, k: int, E: int) -> float:
 
 
 def experts(T: int, k: int, hit: float, D: int, width: int, size: int, weight_bits: float) -> Cost:
-    """`hit` experts are read, at `weight_bits` bits per weight (scales included)."""
+    """gate, up and down of T tokens in k experts each; the weights of `hit` distinct experts are read, `weight_bits`
+    bits per weight (scales included)."""
     weights = hit * 3 * D * width * weight_bits / 8
     return Cost(2 * T * k * 3 * D * width, weights + size * 2 * T * D + 8 * T * k)
 

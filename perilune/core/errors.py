@@ -28,7 +28,7 @@ class CheckpointError(PeriluneError):
 class EngineError(PeriluneError):
     """The engine failed or has stopped; requests in flight are lost, and the message says why.
 
-    `retry_seconds` is when requests may be taken again; None: not known.
+    retry_seconds  after how many seconds requests may be taken again; None: not known
     """
 
     def __init__(self, message: str, *, retry_seconds: int | None = None) -> None:
@@ -37,14 +37,14 @@ class EngineError(PeriluneError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine takes no requests now, or has lost this one. The reason was logged once, when this began."""
+    """The engine takes no requests now, or has lost this request. The reason is logged once, not per request."""
 
 
 class RequestError(PeriluneError):
     """One request is unacceptable; no other request is disturbed.
 
     `status` is the HTTP status, `param` the offending request field, `code` a stable machine-readable word,
-    `retry_seconds` when the same request may be accepted.
+    `retry_seconds` after how many seconds the same request may be accepted.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ _KINDS = {
 
 
 def exists(path: Path) -> bool:
-    """Whether something has this name. True also if that is unknown: opening it then says why."""
+    """Whether `path` exists. Also true if that cannot be known, for example without permission: the error of opening it
+    then says why."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

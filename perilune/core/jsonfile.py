@@ -1,4 +1,4 @@
-"""JSON objects in files of a model directory: one clear error for whatever is wrong, whole files when written."""
+"""JSON objects in files of a model directory: CheckpointError if one cannot be read, atomic replacement."""
 
 import json
 import os

@@ -18,7 +18,7 @@ def available_bytes(groups: Path = _GROUPS, meminfo: Path = Path("/proc/meminfo"
 
 
 def _rooms(groups: Path) -> list[int]:
-    """What each group with a limit has left."""
+    """Bytes below the limit of each group that has one."""
     rooms = []
     for folder, limit, usage in _group_files(groups):
         try:

@@ -14,9 +14,9 @@ from perilune.core.step import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """When a request runs, compared with others, and until when.
+    """A request's place in the queue, and its deadline.
 
-    priority          requests of lower numbers are admitted first, and give their blocks back last
+    priority          lower numbers are admitted first and preempted last
     deadline_seconds  from the submission; of equal priorities the earlier deadline is admitted first. A request that
                       has not ended by then ends with the finish reason "deadline"
     """
@@ -60,7 +60,7 @@ class Video:
 
 
 def pictures_of(media: Iterable[Picture | Video]) -> list[Picture]:
-    """What the engine gets of pictures and videos, in order."""
+    """The pictures, and the chunks of the videos, in order: what the engine takes."""
     return [p for item in media for p in (item.chunks if isinstance(item, Video) else (item,))]
 
 
@@ -69,8 +69,8 @@ class Media:
     """A picture, or a chunk of a video, without its pixels: the engine asks for those that it needs (`Want`).
 
     digest  32 bytes: of pixels and grid; equal digests share KV and embeddings
-    grid    (frames, rows, columns) of patches, rows and columns even; one frame of a picture
-    tokens  placeholder tokens that the prompt has for it, in one run: a fourth of a frame's patches
+    grid    (frames, rows, columns) of patches; rows and columns are even, a picture has one frame
+    tokens  consecutive placeholder tokens that the prompt has for it: a fourth of the patches of one frame
     """
 
     digest: bytes
@@ -86,9 +86,9 @@ class Media:
 class Submit:
     """Front end -> engine: run this prompt. `rid` is unique among the front end's unfinished requests.
 
-    `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos): only for a `constraint` on the
-    answer does the engine read the tokenizer.
-    `cache_keys` are what the KV depends on besides the token ids, or who may share it: "adapter:NAME", "salt:TENANT".
+    `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos), so that the engine reads the
+    tokenizer only for a `constraint`.
+    `cache_keys` name what else than token ids the KV depends on, or who may share it: "adapter:NAME", "salt:TENANT".
     Only requests with equal keys, in the same order, share cached blocks.
     `pictures` in the order of the prompt, in which each is a run of EngineInfo.media_pad; blocks are shared up to the
     first picture that differs.
@@ -142,11 +142,11 @@ class Delta:
     finish_reason      None until the last delta: "stop" (an id of stop_token_ids), "length", "deadline" or "error"
     error              one line for the user, with finish_reason "error"
     cached_tokens      prompt tokens taken from the prefix cache; in the first delta only
-    queue_seconds      of waiting in the scheduler; in the first delta only. Not part of equality
+    queue_seconds      that the request waited in the scheduler; in the first delta only. Not part of equality
     drafted, accepted  drafts that the step verified for the request; the first `accepted` of `tokens` were drafts
     closed_by_grammar  the answer's form is complete only because the grammar replaced tokens of the model near
                        max_tokens; finish_reason is then "length"
-    verified           of deltas that were joined: how many had drafts. Does not cross between processes
+    verified           how many of the deltas joined into this one had drafts. Does not cross between processes
     """
 
     rid: int
@@ -163,7 +163,7 @@ class Delta:
     queue_seconds: float = field(default=0.0, compare=False)
 
     def singly(self) -> "Iterator[Delta]":
-        """The same, one delta per token: for callers that may stop at any token."""
+        """This delta split into one per token, for callers that may stop at any token."""
         if len(self.tokens) < 2:
             yield self
             return
@@ -221,8 +221,8 @@ class EngineInfo:
     synthetic: str = ""  # what random weights the engine runs on; empty for a real model
     declared_acceptance: float | None = None  # tokens per step with drafts that are declared, not measured
     kv_shards: int = 1  # ranks that each store a part of every request's KV, along the sequence; 1: each stores all
-    pids: tuple[int, ...] = ()  # of the engine's processes: rank 0's, then the other ranks'
-    media_pad: int | None = None  # the placeholder token of pictures; None: the model, as it is loaded, sees none
+    pids: tuple[int, ...] = ()  # process ids of rank 0 and of the other ranks, in order
+    media_pad: int | None = None  # the placeholder token of pictures; None: the model as loaded takes no pictures
 
     @property
     def media(self) -> bool:
@@ -267,7 +267,7 @@ class EngineStats:
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position in the step, drafted, accepted)
     graphs: int = 0  # CUDA graphs of steps, as of now; not those of draft chains
     graph_bytes: int = 0  # device memory that all of them hold
-    tiers: tuple[tuple[str, int, int, int], ...] = ()  # of KV: (name, hit tokens, blocks, blocks at most)
+    tiers: tuple[tuple[str, int, int, int], ...] = ()  # of KV: (name, hit tokens, blocks in use, most blocks)
     host_blocks_ready: int = 0  # blocks of host memory that are pinned, so usable; the others are being pinned
     restore_seconds: float = 0.0  # spent on restores from the tiers
     saved_seconds: float = 0.0  # time to compute the restored tokens, by measured speed, minus restore_seconds

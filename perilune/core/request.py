@@ -6,9 +6,9 @@ Positions of a request when a step is planned while the previous one still runs:
     |-- committed --|-- in flight --|-- to do --|pending|-- not sampled yet --|
 
 known    prompt and committed output tokens: the host has their ids
-pending  tokens that steps in flight will sample: at most one when a step is planned, two while that step and the one
-         before it are both in flight. A step with drafts counts as one, though it may bring more: a step chained to it
-         may then compute up to `drafted` positions further than planned. `planned` does not count drafts
+pending  tokens that steps in flight will sample: 0 or 1 when a step is planned, 2 while that step and the one before it
+         are both in flight. A step with drafts counts as one token, though it may bring more. So a step chained to it
+         may compute up to `drafted` positions further than planned: `planned` does not count drafts
 horizon  known + pending
 limit    tokens the request can ever have; the last of them is never computed, because nothing is sampled after it
 """
@@ -66,7 +66,7 @@ class Request:
     queue_seconds: float = 0.0  # from `submitted` until it first ran; 0 again after the first delta has reported it
     finished: bool = False
     turn: int = 0  # index of this turn in its conversation, as far as the cache knows: see kv/retention.py
-    restoring: bool = False  # its KV is being copied back from a tier: it is in no queue
+    restoring: bool = False  # its KV is being copied back from a tier; meanwhile it is in no queue
     restores: int = 0  # restores from a tier that were begun
     kept: list[int] = field(default_factory=list)  # its restored blocks, referenced until it starts
     refused: bool = False  # its KV is in a tier, but computing it again is faster
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def table(self) -> tuple[int, ...]:
-        """`blocks` as a tuple, made anew only after a change: the table of a long context is not copied every step."""
+        """`blocks` as a tuple, rebuilt only after a change, so that a long table is not copied in every step."""
         if self._table is None:
             self._table = tuple(self.blocks)
         return self._table
@@ -182,7 +182,7 @@ class Request:
         return surplus
 
     def append(self, token: int) -> None:
-        """The token that a step in flight sampled has arrived (`pending` no longer counts it)."""
+        """Adds the token that a step in flight has sampled; the caller takes it out of `pending`."""
         assert token >= 0 and len(self.tokens) + self.pending < self.limit, (self.rid, token, self)
         self.tokens.append(token)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from perilune.core.errors import RequestError, shown
 
-MAX_WHOLE = 2**63 - 1  # of integer fields without another bound: messages and tensors hold int64
+MAX_WHOLE = 2**63 - 1  # bound of integer fields that have no other: messages and tensors hold int64
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
 MAX_STOPS = 16
-MAX_STOP_CHARS = 1024  # of each stop string: the search for it keeps a table with an entry for each character
+MAX_STOP_CHARS = 1024  # of each stop string: searching for it takes a table with one entry per character
 MAX_BIASED = 1024  # tokens in a logit_bias
 MAX_ALLOWED = 1 << 20  # ids in allowed_token_ids are smaller; more than any vocabulary of the family
 MAX_BAD_WORDS = 512  # texts in bad_words
@@ -206,7 +206,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _allowed(given: Any) -> bytes | None:
-    """The bitmap: a list of a hundred thousand ids would be checked and sent again for every answer."""
+    """The ids as a bitmap: a list of a hundred thousand ids would be checked and sent again for every answer."""
     if given is None or isinstance(given, bytes):
         return given
     ids = _sequence(given, "allowed_token_ids")

@@ -16,7 +16,7 @@ from typing import Protocol
 from perilune.core.sampling import SamplingParams
 
 PENDING = -1  # the id of a token that the step before is still sampling
-LEFT_OUT = -1  # StepPlan.chain of a step that the draft model does not read
+LEFT_OUT = -1  # StepPlan.chain if the draft model does not read the step's hidden states
 MAX_DRAFTS = 8  # drafts of one request in one step
 
 
@@ -153,7 +153,8 @@ class Row:
 
 
 def samples(work: Sequence[Work]) -> tuple[Sample, ...]:
-    """The tokens sampled for works that sample: one each and one more for every draft, in order of position."""
+    """The tokens to sample for `work`, of which every item samples: one each and one more for every draft, in order of
+    position."""
     if not any(w.drafts for w in work):
         return tuple(work)
     return tuple(Row(w, i) if w.drafts else w for w in work for i in range(w.drafts + 1))
@@ -180,10 +181,10 @@ class StepPlan:
     """Everything the runner needs for one step; printable and replayable.
 
     chain           tokens that the draft model, if there is one, drafts after the sampled token of each request, for
-                    the next step to verify; LEFT_OUT: the draft model does not even read the step
+                    the next step to verify; LEFT_OUT: the draft model does not even read the step's states
     min_confidence  on a CPU, where the host sees the draft model's probabilities at once, drafting stops when the
                     product of the probabilities is below this in every request's chain
-    host            a request has a constraint, so the host takes part in sampling: the host of rank 0
+    host            a request has a constraint, so rank 0's host takes part in sampling
     slices          of pictures, to encode before the work; a plan may consist of slices alone
     dropped         digests of pictures: their rows, or unfinished encodings, are freed after the work
     """
