@@ -78,7 +78,7 @@ def measure(target: KimiConfig, args: argparse.Namespace) -> None:
         "losses": [round(x, 4) for x in losses],
         "method": "best of the steps after the first, forward, backward and optimiser, on synthetic hidden states",
         **ledger.circumstances(),
-        "gpus": ranks.count(),  # that did it, not that are there
+        "gpus": ranks.count(),  # those that took part
     }
     if ranks.rank() == 0:
         if args.ledger:

@@ -2,8 +2,8 @@
 
     python -m runs.host_cost [--streams 1,64] [--step-ms 0] [--ledger bench/results]
 
-The engine computes nothing, so the server's process is what is measured: detokenizer, parsers, JSON, HTTP. Before it
-what the scheduler costs a step of 64 requests.
+The engine computes nothing, so this measures the server's process: detokenizer, parsers, JSON, HTTP. The first line is
+the scheduler's time per step of 64 requests.
 """
 
 import argparse

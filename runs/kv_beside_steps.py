@@ -24,13 +24,13 @@ from perilune.ops.rows import host_rows
 
 LARGE_BYTES = 256 << 20
 SETTLE_STEPS = 40
-CASES = 24  # at most, of `steps` steps each, twice: quiet and busy
+CASES = 24  # most cases; each takes `steps` steps twice, quiet and busy
 Say = Callable[..., None]
 
 
 @dataclass
 class Load:
-    """What is copied beside steps, by one thread each way until `stop`; `moved` bytes out and in."""
+    """Copies that run beside steps until `stop`, a thread per direction (0: out, 1: in); `moved`: bytes of each."""
 
     work: Callable[["Load", int], None]
     ways: tuple[int, ...]
@@ -77,7 +77,7 @@ class Copying:
             self.block_seconds.append((time.perf_counter() - begin) / half)
 
     def large(self, load: Load, way: int) -> None:
-        """One copy of LARGE_BYTES after the other: hardly any call of the driver."""
+        """Copies of LARGE_BYTES one after the other, so with few driver calls."""
         here, there = self._host[way], self._there[way]
         cuda = there.device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
@@ -90,7 +90,7 @@ class Copying:
                 load.moved[way] += here.nbytes
 
     def windows(self, load: Load, way: int) -> None:
-        """As quickly as the driver takes them, in windows of which two are in flight."""
+        """Copies of blocks in windows, two of them in flight, as fast as the driver takes them."""
         self._blocks(load, way, WINDOW_BLOCKS, 0.0)
 
     def paced(self, share: float) -> Callable[[Load, int], None]:
@@ -98,7 +98,7 @@ class Copying:
         return lambda load, way: self._blocks(load, way, WINDOW_BLOCKS, self.block_seconds[way] / share)
 
     def calls(self, load: Load, way: int) -> None:
-        """The calls of `windows`, without the driver: what the processor and Python's lock cost."""
+        """The calls of `windows` without the driver: what CPU and GIL cost."""
         places = [host_rows.Places(0, self._pages.shape[0], 4096, 4096)]
         while not load.stop.is_set():
             host_rows.copy(ctypes.CDLL(None).sched_yield, 0, self._pairs[way][:WINDOW_BLOCKS], places, out=not way,

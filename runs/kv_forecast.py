@@ -1,5 +1,5 @@
 """Forecasts a replay of agents' sessions on one H200, without a GPU: hits, throughput and times to first tokens, with
-KV tiers and without. Scheduler, pacer, prefix cache and tiers are those of the engine; what steps and copies take comes
+KV tiers and without. Scheduler, pacer, prefix cache and tiers are those of the engine; times of steps and copies come
 from tables. `perilune bench replay agents --shape kimi-k2.5` measures the same.
 
 python -m runs.kv_forecast [--sessions 64 --turns 15 --begin-after 13 --kv-blocks 5400 --kv-host-gb 28]. A line of JSON
@@ -48,7 +48,7 @@ class Clock:
 
 
 def layer_seconds(tokens: int) -> float:
-    """Of a layer without attention."""
+    """Seconds of a layer without attention, for a step of `tokens` tokens."""
     tokens = min(tokens, TOKENS[-1])
     at = next(i for i in range(len(TOKENS) - 1) if tokens <= TOKENS[i + 1])
     share = math.log(tokens / TOKENS[at]) / math.log(TOKENS[at + 1] / TOKENS[at])
@@ -57,7 +57,7 @@ def layer_seconds(tokens: int) -> float:
 
 
 def step_seconds(parts: Sequence[tuple[int, int]], layers: int) -> float:
-    """Of a step that computes, for each request, so many tokens behind so many: (count, start)."""
+    """Seconds of a step; `parts` has (tokens computed, tokens before them) of each request."""
     taken = layer_seconds(sum(count for count, _ in parts))
     for count, start in parts:
         taken += count * (start + count / 2) * PAIR_SECONDS if count > 1 else (start + 1) * CONTEXT_SECONDS
@@ -65,7 +65,7 @@ def step_seconds(parts: Sequence[tuple[int, int]], layers: int) -> float:
 
 
 class Link:
-    """A Mover of which each direction copies one block after another at a fixed speed."""
+    """A Mover whose two directions each copy one block after another at a fixed speed."""
 
     def __init__(self, rows: int, block_gb: float, clock: Clock) -> None:
         self.rows, self.clock, self.restored = rows, clock, 0
@@ -201,7 +201,7 @@ def forecast(
     link = Link(int(host_gb / block_gb), block_gb, clock)
     tiers = Tiers(link, rows=link.rows, clock=clock) if link.rows else None
     pacer = Pacer(usual.decode_stretch, STEP_TOKENS, usual.prompt_patience)
-    for tokens in (256, 1024, 4096, STEP_TOKENS):  # as the engine measures at its start
+    for tokens in (256, 1024, 4096, STEP_TOKENS):  # the sizes that the engine measures at its start
         pacer.times.record(tokens, step_seconds([(tokens, 0)], layers))
     scheduler = Scheduler(
         num_blocks=kv_blocks, block_size=BLOCK_TOKENS, max_num_seqs=seqs, max_step_tokens=STEP_TOKENS,

@@ -1,15 +1,15 @@
 """What host memory keeps of a trace, beside least recently used (LRU) and beside the best that any policy could keep.
 
 python -m runs.kv_retention [OPTION ...] [TRACE ...] (--help says the options). Without a trace: generated ones, the
-same every time. The index that serves (kv/tiers.py) is played through the trace on the trace's own clock, with a mover
-that is done at once. A block has HASH_TOKENS tokens. Pages hold the blocks of running requests and the most recently
-used of others; host memory has rows for a share of all blocks that the trace ever computes.
+same every time. The index that serves (kv/tiers.py) replays the trace on the trace's own clock; its copies take no
+time. A block has HASH_TOKENS tokens. Pages hold the blocks of running requests and the most recently used of others;
+host memory has rows for a share of all blocks that the trace ever computes.
 
-possible  share of prompt blocks that a cache without bound has
-ideal     of one cache as large as both, which knows the trace: it drops the block with the latest next use (Belady; a
-          prefix is never used later than what follows it, so no chain loses its middle, and with blocks of one size no
-          policy has more hits)
-lru       of pages and host memory that each drop the least recently used, and keep what the other has too
+possible  hit share of prompt blocks with an unlimited cache
+ideal     hit share of one cache as large as both, which knows the trace: it drops the block with the latest next use
+          (Belady; a prefix is never used later than what follows it, so no chain loses its middle, and with blocks of
+          one size no policy has more hits)
+lru       hit share of pages and host memory that each drop the least recently used, also of blocks that both have
 """
 
 import argparse
@@ -30,9 +30,9 @@ from perilune.kv.mover import Copied, Done, Name, Restored, Stored, Written
 from perilune.kv.mover import Piece as Block
 from perilune.kv.tiers import HOST, Tiers
 
-SHARES = (0.1, 0.25, 0.5)  # rows of host memory, of all blocks of the trace
-PAGES = 0.25  # idle blocks in pages, of the rows
-TOKEN_SECONDS = 0.02  # that an answer takes
+SHARES = (0.1, 0.25, 0.5)  # rows of host memory over all blocks of the trace
+PAGES = 0.25  # idle blocks in pages over rows of host memory
+TOKEN_SECONDS = 0.02  # seconds per token of an answer
 FIRST_SECONDS = 2.0
 NEVER = 1 << 60
 
@@ -48,7 +48,7 @@ class Visit:
 
 
 def visits(sessions: Sequence[Session]) -> list[Visit]:
-    """Of all turns, by start."""
+    """The visits of all turns, in order of their starts."""
     found = []
     for session in sessions:
         now, said = session.start, list[Piece]()
@@ -65,7 +65,7 @@ def visits(sessions: Sequence[Session]) -> list[Visit]:
 
 
 def _blocks(said: Sequence[Piece]) -> tuple[bytes, ...]:
-    """Digests of the full blocks of a text; each is of everything before it."""
+    """Digests of the full blocks of a text; each covers everything before it, too."""
     found, digest, filled = list[bytes](), b"", 0
     for piece in said:
         tokens, begun = piece.tokens or len(piece.name) // 4, 0
@@ -79,7 +79,7 @@ def _blocks(said: Sequence[Piece]) -> tuple[bytes, ...]:
 
 
 def moments(given: Sequence[Visit]) -> Iterator[tuple[float, bool, Visit]]:
-    """(time, whether it starts, visit) of all starts and ends, by time; what ends comes before what starts."""
+    """(time, whether it starts, visit) of all starts and ends, by time; at equal times, ends come first."""
     both = [(visit.start, True, number, visit) for number, visit in enumerate(given)]
     both += [(visit.end, False, number, visit) for number, visit in enumerate(given)]
     for time, starts, _, visit in sorted(both, key=lambda one: one[:3]):
@@ -91,7 +91,7 @@ def share(given: Sequence[Visit], hits: int) -> float:
 
 
 def ideal(given: Sequence[Visit], capacity: int) -> float:
-    """Hit share of a cache of so many blocks that knows what comes; blocks of a running request need no room."""
+    """Hit share of a cache of `capacity` blocks that knows the future; blocks of running requests need no room."""
     order = list(moments(given))
     coming: dict[bytes, int] = {}
     after: list[list[int]] = []  # for each moment, when each block of the chain is asked for next
@@ -123,7 +123,7 @@ def ideal(given: Sequence[Visit], capacity: int) -> float:
 
 
 def _known(visit: Visit, has: Callable[[bytes], bool]) -> int:
-    """How many blocks the longest known beginning of the prompt has."""
+    """Number of leading blocks of the prompt that `has` knows."""
     return next((count for count in range(visit.prompt) if not has(visit.chain[count])), visit.prompt)
 
 
@@ -154,7 +154,7 @@ class Pages:
 
 
 def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
-    """Hit share where both keep what was used last."""
+    """Hit share if pages and host memory each keep the most recently used blocks."""
     host: OrderedDict[bytes, None] = OrderedDict()
 
     def keep(digest: bytes) -> None:
@@ -178,7 +178,7 @@ def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
 
 
 class AtOnce:
-    """A mover that ends every copy at once and counts the files that it writes."""
+    """A mover whose copies take no time; it counts the files that it writes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -41,12 +41,12 @@ from runs.kv_beside_steps import Say, slowdown
 
 SUFFIX_TOKENS = 2242  # new tokens of a turn of an agent's session
 REPEATS = 3
-WIDTHS = {"fp8": (640, torch.uint8), "bfloat16": (576, torch.bfloat16)}  # of a token in a layer, by kv_dtype
+WIDTHS = {"fp8": (640, torch.uint8), "bfloat16": (576, torch.bfloat16)}  # KV elements per token and layer, their type
 PARTS = ("copies", "disk", "session", "slowdown")
 
 
 class Rows:
-    """Prints rows as JSON and adds each to the ledger at once: what was measured before a run is cut counts.
+    """Prints rows as JSON and adds each to the ledger at once, so that a run that is killed keeps its rows.
 
     common  keys of every row
     """
@@ -114,7 +114,7 @@ def copies(say: Say, pages: Tensor, count: int, *, link_only: bool) -> dict[str,
                 pages[:, index] = staging.transpose(0, 1)
 
         def link(out: bool) -> None:
-            for row in flat:  # one row again and again: what the link does with copies of a block's size
+            for row in flat:  # the same row each time: the link's speed with copies of a block's size
                 (views[0] if out else row).copy_(row if out else views[0], non_blocking=True)
 
         ways: list[tuple[str, Callable[[bool], None]]] = [
@@ -139,8 +139,8 @@ def copies(say: Say, pages: Tensor, count: int, *, link_only: bool) -> dict[str,
 
 def plain_disk(say: Say, directory: Path, total: int, block: int) -> dict[str, float]:
     """GB/s of one large file: written and synchronised, read in large pieces, read past the page cache in pieces of a
-    block's size at random places, and read again from the page cache. Returns those that files of blocks are compared
-    with, by what they do."""
+    block's size at random places, and read again from the page cache. Returns the speeds to compare files of blocks
+    with, by operation."""
     large, path = 8 << 20, directory / "plain"
     directory.mkdir(exist_ok=True)
     begin = time.perf_counter()
@@ -195,8 +195,8 @@ def forget(directory: Path) -> None:
 
 
 def transfer(say: Say, pages: Tensor, count: int, directory: Path, most: dict[str, float]) -> None:
-    """GB/s of whole stores, restores, writes and reads, checksums included; `most`: of the link and the disk, by what
-    they do."""
+    """GB/s of whole stores, restores, writes and reads, checksums included; `most`: speeds of the link and the disk, by
+    operation."""
     disk = Directory(directory, b"0" * 16, row_bytes([pages]))
     moved = Transfer([pages], count, disk)
     try:

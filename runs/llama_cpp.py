@@ -27,7 +27,7 @@ def main(source: Path, out: Path) -> None:
         copy = Path(temporary) / "model"
         export(resolve_model("kimi-nano"), copy)
         config = json.loads((copy / "config.json").read_text())
-        # The converter wants these two spelled out; they say what the model is anyway.
+        # The converter requires these two keys; their values are the model's own.
         config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         (copy / "config.json").write_text(json.dumps(config))
         sys.argv = ["convert_hf_to_gguf.py", str(copy), "--outfile", str(out / "f32.gguf"), "--outtype", "f32"]

@@ -25,7 +25,7 @@ from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 
 CONTEXT_TOKENS = 1024
-SETTLE_SECONDS = 1.0  # decoding before the first prompt may come
+SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
 
 
 def played(engine: Engine, decoding: int, prompt: int, every: float, seconds: float, vocab: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to in the DevTools protocol through a pair of pipes."""
+"""Headless Chromium, controlled by the DevTools protocol through a pair of pipes."""
 
 import contextlib
 import fcntl
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 WAIT_SECONDS = 60.0
-END_SECONDS = 20.0  # after which a browser that was asked to end is killed
+END_SECONDS = 20.0  # a browser that was asked to end is killed after this time
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"),
-    "--host-resolver-rules=MAP *.test 127.0.0.1",  # names under .test are reserved: tests let them mean this machine
+    "--host-resolver-rules=MAP *.test 127.0.0.1",  # names under .test are reserved; for tests, they mean this machine
 )
 
 
 class Navigated(RuntimeError):
-    """The page went away while it was asked something."""
+    """The page navigated away while it evaluated an expression."""
 
 
 class Browser:
@@ -28,8 +28,8 @@ class Browser:
     def __init__(self, chromium: str, profile: str) -> None:
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
-        # The protocol's pipes are file descriptors 3 and 4 of the browser. Copies above those, so that neither is
-        # overwritten before it is copied.
+        # The browser has commands at file descriptor 3 and replies at 4. First copy both ends to higher numbers, so
+        # that copying one to 3 or 4 cannot overwrite the other.
         above = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, replies)]
         actions = [(os.POSIX_SPAWN_DUP2, end, at) for end, at in zip(above, (3, 4), strict=True)]
         quiet = (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)
@@ -73,14 +73,14 @@ class Browser:
                 return reply["result"]
 
     def value(self, expression: str) -> Any:
-        """What the page's script says `expression` is, as JSON; RuntimeError if it throws."""
+        """The value of a JavaScript expression in the page, by way of JSON; RuntimeError if it throws."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
     def wait(self, expression: str, seconds: float = WAIT_SECONDS) -> Any:
-        """The first true value of `expression`; RuntimeError if there is none for `seconds`."""
+        """Evaluates `expression` until its value is true, and returns that; RuntimeError after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(Navigated):

@@ -1,7 +1,7 @@
-"""docs/images/speed.svg: of README's rows, the share of the floor's speed that Perilune and the peer reach.
+"""docs/images/speed.svg: for README's rows, the share of the floor's speed that Perilune and the peer reach.
 
-The picture is a card with a background of its own, dark where the reader's system is: a page that shows it in another
-mode than the system's stays legible.
+The picture has a background of its own, dark if the reader's system is in dark mode: so it stays legible on a page
+that is not in the system's mode.
 """
 
 from html import escape

@@ -12,12 +12,12 @@ from perilune.server.description.operation import EVENTS, JSON, OPERATIONS, Oper
 BASE = "http://127.0.0.1:8000"
 REFUSED, IGNORED = "refused: ", "accepted, without effect: "
 TITLES = {IGNORED: "Fields accepted without effect", REFUSED: "Fields refused by name"}
-MAX_UNFOLDED = 5  # fields that a page shows without a click
-Lists = dict[str, dict[str, dict[str, str]]]  # kind, "" with an effect -> endpoint -> field -> row or reason
+MAX_UNFOLDED = 5  # most fields that the page does not fold
+Lists = dict[str, dict[str, dict[str, str]]]  # kind ("": with an effect) -> endpoint -> field -> row or reason
 
 
 def endpoints() -> str:
-    """Every endpoint with its request, one to try, and its answer."""
+    """Every endpoint: the fields of its request, an example to try, and its answer."""
     made = document()
     shown: dict[str, str] = {}  # answers by name, with the endpoint that has their table
     lists: Lists = {kind: {} for kind in ("", *TITLES)}  # of the endpoints before
@@ -32,7 +32,7 @@ def index() -> str:
 
 
 def _link(title: str) -> str:
-    """To an endpoint's heading."""
+    """A link to an endpoint's heading."""
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     return f"[{title}](#{anchor})"
 
@@ -129,8 +129,8 @@ def _description(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = None) -> Iterator[str]:
-    """A table of the fields with an effect, a line if none has a meaning; most of them by name if an endpoint before
-    has these."""
+    """A table of the fields with an effect, or a line that there are none. Fields that an earlier endpoint has are only
+    named."""
     required, rows = schema.get("required", ()), {}
     for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         said = field.get("description", "")
@@ -153,7 +153,7 @@ def _fields(schema: Mapping[str, Any], title: str = "", lists: Lists | None = No
 
 
 def _without_effect(title: str, schema: Mapping[str, Any], lists: Lists) -> Iterator[str]:
-    """The other fields, a line for each kind; where an endpoint before has nearly the same, the difference from it."""
+    """The fields without effect, a line for each kind; if an earlier endpoint has nearly the same, the difference."""
     for kind, heading in TITLES.items():
         said = {n: f.get("description", "") for n, f in schema["properties"].items()}
         own = {n: what.removeprefix(kind) for n, what in said.items() if what.startswith(kind)}

@@ -1,4 +1,4 @@
-"""Rows of bench/results for the pages: of each configuration the newest commit's, and of several the median."""
+"""Rows of bench/results for the pages: for each configuration, the median row of its newest commit."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ def rows(bench: str) -> list[Row]:
 
 
 def latest(bench: str, *, shapes: bool = False) -> list[Row]:
-    """Measurements on one GPU or CPU: of a slice of exact shapes (`shapes`), or of a model's real weights. Not
-    those of named implementations."""
+    """Measurements on one GPU or CPU: of a slice of exact shapes (`shapes`), or of a model's real weights. Rows of runs
+    that forced an op's implementation are left out."""
     keys = ("model", "shape", "batch", "context", "tokens", "gpu", "rest_dtype", "kv_dtype", "draft", "expert_format")
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows(bench):
@@ -33,7 +33,7 @@ def latest(bench: str, *, shapes: bool = False) -> list[Row]:
 
 
 def median(some: list[Row]) -> Row:
-    """Of the rows of the last one's commit; of two in the middle the slower one."""
+    """The median of those rows that have the last row's commit; of two in the middle, the slower one."""
     newest = [r for r in some if r["commit"] == some[-1]["commit"]]
     measure = next(k for k in ("us_per_layer", "ms_per_layer", "step_ms") if k in newest[0])
     return sorted(newest, key=lambda r: r[measure])[len(newest) // 2]

@@ -1,4 +1,4 @@
-"""What the pages and the code refer to exists: sections of docs/formats.md, links, files, commands."""
+"""Checks that what pages and code refer to exists: sections of docs/formats.md, links, files, commands."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from urllib.parse import unquote
 from runs.docs.tables import ROOT
 
 FORMATS = "docs/formats.md"
-LOG = "docs/LOG.md"  # says what was true on a day
+LOG = "docs/LOG.md"  # may name files that have gone since
 CODE = (".py", ".cu", ".cuh", ".cpp", ".h", ".html", ".sh", ".toml")
 
 _SECTION = re.compile(r"\b(spec|formats?|section|sections)\s+(\d+(?:\.\d+)?)((?:(?:, | and | to )\d+(?:\.\d+)?)*)")
@@ -47,7 +47,7 @@ def sections(text: str) -> set[str]:
 
 
 def wrong_sections(text: str, known: set[str], *, own: bool = False) -> Iterator[str]:
-    """Citations that no heading answers, and ones that do not say of which page; `own`: of the text itself."""
+    """Citations of sections that do not exist or whose page is not named; `own`: of the text's own sections."""
     flat = re.sub(r"\s*\n\s*(?:#|//)?\s*", " ", text)
     for found in _SECTION.finditer(flat):
         numbers = re.findall(r"\d+(?:\.\d+)?", found[0])

@@ -1,8 +1,8 @@
 """The import table of tests/cpu/house/test_imports.py, as docs/images/rooms.svg and as text for docs/architecture.md.
 
 The picture has a box for each room of the package and an arrow for each import that no chain of other arrows implies,
-all of them downwards. Boxes are laid out as in Sugiyama's method: a row by longest path, arrows that pass rows get a
-point in each, and rows are sorted by the mean position of their neighbours until that changes nothing.
+all of them downwards. The layout is Sugiyama's: a box's row is given by the longest path, an arrow that passes rows
+gets a point in each of them, and rows are sorted by the mean position of their neighbours until nothing changes.
 """
 
 from html import escape

@@ -1,6 +1,6 @@
 """docs/images/page*.webp: the page at / in real conversations with kimi-nano, taken by headless Chromium.
 
-python -m runs.docs.screenshot [CHROMIUM]   start a server, ask, take the pictures (CHROMIUM: default `chromium`)
+python -m runs.docs.screenshot [CHROMIUM]   start a server, ask it, take the pictures (CHROMIUM: default `chromium`)
 
 Each picture carries a digest of the page's markup and style, so that `make check` knows when they have changed since.
 """
@@ -25,7 +25,7 @@ TOOLS_PICTURE = ROOT / "docs/images/page-tools.webp"  # a call that waits for it
 ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.webp"  # a question with pictures that is not sent yet
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 40_000
-COLOURS = 14  # of the palette
+COLOURS = 14  # size of the pictures' palette
 QUESTIONS = (
     "What is 347 + 589?",
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",
@@ -53,14 +53,14 @@ def problems() -> Iterator[str]:
 
 
 def digest() -> bytes:
-    """Of what the page looks like: its markup and its style."""
+    """A digest of the page's markup and style, as hexadecimal digits."""
     looks = b"".join((PAGE / name).read_bytes() for name in ("page.html", "style.css"))
     return hashlib.sha256(looks).hexdigest().encode()
 
 
 @contextlib.contextmanager
 def serving(*program: str, options: Sequence[str] = ()) -> Iterator[str]:
-    """A server of kimi-nano by this module and its arguments; its address."""
+    """Starts a server of kimi-nano by a module with arguments; gives the server's address."""
     command = [sys.executable, "-m", *program, "serve", "kimi-nano", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -71,7 +71,7 @@ def serving(*program: str, options: Sequence[str] = ()) -> Iterator[str]:
 
 
 def taken(browser: Browser) -> bytes:
-    """What the page shows now, as WebP of few colours: the page has about 1,000, and the file is a third."""
+    """What the page shows now, as WebP of few colours instead of about 1,000: a third of the file's size."""
     shown = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
     return few_colours(Image.open(io.BytesIO(shown)))
 
@@ -103,7 +103,7 @@ def main() -> None:
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)
         TOOLS_PICTURE.write_bytes(taken(browser))
-    # The tests' engine, as kimi-nano does not see. Nothing is asked.
+    # The tests' scripted engine, because kimi-nano takes no pictures. No question is sent.
     sees = serving("tests.scripted_engine", "--sees", options=("--served-model-name", "a model that sees"))
     with sees as url, browsing(chromium) as browser:
         browser.open(f"{url}/", ATTACHED_SIZE)

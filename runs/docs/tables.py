@@ -12,7 +12,7 @@ from runs.docs.ledger import PEER, PEER_DECODE, PEER_PREFILL, Row, latest, plain
 
 ROOT = Path(__file__).parents[2]
 
-# What README's table and its chart show, and nothing else: (bench, requests at once, context) or (bench, tokens).
+# The rows of README's table and its chart: (bench, requests at once, context) or (bench, tokens).
 FIRST_SCREEN = (
     ("decode", 1, 1024), ("decode", 4, 1024), ("decode", 16, 1024), ("decode", 64, 1024), ("decode", 1, 102400),
     ("prefill", 10000),
@@ -86,7 +86,7 @@ def speed() -> str:
 
 
 def layers() -> str:
-    """One MoE layer of full shapes on one GPU, with the peer's."""
+    """Times of one MoE layer of full shapes on one GPU, with the peer's."""
     lines = [
         f"| one MoE layer, Kimi K2.5 shapes | Perilune | floor | of floor | {PEER} | ratio | on | commit |",
         "|---|---|---|---|---|---|---|---|",
@@ -182,7 +182,7 @@ def nano_speed() -> str:
 
 
 def nano() -> str:
-    """What the bundled model is, from the record of its training."""
+    """A description of the bundled model, from the record of its training."""
     trained = json.loads((ROOT / "perilune/bundled/kimi-nano/training.json").read_text())
     minutes, stage = 0.0, trained
     while stage:

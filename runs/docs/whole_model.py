@@ -54,7 +54,7 @@ def whole() -> str:
 
 
 def four() -> str:
-    """For a first screen: what one user and many get of all layers on four GPUs."""
+    """Speed of the whole model on four GPUs, for one user and for many, for README's first screen."""
     of, row = _measured(4, LAYERS), _rows(4, LAYERS)["output_tokens_per_s"]
     first = _rows(4, LAYERS, rounded=True) or _rows(4, LAYERS)
     lines = [
@@ -74,7 +74,7 @@ def four() -> str:
 
 
 def two() -> str:
-    """What was measured of 27 layers on two GPUs."""
+    """The figures measured with 27 layers on two GPUs."""
     measured = with_steps(_measured(2, 27))
     lines = ["| Kimi K2.5, 27 of 61 layers, two GPUs, FP8 rest, compact scales | measured |", "|---|---|"]
     for name, words, unit, digits in FIGURES:
@@ -84,13 +84,13 @@ def two() -> str:
 
 
 def with_steps(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with the step of one request, ms."""
+    """`figures` with the time of one request's step, in ms, added."""
     plain = figures.get("tokens_per_s")
     return {**figures, "step ms": 1e3 / plain} if isinstance(plain, float | int) else dict(figures)
 
 
 def _predicted(setting: Setting) -> dict[str, Any]:
-    """By figure; where it has been measured, what its row says was predicted before."""
+    """Predictions by figure; for a measured figure, the prediction that was made before and that its row keeps."""
     before = {f: r["predicted"] for f, r in _rows(setting.tp, LAYERS).items() if r.get("predicted") is not None}
     return {**predictions(setting, RESULTS), **before}
 
@@ -100,7 +100,7 @@ def _measured(gpus: int, layers: int) -> dict[str, Any]:
 
 
 def _rows(gpus: int, layers: int, *, rounded: bool = False) -> dict[str, Row]:
-    """By figure the newest, of activations in bfloat16, or those of prompts `rounded` to FP8."""
+    """The newest row of each figure, with activations in bfloat16 or, if `rounded`, prompts' activations in FP8."""
     rows: list[Row] = [row for bench in BENCHES for row in read(RESULTS, bench)]
     wanted = {"run": "four-gpus", "gpus": gpus, "layers": layers, "shape": "kimi-k2.5"}
     found = [row for row in rows if wanted.items() <= row.items() and row.get("fp8_activations", False) == rounded]

@@ -1,13 +1,13 @@
-"""The whole model on four GPUs (or two, or eight): every figure wanted of it, each with its prediction.
+"""Measures the whole model on four GPUs (or two, or eight); each figure has a prediction and a wanted value.
 
 python -m runs.four_gpus --plan                              memory, parts, predictions; nothing is measured
-python -m runs.four_gpus --ledger bench/results              everything, in the order of the starts
+python -m runs.four_gpus --ledger bench/results              everything, in the order of STARTS
 python -m runs.four_gpus --part f,e --ledger bench/results   some parts: each start of an engine takes minutes
 python -m runs.four_gpus --tp 2 --layers 27 --part h,f       what fits two GPUs
 python -m runs.four_gpus --device cpu --tp 2                 the same on a shape for CPUs (or --model kimi-nano)
 
-Parts that have rows of this commit in the ledger are left out, so that a run can be continued; --again measures them
-anew. Each start is a process of its own, which prints its stacks and ends when its time is over.
+Parts that have rows of this commit in the ledger are left out, so that a run can be continued; --again measures them,
+too. Each start of an engine has a process of its own. When its time is over, it prints its stacks and ends.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from runs.four_gpus.predictions import predictions
 from runs.four_gpus.setting import CPU_SIZES, PARTS, START_SECONDS, STARTS, USUAL, WANTED, Setting
 
 H200_FREE_BYTES = 147.0e9  # memory that one process can allocate
-ENDING_SECONDS = 6.0  # for a start's processes to print stacks and end
-CLOSE_SECONDS = 15.0  # for an engine to close; then the process prints its stacks and ends
+ENDING_SECONDS = 6.0  # time in which a start's processes may print their stacks before they are killed
+CLOSE_SECONDS = 15.0  # an engine may take to close; then its process prints its stacks and ends
 GENERIC = ("part", "figure", "measured", "predicted", "wanted", "met")
 
 Row = dict[str, Any]
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that started processes are ended, too
     setting = Setting(args.tp, args.layers, args.model, args.device, args.kv_dtype, args.chunk, args.fp8_activations)
     if args.device == "cpu":
         setting = dataclasses.replace(setting, chunk=min(args.chunk, 512), sizes=CPU_SIZES)
@@ -110,7 +110,7 @@ def _show_plan(setting: Setting, letters: Sequence[str], expected: dict[str, flo
 
 
 def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> bool:
-    """Each start in a process of its own; whether all parts were measured."""
+    """Runs each start in a process of its own; returns whether all parts were measured."""
     if setting.device == "cuda" and (there := torch.cuda.device_count()) < setting.tp:
         raise ConfigError(
             f"{setting.tp} GPUs are needed and {there} are here: give --tp, --device cpu, or --plan alone"
@@ -118,7 +118,7 @@ def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> 
     ends = time.monotonic() + args.seconds
     here = [] if args.again or args.ledger is None else _measured(setting, args.ledger)
     left = [letter for letter in letters if letter not in here]
-    if setting.device == "cuda" and left:  # before the first start: builds must not take its time
+    if setting.device == "cuda" and left:  # now, so that building kernels does not use up the first start's time
         with ThreadPoolExecutor() as pool:
             failed = [built for built in pool.map(ops_build.library, ops_build.sources()) if isinstance(built, str)]
         print(f"kernels built after {time.monotonic() - ends + args.seconds:.1f} s", *failed, sep="\n", flush=True)
@@ -143,8 +143,8 @@ def _all(setting: Setting, letters: Sequence[str], args: argparse.Namespace) -> 
 
 
 def _run(command: Sequence[str], seconds: float) -> int:
-    """The exit status of a command, of which nothing is left when this returns: no server and no rank. Its processes
-    print their stacks if its time is over."""
+    """Runs a command; returns its exit status. After `seconds` its processes print their stacks. When this returns, all
+    its processes have ended, servers and ranks included."""
     process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
     try:
         return process.wait(seconds)
@@ -186,7 +186,7 @@ def _measure(
     kept = list[Row]()
 
     def keep(row: Row) -> None:
-        row = _beside(setting, row, expected)
+        row = _with_targets(setting, row, expected)
         kept.append(row)
         print(json.dumps(row), flush=True)
         if args.ledger is not None:
@@ -222,10 +222,10 @@ def _in_process(path: Path, setting: Setting, start: str, letters: list[str], ke
             except PeriluneError as e:
                 print(f"part {letter} failed: {e}", flush=True)
                 failed.append(letter)
-                if engine.busy:  # its requests would be part of what is measured next
+                if engine.busy:  # its requests would disturb the next measurement
                     break
     finally:
-        # What is measured is written: a close that waits for another rank must not take the time of other starts.
+        # All rows are written by now. A close that waits for a lost rank must not take the time of other starts.
         aborting = threading.Timer(CLOSE_SECONDS, os.abort)
         aborting.start()
         engine.close()
@@ -234,8 +234,8 @@ def _in_process(path: Path, setting: Setting, start: str, letters: list[str], ke
         raise ConfigError(f"part {', '.join(failed)} failed: see above")
 
 
-def _beside(setting: Setting, row: Row, expected: dict[str, float | str]) -> Row:
-    """The row with what was predicted and what is wanted."""
+def _with_targets(setting: Setting, row: Row, expected: dict[str, float | str]) -> Row:
+    """The row with the predicted and the wanted value of its figure, if there are such."""
     value = expected.get(row["figure"])
     row |= {"predicted": value if isinstance(value, float) else None}
     if setting.whole and (found := WANTED.get((row["part"], row["figure"]))) and row["measured"] is not None:

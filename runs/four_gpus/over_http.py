@@ -1,4 +1,4 @@
-"""Parts that ask a private server, as its users do."""
+"""Parts that send requests to a private server, as users would."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from perilune.client.target import serving
 from perilune.core.config import EngineConfig, build
 from runs.four_gpus.setting import CACHED_SHARE, DECODING, Setting
 
-BEGIN_SECONDS = 120.0  # until all users have their first token
-ANSWER_TOKENS = 16  # of an answer timed to its first token. Fewer: random tokens may all have no text
+BEGIN_SECONDS = 120.0  # limit of the time until all users have their first token
+ANSWER_TOKENS = 16  # tokens of an answer whose TTFT is measured. Fewer: random tokens may all have no text
 LONG_PROMPTS = 3  # sent one after the other while users decode
 SHORT_PROMPTS = 8  # likewise
 
@@ -76,7 +76,7 @@ async def _firsts(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, N
         ttft = round(statistics.median(times), 4)
         row = {"ttft_s": ttft, "cached_share": round(share, 4), "figure": f"ttft_s {name}", "measured": ttft}
         yield common | row
-    async for row in _beside(endpoint, setting):
+    async for row in _while_decoding(endpoint, setting):
         yield common | row
 
 
@@ -96,14 +96,14 @@ async def first_token(endpoint: Endpoint, messages: list[dict[str, Any]]) -> tup
 
 
 def _other_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A prompt of the same length that begins alike, for CACHED_SHARE of its text."""
+    """A prompt of the same length of which CACHED_SHARE, from the beginning, is the same text."""
     text = str(messages[0]["content"])
     kept = int(CACHED_SHARE * len(text))
     (other,) = aa.ask(len(text), "the other end")
     return [{"role": "user", "content": text[:kept] + str(other["content"])[kept - len(text) :]}]
 
 
-async def _beside(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, None]:
+async def _while_decoding(endpoint: Endpoint, setting: Setting) -> AsyncGenerator[Row, None]:
     """Times of prompts to their first tokens while DECODING users decode, and the users' pace meanwhile."""
     short, long = aa.Prompts(endpoint, setting.sizes.short), aa.Prompts(endpoint, setting.sizes.prompt)
     await short.calibrate()

@@ -39,8 +39,8 @@ def predictions(setting: Setting, ledger: Path) -> dict[str, float | str]:
         return verify(sizes.prompt) + forecast.draft_ms(DRAFTS)
 
     def beside() -> float:
-        """A prompt waits for half a step on average, and is then computed in one with the others' tokens. Their steps
-        have up to 32 tokens; this takes 16, for which the ledger has rows."""
+        """Seconds to the first token of a short prompt: it waits for half a step on average, and then shares one with
+        other requests. Their steps have up to 32 tokens; 16 are assumed, for which there are rows."""
         return (forecast.prompt_ms(sizes.short) + step(16, sizes.short) / 2) / 1e3
 
     found: dict[str, Callable[[], float]] = {

@@ -12,12 +12,12 @@ from perilune.formats.hub import resolve_model
 
 SHAPE, CPU_SHAPE = "kimi-k2.5", "tiny"
 ACCEPTED, DRAFTS = 2.88, 3  # declared acceptance length and its drafts: K2.5's EAGLE-3 model, SPEED-Bench coding
-CACHED_SHARE = 0.9  # of a prompt that an earlier one began with
-DECODING = 8  # users that decode while others' prompts come
+CACHED_SHARE = 0.9  # share of a prompt that is the beginning of an earlier one, so cached
+DECODING = 8  # users that decode while prompts of others arrive
 # prompt_patience in part d. Prompts of 10,000 tokens every 3 s beside 64 requests would wait longer than the default,
 # 2 s, and the wanted bound of token intervals would not hold.
 PATIENCE_SECONDS = 10.0
-MEMORY_FRACTION = 0.97  # of what weights leave free. Larger: nothing is left for fragments; smaller: less KV
+MEMORY_FRACTION = 0.97  # of the memory beside weights. Larger: nothing is left for fragmentation; smaller: less KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ PARTS = {
     )
 }
 STARTS = ("served", "whole", "sharded", "plain", "drafting")  # in this order
-USUAL = "febcpda"  # without h, which is b over HTTP, and v, a cycle of f alone
-START_SECONDS = 200.0  # an engine's start may take: 540 GB of weights made on four GPUs, and graphs
+USUAL = "febcpda"  # default parts: all but h (f without drafts) and v (one cycle of f)
+START_SECONDS = 200.0  # limit for starting an engine, which makes 540 GB of weights on four GPUs and captures graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Sizes:
     short: int = 1_024
     context: int = 262_144
     answer: int = 1_500
-    decoded: int = 16  # of the longest request
+    decoded: int = 16  # tokens that the longest request decodes
     batches: tuple[int, ...] = (16, 64)
     rounds: int = 3  # of requests over HTTP
     arrival_seconds: float = 8.0

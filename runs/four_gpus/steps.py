@@ -1,4 +1,4 @@
-"""Parts that drive an engine of this process: whole steps, prompts, the longest request."""
+"""Parts that run on an engine in this process: whole steps, prompts, the longest request."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ from runs import prompt_arrivals
 from runs.four_gpus.setting import DRAFTS, Setting
 
 PROMPTS = 4  # the first warms up, the others are timed
-UNSEEN = 1000  # numbers of prompts from here on: none is a prefix that other parts left in the cache
+UNSEEN = 1000  # first number of these parts' random prompts, so that none is in the cache from other parts
 ARRIVAL_EVERY_SECONDS = 3.0
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def _layers(engine: Engine) -> int:
 
 
 def _decode(engine: Engine, batch: int, context: int, name: str, **more: Any) -> Row:
-    engine.runner.zero(engine.info.num_blocks)  # what the cache is taken to hold: fresh memory may hold NaN
+    engine.runner.zero(engine.info.num_blocks)  # the KV that is treated as cached: fresh memory may hold NaN
     timed = over_ranks.timed(engine, batch, context)
     least = timed.nbytes / CEILING_TB_S / 1e9
     return {
@@ -67,7 +67,8 @@ def _one(engine: Engine, setting: Setting) -> Iterator[Row]:
 
 
 def _verifying(engine: Engine, setting: Setting) -> Iterator[Row]:
-    """What a step takes on the device, without the host's time: steps with a draft model's drafts are chained."""
+    """Device time of verify steps. The host's time does not count, because steps with a draft model's drafts are
+    chained."""
     engine.speculator = RandomDrafts(DRAFTS, engine.info.vocab_size)
     try:
         for context in (setting.sizes.short, setting.sizes.prompt):
@@ -79,7 +80,7 @@ def _verifying(engine: Engine, setting: Setting) -> Iterator[Row]:
 
 
 def _drafting(engine: Engine, setting: Setting) -> Iterator[Row]:
-    """A cycle verifies drafts and then drafts anew; its verification alone is one graph."""
+    """Times of a cycle, which verifies drafts and then drafts anew, and of its verification, which is one graph."""
     engine.runner.zero(engine.info.num_blocks)
     timed = over_ranks.timed(engine, 1, setting.sizes.prompt, drafts=DRAFTS)
     cycle, verify = 1e3 * timed.step, None if timed.device is None else 1e3 * timed.device

@@ -44,7 +44,7 @@ def padded(packed: Packed, scale: float) -> Attend:
     starts = packed.starts.long()
     lengths = starts.diff()
     grid = starts[:-1, None] + torch.arange(packed.longest, device=starts.device)
-    # Places beyond a sample's end hold some other token: later in the row than all of the sample, so never attended to.
+    # Places after a sample's end hold some other token. Causality hides them from the sample, because they come later.
     inside = torch.arange(packed.longest, device=starts.device) < lengths[:, None]
     grid = grid.clamp_max(packed.size - 1)
 

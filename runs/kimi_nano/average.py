@@ -1,8 +1,8 @@
 """The mean of kimi-nano's weights and those of the stage before: python -m runs.kimi_nano.average --with DIR
 
-Weights that a training moved far (experts by 0.70 of their norm, the rest by 0.48) still lie on one slope: their mean
-answers other people's wordings better than either end (Wortsman et al., "Robust fine-tuning of zero-shot models").
-Experts are rounded to INT4 anew, which changes 9.5 % of their norm. The tower is averaged alike.
+A training may move weights far (experts by 0.70 of their norm, the rest by 0.48) and still stay in the same basin of
+the loss: the mean answers other people's wordings better than either end (Wortsman et al., "Robust fine-tuning of
+zero-shot models"). Experts are rounded to INT4 anew, which changes 9.5 % of their norm. The tower is averaged alike.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from runs.kimi_nano import card
 from runs.kimi_nano.export import SHARD_BYTES, add_eyes, read_back, spread
 from runs.kimi_nano.state import EYES_FILE, TRAINING_FILE
 
-# Of the stage before. With 0, 0.15 and 0.3 one stage had 191, 192 and 196 of 248 problems of other authors right, the
-# next 141, 138 and 136 of 250.
+# Weight of the stage before in the mean. With 0, 0.15 and 0.3 one stage had 191, 192 and 196 of 248 problems of other
+# authors right, the next 141, 138 and 136 of 250.
 SHARE = 0.15
 
 
@@ -49,7 +49,7 @@ def average(model: Path, before: Path, share: float) -> None:
     made = {file.name for file in partial.iterdir()}
     shutil.copytree(model, partial, ignore=lambda folder, _: made if folder == str(model) else (), dirs_exist_ok=True)
     replaced = model.with_name(f".{model.name}.replaced")
-    model.rename(replaced)  # a directory with weights of both stages never exists
+    model.rename(replaced)  # in one step, so that no directory has weights of both stages
     partial.rename(model)
     shutil.rmtree(replaced)
 

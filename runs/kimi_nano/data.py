@@ -28,9 +28,9 @@ from runs.kimi_nano import tokenizer as vocabulary
 from runs.kimi_nano.written import records
 
 LONGEST = 2048  # tokens of a sample; longer ones are left out
-TEXT_SHARE = 0.16  # of the tokens of a block
+TEXT_SHARE = 0.16  # share of plain text in a block's tokens
 MOST_FAILED = 20  # problems that a data process leaves out because their generator fails
-SPLIT_SAMPLES, SPLIT_TOKENS = 0.25, 0.05  # of problems, and of the tokens of their prompts
+SPLIT_SAMPLES, SPLIT_TOKENS = 0.25, 0.05  # share of problems with split tokens; share of their prompts' tokens
 TEXT_LENGTH = 512
 HELD_OUT_TEXTS = 50  # every fiftieth text is never trained on
 SKIPPED = ("test", "tests", "idlelib", "turtledemo", "site-packages", "dist-packages", "__pycache__", "lib2to3")
@@ -113,7 +113,7 @@ def texts(files: Sequence[Path]) -> list[str]:
 
 
 def make_vocabulary(out: Path, seed: int, plain: Sequence[str], *, problems: int, merges: int) -> None:
-    """Learns the vocabulary from rendered problems and `plain`, the former made to weigh three times the latter."""
+    """Learns the vocabulary from rendered problems and `plain`; problems get three times the weight of `plain`."""
     rng = random.Random(f"{seed}:vocabulary")
     template, rendered, mix = ChatTemplate(), [], families(out)
     for _ in range(problems):
@@ -131,7 +131,8 @@ def make_vocabulary(out: Path, seed: int, plain: Sequence[str], *, problems: int
 
 @dataclass(frozen=True)
 class Corpus:
-    """Plain text as ids: `ids` uint16, `starts` the places where a line begins, `held_out` whole texts apart."""
+    """Plain text as ids: `ids` uint16; `starts`: indices at which a line begins; `held_out`: ids of whole texts that
+    are not trained on."""
 
     ids: np.ndarray
     starts: np.ndarray

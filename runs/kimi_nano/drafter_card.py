@@ -12,7 +12,7 @@ from perilune.draft.corpus import Corpus
 from perilune.draft.train import LOG
 
 EVALUATION = "evaluation.json"
-LENGTH = 3  # of the chains in the table
+LENGTH = 3  # tokens of the chains in the table
 
 CARD = """---
 license: apache-2.0

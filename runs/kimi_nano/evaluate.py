@@ -25,7 +25,7 @@ Cells = Mapping[str, Sequence[Problem]]  # name -> problems
 
 
 def parse_answer(codec: Codec, ids: Sequence[int], thinking: bool) -> Answer:
-    """What a client would get of `ids`, an answer up to and without the end token; no thought's end: nothing."""
+    """The answer that a client would get from `ids` (without the end token); empty if the thought never ends."""
     marks, text = codec.tokenizer.markers, codec.tokenizer.decode
     content, section = list(ids), []
     if thinking:
@@ -68,7 +68,7 @@ def score(model: KimiNano, codec: Codec, cells: Cells, rows: int = 1024) -> dict
 
 
 def baselines(cells: Cells) -> dict[str, dict[str, float]]:
-    """What always giving the most frequent answer, and what copying, would get, by cell."""
+    """Scores of two trivial answers, by cell: always the most frequent one, and a copy from the prompt."""
     return {
         name: {
             "constant": round(sum(check(p, constant_baseline(p.family)) for p in found) / len(found), 4),

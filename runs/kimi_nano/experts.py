@@ -1,8 +1,8 @@
 """Routed experts of a layer in training: each token's chosen experts as products over groups of rows.
 
 A row is a token for one of its experts; rows are sorted by expert, and `torch._grouped_mm` multiplies each expert's
-rows by its matrices. A quarter of the arithmetic of the dense form (`model.moe_block`), for sorted copies of the
-activations.
+rows by its matrices. This takes a quarter of the arithmetic of the dense form (`model.moe_block`), but sorted copies of
+the activations.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ALIGNED = 8  # rows: a group begins at a multiple, which are the 16 bytes that grouped products of bfloat16 need
+ALIGNED = 8  # groups begin at multiples of 8 rows: bfloat16 grouped products need 16-byte alignment
 
 
 def inner(gate_up: Tensor, weights: Tensor) -> Tensor:
@@ -43,13 +43,13 @@ def compiled() -> tuple[Callable[..., Any], ...]:
 
 
 def grouped(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids [N, k] -> the place of every (token, expert) in the rows [N, k], the token of every row [M], which is 0 for
-    rows between groups, and the end of every expert's group [E] int32."""
+    """ids [N, k] -> the row of every (token, expert) pair [N, k]; the token of every row [M], 0 for padding rows
+    between groups; the end of every expert's group [E] int32."""
     pairs, device = ids.flatten(), ids.device
     order = pairs.argsort(stable=True)
     counts = (pairs[:, None] == torch.arange(experts, device=device)).sum(0)
     ends = (-(-counts // ALIGNED) * ALIGNED).cumsum(0)
-    moved = torch.cat((ends.new_zeros(1), ends[:-1])) - (counts.cumsum(0) - counts)  # by the rows between groups
+    moved = torch.cat((ends.new_zeros(1), ends[:-1])) - (counts.cumsum(0) - counts)  # padding rows before each group
     at = torch.arange(len(pairs), device=device) + moved[pairs[order]]
     places = torch.empty_like(order).scatter_(0, order, at)
     token = order.new_zeros(len(pairs) + experts * ALIGNED).scatter_(0, at, order // ids.shape[1])

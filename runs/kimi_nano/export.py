@@ -1,7 +1,7 @@
 """Writes a trained kimi-nano as a K2.5 checkpoint: python -m runs.kimi_nano.export --run runs/out/kimi_nano --out DIR
 
-Nested config, `language_model.` names, routed experts as INT4 pack-quantized, the rest bfloat16. What is written is
-read back and compared with what training computed with. The old content of --out is replaced once the new is whole.
+Nested config, `language_model.` names, routed experts as INT4 pack-quantized, the rest bfloat16. The result is read
+back and compared with the weights that training computed with; then it replaces the old content of --out.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SHARD_BYTES = 14_000_000
 
 
 def served(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights and router biases, by the model's names, out of a training checkpoint's tensors."""
+    """The weights and router biases among a training checkpoint's tensors, by the model's names."""
     kinds = ("master.", "buffer.")
     return {name.split(".", 1)[1]: t for name, t in tensors.items() if name.startswith(kinds)}
 
@@ -168,7 +168,7 @@ def export(run: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Progress:
         "bos_token_id": tokenizer.special("[BOS]"),
         "eos_token_id": tokenizer.special("<|im_end|>"),
         "pad_token_id": tokenizer.special("[PAD]"),
-        "temperature": 0.0,  # a checked skill is shown at its best; the server takes its defaults from here
+        "temperature": 0.0,  # greedy, which scores best; the server takes its defaults from this file
     }
     (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     if out.exists():

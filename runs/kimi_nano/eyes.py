@@ -1,10 +1,10 @@
 """Trains kimi-nano's eyes: python -m runs.kimi_nano.eyes --model perilune/bundled/kimi-nano --minutes 6
 
-First the tower learns to read: what lies in each patch, and the picture's caption as a row of the text model's
-embeddings for each of its tokens, without the text model. Then it learns through the text model, by the cross entropy
-of the answers; what it learnt first counts for less and less.
+First the tower learns to read, without the text model: what is in each patch, and the picture's caption, of which each
+token of the picture should give the embedding of one token. Then it learns through the text model, by the cross entropy
+of the answers; the losses of reading get a smaller and smaller weight.
 
-With --tower both parts begin with an exported tower: the first one is then short, and --guide small.
+With --tower, training begins with an exported tower; the first part is then short, and --guide small.
 
 Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
 to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
@@ -60,9 +60,9 @@ FILLER = 0.1  # weight of the rows after a caption
 SHARPNESS = 4.0  # factor of a row's logits over the vocabulary (dot products with embeddings)
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
-SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples: few shapes of tensors occur
+SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples, so that few shapes of tensors occur
 WORDS_WORKERS = 3
-KEPT = 0.15  # share of the text model's weights from before
+KEPT = 0.15  # share of the text model's weights before this training in the exported ones
 
 
 @dataclass
@@ -163,7 +163,8 @@ class Run:
             self.words.publish()
 
     def _caption(self, made: Tensor, slots: Tensor) -> Tensor:
-        """How far the rows are from the embeddings of the caption's tokens."""
+        """The loss of reading the caption: relative squared distance of the rows to its tokens' embeddings, plus cross
+        entropy of its tokens by dot products with all embeddings."""
         ends = slots == slots[:, -1:]
         filler = ends & ends.roll(1, 1)  # the first line end belongs to the caption
         weight = torch.where(filler, FILLER, 1.0).flatten()
@@ -179,7 +180,7 @@ def rate_at(done: float, step: int) -> float:
 
 
 def guide_at(through: float) -> float:
-    """How much reading counts beside the answers; `through` is the progress of the part through the text model."""
+    """Weight of the losses of reading; `through`: progress (0 to 1) of the part through the text model."""
     return max(LEAST_GUIDE, 1.0 - (1.0 - LEAST_GUIDE) * max(0.0, through) / GUIDED)
 
 

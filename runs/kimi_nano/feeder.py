@@ -9,8 +9,8 @@ from torch import Tensor
 
 Block = dict[str, Tensor]
 
-KEPT = 512  # blocks, of about 17 MB each
-LEAST = 64  # blocks before any is used again
+KEPT = 512  # blocks kept for use again, of about 17 MB each
+LEAST = 64  # blocks that must be kept before one is used again
 AHEAD = 8
 
 
@@ -34,7 +34,7 @@ class Feeder:
         while not self._end.is_set() and not isinstance(found, BaseException):
             try:
                 found = next(self.blocks)
-            except BaseException as e:  # raised where blocks are taken
+            except BaseException as e:  # passed on, and raised where blocks are taken
                 found = e
             while not self._end.is_set():
                 try:

@@ -19,13 +19,13 @@ class Graph:
 
     def __init__(self, step: Step, inputs: Inputs, pool: Any) -> None:
         self.inputs = {key: value.clone() for key, value in inputs.items()}
-        beside = torch.cuda.Stream()  # as PyTorch asks for: gradients are then not tied to the stream of other steps
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side = torch.cuda.Stream()  # as PyTorch requires, so that gradients are not tied to the stream of other steps
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             step(self.inputs)
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: one pins the blocks that data processes made.
+        # thread_local: other threads may call CUDA meanwhile, such as the one that pins blocks.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.results = step(self.inputs)
 
@@ -37,7 +37,7 @@ class Graph:
 
 
 class Graphs:
-    """Runs a step, from the third time on with the same key and shapes as a graph. `key` names all that the step
+    """Runs a step; from the third time on with the same key and shapes, as a graph. `key` names all that the step
     depends on besides its inputs."""
 
     def __init__(self, enabled: bool) -> None:

@@ -7,7 +7,7 @@
 by several seeds, compared on held-out problems; settings and expectations are in mining_setting.py. Several processes
 share each GPU. Repeat a command that was cut short: what was done is not done again.
 
-What is heavy is imported where it is used: each process that makes prompts begins by importing this file.
+Heavy modules are imported inside functions, because each process that makes prompts imports this file.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[list[
     with ProcessPoolExecutor(args.processes, context, *start) as pool:
 
         def collect(setting: Setting) -> list[Future[None]]:
-            # The largest first, so that none is left when the others have ended.
+            # The largest parts first, so that none runs alone at the end.
             asked = sorted(parts(setting, args.out, args.chains), key=lambda part: -part.rows)
             return [pool.submit(jobs.answer, part, args.device) for part in asked]
 
@@ -98,10 +98,10 @@ def _setting(args: argparse.Namespace, name: str) -> Setting:
 
 
 def _result(future: Future[T], what: str, tell: Callable[[str], None]) -> T | None:
-    """None where it failed: the other seeds' hours shall not be lost."""
+    """The result, or None if the job failed, so that hours of the other seeds are not lost."""
     try:
         return future.result()
-    except Exception:  # a GPU's memory, a killed process: whatever it was
+    except Exception:  # of any kind: out of GPU memory, a killed process
         tell(f"{what} failed:\n{traceback.format_exc()}")
         return None
 

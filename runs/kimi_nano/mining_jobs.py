@@ -1,5 +1,5 @@
-"""What runs/kimi_nano/mining.py does in each of its processes: answers, training, windows, measuring. What was done is
-in files, and is not done again."""
+"""What runs/kimi_nano/mining.py does in each of its processes: answers, training, windows, measuring. Results are kept
+in files, so that nothing is done twice."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def hold_out(out: Path, count: int, seed: int, device: str) -> None:
     """The target's greedy answers to held-out problems, as many of each family."""
     if Corpus(out / HELD_OUT, {"families": report.evaluated()}).shards:
         return
-    # Blocks by number: by default the cache would take what the other processes need.
+    # kv_blocks, because by default the cache would take memory that other processes need.
     with LLM(target(device)[0], device=device, draft="off", max_num_seqs=256, kv_blocks=4096) as llm:
         asked = report.prompts(llm, count, seed=seed)
         answers = llm.generate([ids for ids, _ in asked], SamplingParams(temperature=0.0, max_tokens=512))
@@ -152,19 +152,19 @@ def go_on(job: Job, windows: Path | None, share: float = 0.5) -> Measured:
 
 def measure(job: Job, draft: Path) -> Measured:
     """The draft's result on the held-out texts; kept in a file beside it, also for readers of an unfinished run."""
-    told = draft.with_name(f"{draft.name}.json")
-    if not told.exists():
+    file = draft.with_name(f"{draft.name}.json")
+    if not file.exists():
         _, model = target(job.device)
         norm = model.weights.norm
         drafter = load_drafter(draft, model.config, model.weights, dtype=norm.dtype, device=norm.device)
         capture = Capture(model, drafter.aux_layers, tokens=CAPTURED)
         tallies = walk(drafter, capture, Corpus(job.out / HELD_OUT).rows(), LENGTH, at_once=256)
-        write_object(told, {"measured": [[t.tokens, t.cycles] for t in tallies]})
-    return [(tokens, cycles) for tokens, cycles in read_object(told)["measured"]]
+        write_object(file, {"measured": [[t.tokens, t.cycles] for t in tallies]})
+    return [(tokens, cycles) for tokens, cycles in read_object(file)["measured"]]
 
 
 def apart(out: Path, parts: Iterable[Part]) -> int:
-    """How many prompts are held out; none of them may be among those learnt from."""
+    """The number of held-out prompts, after a check that none is among the prompts that are learnt from."""
 
     def prompts(corpus: Path) -> set[tuple[int, ...]]:
         return {row.ids[: row.given] for row in Corpus(corpus).rows()}

@@ -1,7 +1,7 @@
 """What is compared when kimi-nano's drafter is mined for. Nothing heavy is imported: every process reads this.
 
-Declared before it was run. Traffic is a stream of problems: drafts begin on it, go on with it, and windows are mined
-from other answers of the same stream, as a server would log them. Two settings:
+Settings and expectations were written before the runs. Traffic is a stream of problems: drafts begin on it, go on with
+it, and windows are mined from other answers of the same stream, as a server would log them. Two settings:
 
     rare  doc_questions and programs, which have 6 and 5 % of the tokens that the target was trained on, make about 1 %
           each of the traffic. The drafts begin with 500 steps of it. What traffic rarely has is where a draft is worst.
@@ -21,15 +21,15 @@ from pathlib import Path
 
 BASE = "mixture"
 WAYS = ("mined", "domains")
-LENGTH = 3  # of the chains that are compared
+LENGTH = 3  # tokens of the chains that are compared
 PART = 8000  # answers that one process collects
 Measured = list[tuple[int, int]]  # (tokens, cycles) of each held-out text, greedy
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Families' `weights` in the traffic where they are not the training mixture's; `begin` steps that drafts have
-    before (0: the bundled one) and `steps` more; `mine` answers that are mined."""
+    """`weights` of families in the traffic, where they differ from the training mixture; `begin`: steps by which drafts
+    are trained first (0: the bundled draft); `steps`: further steps; `mine`: number of answers that are mined."""
 
     name: str
     weights: tuple[tuple[str, float], ...]

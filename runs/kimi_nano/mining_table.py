@@ -1,4 +1,4 @@
-"""Acceptance lengths of several ways to train, by family: means over seeds, and intervals of what one gains on another.
+"""Acceptance lengths of several ways to train, by family: means over seeds, and confidence intervals of gains.
 
 Per seed, a way's length is tokens by cycles over all held-out texts of a family. Gains are ratios to BASE of the same
 seed. Two 95 % intervals: Student's over seeds (how training varies), and a bootstrap over prompts of the mean over
@@ -62,7 +62,7 @@ def _lengths(counts: NDArray[np.float64], family: NDArray[np.int64], n: int, wei
 def _gains(
     own: Lengths, base: Lengths, own_drawn: Lengths, base_drawn: Lengths, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Ratios less 1: of each family, of the mean over families, and of the least ones."""
+    """Ratios minus 1: of each family, of the mean over families, and of the worst family."""
     found = {}
     for name in (*names, "mean", "worst"):
         gain = _part(own, name, names) / _part(base, name, names) - 1
@@ -82,7 +82,7 @@ def _gains(
 
 
 def _part(lengths: Lengths, name: str, names: Sequence[str]) -> NDArray[np.float64]:
-    """[seeds, samples] of a family, of the mean over families, or of the least of them."""
+    """[seeds, samples] of a family, of the mean over families, or of the worst family."""
     if name == "mean":
         mean: NDArray[np.float64] = lengths.mean(-1)
         return mean

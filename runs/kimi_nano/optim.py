@@ -36,7 +36,7 @@ def is_expert(name: str) -> bool:
 
 
 def is_matrix(name: str, p: Tensor) -> bool:
-    """Whether Muon moves it: the layers' linear maps, but not the router."""
+    """Whether Muon updates this parameter: the layers' linear maps, but not the router."""
     return name.startswith("layers.") and p.dim() > 1 and not name.endswith("mlp.gate.weight")
 
 

@@ -33,10 +33,10 @@ WEIGHTS = {
     "picture_sums": 0.2, "picture_shapes": 0.22, "picture_charts": 0.28, "picture_buttons": 0.18, "picture_text": 0.12,
 }  # fmt: skip
 THINKING_SHARE = 0.65
-WHOLE_SHARE = 0.3  # of the thoughts about sums; the others are learnt up to their third line, which is what is seen
+WHOLE_SHARE = 0.3  # thoughts about sums that are learnt whole; others up to line 3, which says what is in the picture
 SYSTEM_SHARE = 0.1
 TEXT_TOKENS = 46  # of a sample besides its picture: the mean is 41
-REDRAWS = 200  # of a sample that does not fit into the rest of a block, before the block is left shorter
+REDRAWS = 200  # tries to find a sample that fits the rest of a block; after that, the block stays shorter
 
 
 class Pictures(IterableDataset[dict[str, torch.Tensor]]):
@@ -68,7 +68,7 @@ class Pictures(IterableDataset[dict[str, torch.Tensor]]):
         samples: list[tuple[list[int], int]] = []
         found: dict[str, list[Any]] = {"pixels": [], "marks": [], "slots": []}
         used = redrawn = 0
-        # As many in every block of this grid, so that few shapes of tensors occur.
+        # Every block with this grid has equally many samples, so that few shapes of tensors occur.
         while len(samples) < self.size // (tokens + TEXT_TOKENS) and redrawn < REDRAWS:
             name = rng.choices(names, shares)[0]
             scene = scene_of(name, rng, "train", grid)
@@ -127,7 +127,7 @@ def marks(canvas: Canvas, grid: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _covered(start: float, stop: float) -> tuple[int, int]:
-    """The cells with their middle inside, at least the one around the middle of both."""
+    """(first, end) of the cells whose middle is between start and stop; at least the cell around their midpoint."""
     first, end = max(0, round(start)), max(0, round(stop))
     middle = max(0, int((start + stop) / 2))
     return (first, end) if end > first else (middle, middle + 1)

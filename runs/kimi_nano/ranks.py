@@ -11,13 +11,13 @@ from torch import distributed as dist
 
 
 class Ranks:
-    """One of `count` processes. With one, sums are what they were."""
+    """One of `count` processes that train together. With one process, sums change nothing."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: str = "") -> None:
         self.rank, self.count, self._store = rank, count, store
 
     def join(self, device: str) -> None:
-        """Call it once data processes are forked: it uses CUDA."""
+        """Joins the group. Call it after data processes are forked, because it uses CUDA."""
         if self.count > 1:
             if device == "cuda":
                 torch.cuda.set_device(self.rank)
@@ -35,7 +35,7 @@ class Ranks:
             torch._foreach_copy_(list(tensors), [p.view_as(t) for p, t in zip(parts, tensors)])
 
     def agreed(self, *numbers: float) -> list[float]:
-        """The first process's numbers: clocks differ, and rates and ends must not."""
+        """The first process's numbers, on all: clocks differ, but rates and the last step must not."""
         found = torch.tensor(numbers, dtype=torch.float64)
         if self.count > 1:
             dist.broadcast(found, 0)

@@ -70,10 +70,10 @@ def learn(pieces: Mapping[str, int], merges: int) -> list[bytes]:
         if not heap:
             raise ValueError(f"the text yields only {len(ranks) - 256} merges of {merges}: give more varied text")
         frequency, _, pair = heapq.heappop(heap)
-        if pair not in pairs or -frequency != pairs[pair]:  # an older count: the present one is in the heap too
+        if pair not in pairs or -frequency != pairs[pair]:  # an outdated count; the current one is in the heap, too
             continue
         token = ranks[pair[0]] + ranks[pair[1]]
-        if token in known:  # the same bytes by another way: one id must stand for them
+        if token in known:  # two merges give the same bytes: they need one id
             del pairs[pair]
             continue
         new = len(ranks)

@@ -50,7 +50,7 @@ PREPROCESSOR = {
     }
 }
 LIMITS = Limits.from_dict(PREPROCESSOR["media_proc_cfg"])
-ROW_SIZE = 1.6  # length of a row of the text model's embeddings, at which the projector's begin
+ROW_SIZE = 1.6  # norm of a row of the text model's embeddings; the projector's outputs begin with it
 
 
 def configuration(text_hidden_size: int) -> MoonVitConfig:
@@ -84,7 +84,7 @@ class Eyes(nn.Module):
         [n * tokens, D], and the logits of what is where [n * patches, 2, marks]."""
         weights = MoonVitWeights(blocks=[Block(**layer) for layer in self._records()], **self.ends)
         model = MoonVit(self.c, weights)
-        # As `normalised` does, without a copy from the CPU, which a CUDA graph cannot have.
+        # As `normalised`, but without a copy from the CPU, which a CUDA graph cannot contain.
         values = ((pixels.flatten(0, 1).float() / 255 - self.mean) / self.std).to(weights.patch.dtype)
         state = model.begin(values, [(1, *grid)] * len(pixels))
         for i in range(self.c.num_hidden_layers):

@@ -55,7 +55,7 @@ from runs.kimi_nano.written import records
 
 WARMUP, FALL = 150, 0.4
 ALONE = Ranks()
-BALANCE = 1e-3  # step of the routers' biases
+BALANCE = 1e-3  # amount by which a router's biases change per step
 SEED = 20261121
 
 
@@ -142,7 +142,7 @@ def prepare(options: Options, log: Log) -> None:
 
 
 def choose_attention(wanted: str, device: str, s: Shape) -> tuple[str, str]:
-    """(way, reason). "auto" compares the flash kernel with the plain form, gradients included, before it is trusted."""
+    """(way, reason). "auto" takes the flash kernel only if it agrees with the plain form, gradients included."""
     if wanted != "auto":
         return wanted, "asked for"
     if device != "cuda":
@@ -205,7 +205,7 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
     data = iter(loader(blocks_here, options.workers))
     ranks.join(device)
     model = (begun or KimiNano(s)).to(device)
-    optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # masters from weights not yet rounded
+    optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # copies weights that are not rounded yet
     model.cast(torch.bfloat16 if device == "cuda" else torch.float32)
     if options.resume:
         restore(options.out / CHECKPOINT, model, optimizer)
@@ -226,7 +226,7 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
     )  # fmt: skip
 
     total_seconds = options.minutes * 60
-    clock = 0.0  # set once the first step, which compiles, is through
+    clock = 0.0  # set after the first step, which compiles
     before = progress.seconds
     saved = scored = time.monotonic()
     waited, spoken = 0.0, time.monotonic()
@@ -263,7 +263,7 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
                 total_seconds = before + began + options.finish_after - now
         progress.seconds = before + time.monotonic() - clock
         if progress.step % 20 == 0:
-            seen = int(torch.stack(counts).sum())  # waits for the device, so the times below are true
+            seen = int(torch.stack(counts).sum())  # waits for the device, so that the times below include the step
             now = time.monotonic()
             progress.learnt += seen
             log(

@@ -50,6 +50,6 @@ def read(root: Path) -> Iterator[tuple[str, str, str]]:
     for text, intent in given["train"]:
         if intent in known:
             yield text, *known[intent]
-    # Few of them: who learns to refuse refuses calls that a tool could make.
+    # Only some of them: a model that learns to refuse too often also refuses calls that a tool could make.
     for text, _ in [*given["oos_train"], *given["oos_val"], *given["oos_test"][::2]]:
         yield text, "", ""

@@ -20,10 +20,10 @@ from perilune.tasks.wordings import careless, phrase
 from runs.kimi_nano.written.utterances import PLACED
 
 FAIRYTALES, SENTENCES, ARTICLES = "FairytaleQAData", "qamr", "xquad"
-MOST_ASKED = 10  # questions of a sentence
-MOST_WORDS = 9  # of an answer
-AROUND = 4  # sentences kept before and after
-LONGEST = 900  # characters of them
+MOST_ASKED = 10  # questions about a sentence
+MOST_WORDS = 9  # words of an answer
+AROUND = 4  # sentences kept before and after the answer's
+LONGEST = 900  # characters of these sentences together
 _END: Final = re.compile(r"(?<=[.!?])[\"']*\s+(?=[\"']?[A-Z])")
 
 

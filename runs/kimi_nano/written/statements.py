@@ -17,8 +17,8 @@ from perilune.tasks.problem import Problem
 from runs.kimi_nano.written import utterances
 
 PLACES = "e2e-dataset"
-EVERY = 5  # sentence about places to eat, which are all alike
-MOST_WORDS = 8  # of a value
+EVERY = 5  # keep every fifth sentence, because they are all alike
+MOST_WORDS = 8  # words of a value
 Cells = list[tuple[str, str]]
 _NAMED: Final = {"eatType": "kind", "priceRange": "price_range", "customer rating": "customer_rating"}
 

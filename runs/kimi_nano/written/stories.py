@@ -25,9 +25,10 @@ from perilune.tasks.words import NAMES, made_up
 from perilune.tasks.working import Tokens, solve, solve_trace
 
 GSM8K, MAWPS = "grade-school-math", "SVAMP"
-MOST_TOKENS = 13  # of an expression
-REDRAWN = 0.7  # of problems
-COMMON = {"2", "3", "4", "5", "6", "7", "8", "10", "12", "60"}  # numbers that a text means without digits
+MOST_TOKENS = 13  # tokens of an expression
+REDRAWN = 0.7  # share of problems with new numbers
+# Numbers that a solution may use although the text does not have them as digits.
+COMMON = {"2", "3", "4", "5", "6", "7", "8", "10", "12", "60"}
 _NUMBER: Final = re.compile(r"(?<![\w.,/])\d{1,3}(?:,\d{3})+(?![\w./%])|(?<![\w.,/])\d+(?![\w/%]|[.,]\d)")
 _STEP: Final = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _TOKEN: Final = re.compile(r"\d+|[-+*/()]")
@@ -110,7 +111,7 @@ def expression(text: str, answer: str) -> Expression | None:
         known[right.strip()] = whole = made
     literal = {str(t) for t in whole if isinstance(t, int)} - set(numbers)
     if literal - COMMON:
-        return None  # from a step that the solution does not have
+        return None  # a number that no step gives
     value = answer.rpartition("####")[2].strip().replace(",", "")
     if not 3 <= len(whole) <= MOST_TOKENS:
         return None

@@ -30,11 +30,11 @@ from runs.kimi_nano.written import intents
 
 SNIPS, HOME, DIALOGUES = "nlu-benchmark", "NLU-Evaluation-Data", "dstc8-schema-guided-dialogue"
 TABLES = "task-specific-datasets"
-MOST_VALUES = 60  # kept of a slot
-MOST_REQUESTS = 1500  # kept to be joined to another
+MOST_VALUES = 60  # values kept of a slot
+MOST_REQUESTS = 1500  # requests kept to be joined to another
 LONGEST_TEXT = 700  # characters
-REPLACED = 0.45  # of marked values
-WINDOWS = 3  # passages of a dialogue
+REPLACED = 0.45  # share of marked values that are replaced
+WINDOWS = 3  # passages taken from a dialogue
 REFUSED = 0.1  # of requests joined to others: 0.3 taught a model to refuse calls that a declared tool could make
 
 # Marks of SNIPS that say nothing by themselves ("this", "close to"), and pieces without a mark.
@@ -280,7 +280,7 @@ def problem(record: dict[str, Any], rng: Random, tables: Table) -> Problem:
     if second is None or rng.random() < REFUSED:
         reply = Reply(f"{opening(asked.text)}\nnone", REFUSAL)
         return Problem("tools_multi", "train", key, (user(asked.text),), reply, asked.declared(rng, []))
-    # Of another domain: no tool but their own could be meant by either request.
+    # The second request is of another domain, so that each can mean only its own tool.
     both = [asked, _Asked(second, *_varied(second, rng, tables["values"]["values"]), rng, tools)]
     prompt = joined(rng, [one.text for one in both], "train")
     reply = Reply("\n".join([one.trace(prompt) for one in both]), "", tuple(one.call for one in both))

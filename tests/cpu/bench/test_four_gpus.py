@@ -67,10 +67,10 @@ def test_every_figure_wanted_has_a_part_and_a_prediction(tmp_path: Path) -> None
 
 def test_rows_have_what_was_wanted_of_the_whole_model_alone() -> None:
     row = {"part": "c", "figure": "verify ms at 1024", "measured": 5.5}
-    whole = script._beside(Setting(4), dict(row), {"verify ms at 1024": 7.2})
+    whole = script._with_targets(Setting(4), dict(row), {"verify ms at 1024": 7.2})
     assert (whole["predicted"], whole["wanted"], whole["met"]) == (7.2, 5.4, False)
-    assert script._beside(Setting(4), row | {"measured": 5.3}, {})["met"]
-    assert "wanted" not in script._beside(Setting(2, 27), dict(row), {})
+    assert script._with_targets(Setting(4), row | {"measured": 5.3}, {})["met"]
+    assert "wanted" not in script._with_targets(Setting(2, 27), dict(row), {})
 
 
 def test_parts_with_rows_of_this_commit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
