@@ -19,7 +19,7 @@ MEANINGS: Mapping[str, str] = {
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
     "parts may be pictures and videos if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
-    "tool_choice": '"auto", "none", "required", the one function that has to be called, or those that may be',
+    "tool_choice": "whether the answer may, has to or must not call tools, and which",
     "parallel_tool_calls": "false: at most one call in an answer",
     "functions": "refused: send tools",
     "function_call": "refused: send tool_choice",
@@ -27,6 +27,7 @@ MEANINGS: Mapping[str, str] = {
     "CompletionBody.echo": "the answer begins with the prompt",
     "max_tokens": "tokens of the answer at most, thoughts included; default: serve --default-max-tokens",
     "CompletionBody.max_tokens": "tokens of the answer at most; default 16",
+    "MessagesBody.max_tokens": "tokens of the answer at most, thoughts included",
     "max_completion_tokens": "the newer name of max_tokens",
     "thinking": "switches thinking on or off and bounds it",
     "Thinking.type": "enabled or disabled",
@@ -256,7 +257,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             ["type", "json_schema"], type={"const": "json_schema"}, json_schema=_object(["schema"], schema=_JSON_SCHEMA)
         ),
     ),
-    "tool_choice": _or_null(
+    "ChatBody.tool_choice": _or_null(
         {"enum": ["auto", "none", "required"]},
         _FUNCTION,
         _object(

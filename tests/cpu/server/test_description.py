@@ -107,6 +107,23 @@ def test_the_document_is_whole() -> None:
     assert not set(names().values()) & set(forms), "a body and an answer share a name"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "auto"}, {"type": "any"}])
+def test_a_choice_of_tools_is_taken_as_described(path: str, choice: Any) -> None:
+    o = operation("POST", path)
+    assert o.body is not None
+    schema = DOCUMENT["components"]["schemas"][names()[o.body]]["properties"]["tool_choice"]
+    whole = {**schema, "components": DOCUMENT["components"]}
+    right = jsonschema.Draft202012Validator(whole).is_valid(choice)
+    tool = {"name": "f", "input_schema": {"type": "object"}} if path == "/v1/messages" else WEATHER
+
+    async def test(s: Served) -> None:
+        reply = await s.client.post(path, {**(o.example or {}), "tools": [tool], "tool_choice": choice})
+        assert (reply.status == 200) == right, reply.text
+
+    serve(test, answer="Hm</think>Hello")
+
+
 @served(api_key="sesame")
 async def test_anyone_may_read_it(s: Served) -> None:
     reply = await s.client.get("/openapi.json")
