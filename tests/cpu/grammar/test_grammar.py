@@ -305,6 +305,18 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         # llguidance crashed on the first and rounded the others.
         ({"anyOf": [{"enum": [{"a": [-(2**63)]}]}]}, "enum -9223372036854775808"),
         ({"$ref": "#/x-a", "x-a": {"const": 2**53 + 1}}, "const 9007199254740993 .* go up to 2"),
+        *(
+            ({"type": "object", **wrong}, f"{next(iter(wrong))} must be")
+            for wrong in (
+                {"properties": 5, "propertyNames": {"maxLength": 5}},
+                {"propertyNames": None},
+                {"dependentSchemas": "a"},
+                {"required": [{}], "propertyNames": {"maxLength": 5}},
+                {"minContains": -1, "contains": {"const": 1}},
+            )
+        ),
+        ({"not": {"required": [[None]]}}, "required must be"),
+        ({"if": {"type": {}}, "then": {"maxLength": 3}}, "type must be"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
