@@ -87,7 +87,7 @@ MEANINGS: Mapping[str, str] = {
     # completions and tokens
     "prompt": "text or token ids, or a list of such; the model continues each",
     "TokenizeBody.prompt": "the text to tokenize; or send messages",
-    "CompletionBody.logprobs": f"log-probabilities, with so many of the likeliest tokens, 0 to {MAX_LOGPROBS}",
+    "CompletionBody.logprobs": f"log-probabilities of each token and of so many of the likeliest, 0 to {MAX_LOGPROBS}",
     "suffix": "refused: text after the answer is not supported",
     "add_special_tokens": "no effect: no prompt of this family begins with a token of its own",
     "return_token_strs": "the answer has the text of each token",
