@@ -401,7 +401,7 @@ def _length(said: Mapping[str, Any]) -> str | None:
 
 
 def _check_exact(node: Mapping[str, Any]) -> None:
-    """Refuses listed whole numbers that the compiler would round, and on which it may crash (-2^63)."""
+    """Refuses listed whole numbers that the compiler would round, or on which it crashes."""
     for word in ("const", "enum"):
         level = [node.get(word)]
         while level:

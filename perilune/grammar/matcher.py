@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +34,8 @@ Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 MAX_FRESH = 4 << 20
 MAX_GROWN = 64  # grammars that answers have used: one may grow to 120 MB as its states are reached
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
-# Stack of a thread that compiles a grammar. llguidance recurses along references between rules: 1,000 schemas that
-# refer to each other overflowed the usual 8 MiB, which ended the process. Only the pages that are reached take memory.
+# Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
+# schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
@@ -465,7 +465,7 @@ def regex_grammar(expression: str) -> str:
 
 def lark_grammar(text: str) -> str:
     """From Lark text, or from EBNF with `::=` as llama.cpp (GBNF) and vLLM take it. GrammarError if EBNF cannot be
-    converted, and for a number in a schema (`%json`) that llguidance would round."""
+    converted."""
     try:
         text = any_to_lark(text)
     except Exception as e:  # a plain Exception for missing rules
@@ -489,21 +489,14 @@ _starting = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 def _on_large_stack(make: Callable[[], Matcher]) -> Matcher:
-    made = Future[Matcher]()
-
-    def work() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as e:
-            made.set_exception(e)
-
-    with _starting:
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=work, name="perilune-large-stack", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
-    return made.result()
+    with ThreadPoolExecutor(1, "perilune-large-stack") as pool:
+        with _starting:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                made = pool.submit(make)
+            finally:
+                threading.stack_size(usual)
+        return made.result()
 
 
 def _check(matcher: LLMatcher) -> None:

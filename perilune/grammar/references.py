@@ -194,15 +194,14 @@ class _Document:
 
 
 def _check_form(node: Mapping[str, Any]) -> None:
-    """Refuses keywords with values of a form that code which rewrites schemas does not expect."""
+    """Refuses values of a form that the code which rewrites schemas does not expect."""
     for word, value in node.items():
         if word in MAPS:
             fine, form = isinstance(value, Mapping), "an object"
         elif word == "propertyNames":
             fine, form = isinstance(value, Mapping | bool), "a schema"
         elif word in ("required", "type"):
-            fine = all(isinstance(v, str) for v in items(value)) and not isinstance(value, Mapping)
-            form = "a list of names"
+            fine, form = not isinstance(value, Mapping) and all(isinstance(v, str) for v in items(value)), "names"
         else:
             fine, form = word != "minContains" or not isinstance(value, int) or value >= 0, "at least 0"
         if not fine:

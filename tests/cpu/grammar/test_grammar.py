@@ -305,18 +305,11 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         # llguidance crashed on the first and rounded the others.
         ({"anyOf": [{"enum": [{"a": [-(2**63)]}]}]}, "enum -9223372036854775808"),
         ({"$ref": "#/x-a", "x-a": {"const": 2**53 + 1}}, "const 9007199254740993 .* go up to 2"),
-        *(
-            ({"type": "object", **wrong}, f"{next(iter(wrong))} must be")
-            for wrong in (
-                {"properties": 5, "propertyNames": {"maxLength": 5}},
-                {"propertyNames": None},
-                {"dependentSchemas": "a"},
-                {"required": [{}], "propertyNames": {"maxLength": 5}},
-                {"minContains": -1, "contains": {"const": 1}},
-            )
-        ),
-        ({"not": {"required": [[None]]}}, "required must be"),
-        ({"if": {"type": {}}, "then": {"maxLength": 3}}, "type must be"),
+        ({"properties": 5, "propertyNames": {"maxLength": 5}}, "properties must"),
+        ({"propertyNames": None}, "propertyNames must"),
+        ({"minContains": -1, "contains": {"const": 1}}, "minContains must"),
+        ({"not": {"required": [[None]]}}, "required must"),
+        ({"if": {"type": {}}, "then": {"maxLength": 3}}, "type must"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
@@ -341,7 +334,6 @@ def test_bad_requests_are_refused(nano: Tokenizer) -> None:
         ("grammar", "root ::= nowhere"),
         ("grammar", "root ::= ("),
         ("grammar", 'start: %json {"const": -9223372036854775808}'),
-        ("grammar", 'start: %json {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}'),
     ):
         with pytest.raises(RequestError, match=r"expression|choices|grammar"):
             constrain(nano, answer=AnswerFormat(kind, value))  # type: ignore[arg-type]
@@ -353,21 +345,13 @@ def test_bad_requests_are_refused(nano: Tokenizer) -> None:
         constrain(nano, tools=tools({"type": "string"}))
 
 
-def chain(length: int) -> dict[str, Any]:
-    """A schema with as many definitions, each of which refers to the next."""
-    definitions: dict[str, Any] = {
-        f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(length)
-    }
-    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "integer"}}}
-
-
 def test_long_chains_of_references_do_not_overflow_the_stack(nano: Tokenizer) -> None:
     rules = "".join(f"\na{i}: a{i + 1}" for i in range(4_000))
     made = constrain(nano, answer=AnswerFormat("grammar", f'start: a0{rules}\na4000: "x"'))
     assert made is not None and made.least == 2
-    assert constrain(nano, answer=AnswerFormat("json_schema", chain(2_000))) is not None
+    chain: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3_000)}
     with pytest.raises(RequestError, match="levels together"):
-        constrain(nano, answer=AnswerFormat("json_schema", chain(3_000)))
+        constrain(nano, answer=AnswerFormat("json_schema", {"$defs": chain | {"d3000": True}}))
 
 
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:
