@@ -13,11 +13,11 @@ from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_grammar, regex_grammar, vocabulary
-from perilune.grammar.references import SchemaError, items, mapping, nodes, resolved
+from perilune.grammar.references import DEFINITIONS, SchemaError, items, mapping, nodes, resolved
 from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
-from perilune.text.tools import Tool, check_depth, show
+from perilune.text.tools import Tool, check_depth, depth, show
 
 MAX_CHOICES = 1024
 # Of a grammar, an expression, all choices or all expressions of a schema. 1,000,000 took a minute to compile.
@@ -25,6 +25,8 @@ MAX_GRAMMAR_CHARS = 65_536
 # Of one expression of a schema. The search for its shortest text holds the interpreter's lock: "x?" 4,000 times stopped
 # the event loop for 0.25 s, 30,000 times for 35 s.
 MAX_PATTERN_CHARS = 8_192
+# Of a schema and of each of its definitions, added: as deep as the compiler may recurse, 6 KiB of its stack a level.
+MAX_LEVELS = 8_192
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 _JSON_LEAP = 96  # bytes that close the brackets and quotes of one token, and one or two numbers
 _FREE_LEAP = 256
@@ -267,11 +269,19 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
     a smaller one an answer could be cut off.
     """
     try:
-        made, heaviest = bounded(enforceable(resolved(schema)))
+        plain = resolved(schema)
+        _check_levels(plain)
+        made, heaviest = bounded(enforceable(plain))
     except SchemaError as e:
         raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
     longest_key = max((len(k) for node in nodes(made) for k in node), default=0)
     return made, _JSON_LEAP + 2 * (heaviest + longest_key)
+
+
+def _check_levels(schema: Any) -> None:
+    definitions = (part for word in DEFINITIONS for part in mapping(mapping(schema).get(word)).values())
+    if sum(1 + depth(part) for part in (schema, *definitions)) > MAX_LEVELS:
+        raise SchemaError(f"it and its definitions have more than {MAX_LEVELS} levels together")
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from perilune.grammar.negation import TYPES, Negation
-from perilune.grammar.references import SchemaError, items, target, with_parts
-from perilune.grammar.sizes import KINDS, MAX_BYTES, NAMED, is_number, kind_of
+from perilune.grammar.references import SchemaError, items, mapping, target, with_parts
+from perilune.grammar.sizes import KINDS, MAX_BYTES, MAX_EXACT, NAMED, is_number, kind_of
 from perilune.grammar.string_formats import EQUIVALENT, FORMATS, HINTS, MAX_CHARS
 from perilune.grammar.unevaluated import WORDS as UNEVALUATED
 from perilune.grammar.unevaluated import without_unevaluated
@@ -69,6 +69,7 @@ class _Rewriter:
             made = {k: v for k, v in made.items() if not k.startswith("x-")}
         if any(word in made for word in UNEVALUATED):
             made = without_unevaluated(self._root, made, self._negation)
+        _check_exact(made)
         steps = (
             self._counts,
             self._one_of,
@@ -397,6 +398,17 @@ def _length(said: Mapping[str, Any]) -> str | None:
     """An expression for texts of the length in `said`; None if `said` has other keywords, or none."""
     least, most = said.get("minLength", 0), said.get("maxLength", "")
     return rf"^[\s\S]{{{least},{most}}}$" if said and said.keys() <= {"minLength", "maxLength"} else None
+
+
+def _check_exact(node: Mapping[str, Any]) -> None:
+    """Refuses listed whole numbers that the compiler would round, or on which it crashes."""
+    for word in ("const", "enum"):
+        level = [node.get(word)]
+        while level:
+            value = level.pop()
+            if isinstance(value, int) and abs(value) > MAX_EXACT:
+                raise SchemaError(f"{word} {str(value)[:32]} cannot be enforced: whole numbers listed go up to 2^53")
+            level += value if isinstance(value, list) else mapping(value).values()
 
 
 def _spelled(value: Any) -> str:

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from perilune.grammar.clues import clues
 from perilune.grammar.recent import Recent
 from perilune.grammar.shortest_end import completions
+from perilune.grammar.sizes import MAX_EXACT
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
@@ -32,6 +34,10 @@ Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 MAX_FRESH = 4 << 20
 MAX_GROWN = 64  # grammars that answers have used: one may grow to 120 MB as its states are reached
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
+# Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
+# schemas overflowed the usual 8 MiB, which ended the process.
+_STACK_BYTES = 128 << 20
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 _LIMITS = LLParserLimits(verbose_errors=False)
 # llguidance refills lexer fuel when a mask is computed; the byte matcher may take many steps without a mask.
@@ -106,7 +112,7 @@ class Vocabulary:
             found = self._fresh.get(key) or self._grown.get(key)
             if found is not None:
                 return found.copy()
-        made = Matcher(self, grammar, group)
+        made = _on_large_stack(lambda: Matcher(self, grammar, group))
         with self._lock:
             self._fresh.put(key, made, len(grammar))
             return made.copy()
@@ -464,6 +470,9 @@ def lark_grammar(text: str) -> str:
         text = any_to_lark(text)
     except Exception as e:  # a plain Exception for missing rules
         raise GrammarError(_line(f"EBNF: {e}")) from e
+    for number in _NUMBER.findall(text) if "%json" in text else ():
+        if float(number) >= MAX_EXACT:
+            raise GrammarError(f"{number[:32]}: numbers in a grammar with %json must be below 2^53")
     return str(LLMatcher.grammar_from_lark(text))
 
 
@@ -474,6 +483,20 @@ def _choices(grammar: str) -> Iterator[bytes]:
             characters = _CODE.findall(choice)
             if len(characters) <= _MOST_CHOSEN:
                 yield "".join(chr(int(code, 16)) for code in characters).encode()
+
+
+_starting = threading.Lock()  # threading.stack_size is a setting of the process
+
+
+def _on_large_stack(make: Callable[[], Matcher]) -> Matcher:
+    with ThreadPoolExecutor(1, "perilune-large-stack") as pool:
+        with _starting:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                made = pool.submit(make)
+            finally:
+                threading.stack_size(usual)
+        return made.result()
 
 
 def _check(matcher: LLMatcher) -> None:

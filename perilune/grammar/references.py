@@ -107,6 +107,7 @@ class _Document:
         if not isinstance(node, Mapping):
             return node
         self._count()
+        _check_form(node)
         base = self._base(node, base)
         made = with_parts(node, lambda part: self._rewritten(part, base))
         made = {word: v for word, v in made.items() if word not in _NAMES or not isinstance(v, str)}
@@ -190,6 +191,21 @@ class _Document:
         self._left -= 1
         if self._left < 0:
             raise SchemaError(f"the schema is too large: more than {MAX_PARTS} parts with its references resolved")
+
+
+def _check_form(node: Mapping[str, Any]) -> None:
+    """Refuses values of a form that the code which rewrites schemas does not expect."""
+    for word, value in node.items():
+        if word in MAPS:
+            fine, form = isinstance(value, Mapping), "an object"
+        elif word == "propertyNames":
+            fine, form = isinstance(value, Mapping | bool), "a schema"
+        elif word in ("required", "type"):
+            fine, form = not isinstance(value, Mapping) and all(isinstance(v, str) for v in items(value)), "names"
+        else:
+            fine, form = word != "minContains" or not isinstance(value, int) or value >= 0, "at least 0"
+        if not fine:
+            raise SchemaError(f"{word} must be {form}")
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

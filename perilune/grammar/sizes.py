@@ -16,6 +16,7 @@ from perilune.grammar.expressions import length
 from perilune.grammar.references import SchemaError, items, mapping, nodes, references, target, with_parts
 
 MAX_BYTES = 32_768  # of the shortest value: near what a grammar of counted characters can hold in memory
+MAX_EXACT = 2**53  # llguidance reads whole numbers as 64-bit floats; those near -2^63 overflow its stack
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
 
 _ENFORCED = "that can be enforced"

@@ -4,6 +4,7 @@ import codecs
 import http
 import json
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -115,7 +116,7 @@ def from_validation(error: ValidationError, body: bytes) -> RequestError:
     path = [str(p) for p in first["loc"] if isinstance(p, int) or p.isidentifier()]
     if first["type"] == "model_type" and not path:
         return RequestError("the body must be a JSON object", code="invalid_json")
-    name = ".".join(path)
+    name = re.sub(r"\.(\d+)", r"[\1]", ".".join(path))
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = message.replace("a valid dictionary", "an object")  # pydantic's words for a value already decoded
     verb = "is required" if first["type"] == "missing" else f"must be {message}"

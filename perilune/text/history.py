@@ -214,8 +214,9 @@ def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
         if isinstance(part, Image | Video):
             parts.append(part)
             continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
+        if not isinstance(part, Mapping):
+            raise _wrong(f"{where}[{i}]", "must be an object, such as {'type': 'text', 'text': ...}")
+        if (kind := part.get("type")) != "text":
             raise _wrong(f"{where}[{i}].type", f"must be 'text', not {show(kind)}")
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "must be a string")

@@ -70,6 +70,14 @@ def check_depth(value: Any, where: str) -> None:
     raise RequestError(f"{where} nests deeper than {MAX_DEPTH} levels", param=where)
 
 
+def depth(value: Any) -> int:
+    """Levels of nested objects and arrays in JSON data."""
+    count, level = 0, [value]
+    while level := [child for parent in level for child in _children(parent)]:
+        count += 1
+    return count
+
+
 def check_text(value: Any, where: str) -> None:
     """RequestError if a text in JSON data has half of a surrogate pair, which is no character of Unicode."""
     level = [(value, where)]

@@ -19,7 +19,7 @@ MEANINGS: Mapping[str, str] = {
     "messages": "the conversation, its last message last; one of the assistant's there is the beginning of the answer; "
     "parts may be pictures and videos if the model sees",
     "tools": "functions that the model may call and the client runs; arguments keep to their schemas",
-    "tool_choice": '"auto", "none", "required", the one function that has to be called, or those that may be',
+    "tool_choice": "whether the answer may, has to or must not call tools, and which",
     "parallel_tool_calls": "false: at most one call in an answer",
     "functions": "refused: send tools",
     "function_call": "refused: send tool_choice",
@@ -27,6 +27,7 @@ MEANINGS: Mapping[str, str] = {
     "CompletionBody.echo": "the answer begins with the prompt",
     "max_tokens": "tokens of the answer at most, thoughts included; default: serve --default-max-tokens",
     "CompletionBody.max_tokens": "tokens of the answer at most; default 16",
+    "MessagesBody.max_tokens": "tokens of the answer at most, thoughts included",
     "max_completion_tokens": "the newer name of max_tokens",
     "thinking": "switches thinking on or off and bounds it",
     "Thinking.type": "enabled or disabled",
@@ -65,7 +66,7 @@ MEANINGS: Mapping[str, str] = {
     "logit_bias": f"up to {MAX_BIASED} token ids, each to -100 to 100: makes tokens likelier or less likely",
     "allowed_token_ids": "the only tokens that are sampled",
     "bad_words": "texts that do not come",
-    "min_tokens": "tokens before which the answer does not end",
+    "min_tokens": "tokens before which only a stop text ends the answer",
     "prompt_logprobs": f"log-probabilities of the prompt's tokens, with so many of the likeliest, 0 to {MAX_LOGPROBS}",
     "truncate_prompt_tokens": "tokens of the prompt that are kept; -1: as many as the context holds",
     "truncation_side": "the side on which a prompt is cut",
@@ -86,7 +87,7 @@ MEANINGS: Mapping[str, str] = {
     # completions and tokens
     "prompt": "text or token ids, or a list of such; the model continues each",
     "TokenizeBody.prompt": "the text to tokenize; or send messages",
-    "CompletionBody.logprobs": f"log-probabilities, with so many of the likeliest tokens, 0 to {MAX_LOGPROBS}",
+    "CompletionBody.logprobs": f"log-probabilities of each token and of so many of the likeliest, 0 to {MAX_LOGPROBS}",
     "suffix": "refused: text after the answer is not supported",
     "add_special_tokens": "no effect: no prompt of this family begins with a token of its own",
     "return_token_strs": "the answer has the text of each token",
@@ -256,7 +257,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             ["type", "json_schema"], type={"const": "json_schema"}, json_schema=_object(["schema"], schema=_JSON_SCHEMA)
         ),
     ),
-    "tool_choice": _or_null(
+    "ChatBody.tool_choice": _or_null(
         {"enum": ["auto", "none", "required"]},
         _FUNCTION,
         _object(

@@ -46,8 +46,12 @@ class LogprobTable:
         self.rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
 
     def add(self, token: int, entry: TokenLogprob | None, *, shown: bool = True) -> None:
-        """`entry` is None for the first token of a prompt, which nothing precedes; `shown`: it is part of the text."""
-        top = None if entry is None else {self.spell(t): finite(p) for t, p in entry.top}
+        """`entry` is None for the first token of a prompt, which nothing precedes; `shown`: it is part of the text.
+
+        As in OpenAI's API, the token itself is among the likeliest, so there may be one more than was asked for.
+        """
+        likely = () if entry is None else (*entry.top, (token, entry.logprob))
+        top = {self.spell(t): finite(p) for t, p in likely} or None
         self.rows.append((self.spell(token), None if entry is None else finite(entry.logprob), top, self.offset))
         if shown:
             self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token)))

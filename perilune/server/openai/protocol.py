@@ -265,7 +265,9 @@ class ChatBody(SamplingBody, ContinuedBody):
             raise RequestError("messages must hold at least one message", param="messages")
         for name in ("functions", "function_call"):
             if getattr(self, name) is not None:
-                raise RequestError(f"{name} is not supported: use tools and tool_choice", param=name)
+                raise RequestError(
+                    f"{name} is not supported: use tools and tool_choice", param=name, code="unsupported_parameter"
+                )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -347,7 +349,11 @@ class CompletionBody(SamplingBody):
         if self.stream and self.best_of is not None and self.best_of > self.wanted:
             raise RequestError("best_of above n cannot be streamed: send stream: false", param="best_of")
         if self.suffix:
-            raise RequestError("suffix is not supported yet", param="suffix", code="unsupported_parameter")
+            raise RequestError(
+                "suffix is not supported: the model only continues a prompt",
+                param="suffix",
+                code="unsupported_parameter",
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}", param="logprobs")
 

@@ -302,6 +302,14 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
         # A number with a fraction satisfies one of them, and no alternative says "with a fraction".
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "nsatisfiable"),
+        # llguidance crashed on the first and rounded the others.
+        ({"anyOf": [{"enum": [{"a": [-(2**63)]}]}]}, "enum -9223372036854775808"),
+        ({"$ref": "#/x-a", "x-a": {"const": 2**53 + 1}}, "const 9007199254740993 .* go up to 2"),
+        ({"properties": 5, "propertyNames": {"maxLength": 5}}, "properties must"),
+        ({"propertyNames": None}, "propertyNames must"),
+        ({"minContains": -1, "contains": {"const": 1}}, "minContains must"),
+        ({"not": {"required": [[None]]}}, "required must"),
+        ({"if": {"type": {}}, "then": {"maxLength": 3}}, "type must"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
@@ -325,6 +333,7 @@ def test_bad_requests_are_refused(nano: Tokenizer) -> None:
         ("grammar", "start: nowhere"),
         ("grammar", "root ::= nowhere"),
         ("grammar", "root ::= ("),
+        ("grammar", 'start: %json {"const": -9223372036854775808}'),
     ):
         with pytest.raises(RequestError, match=r"expression|choices|grammar"):
             constrain(nano, answer=AnswerFormat(kind, value))  # type: ignore[arg-type]
@@ -334,6 +343,15 @@ def test_bad_requests_are_refused(nano: Tokenizer) -> None:
         assert e.value.param == "tool_choice"
     with pytest.raises(RequestError, match="type must be 'object'"):
         constrain(nano, tools=tools({"type": "string"}))
+
+
+def test_long_chains_of_references_do_not_overflow_the_stack(nano: Tokenizer) -> None:
+    rules = "".join(f"\na{i}: a{i + 1}" for i in range(4_000))
+    made = constrain(nano, answer=AnswerFormat("grammar", f'start: a0{rules}\na4000: "x"'))
+    assert made is not None and made.least == 2
+    chain: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3_000)}
+    with pytest.raises(RequestError, match="levels together"):
+        constrain(nano, answer=AnswerFormat("json_schema", {"$defs": chain | {"d3000": True}}))
 
 
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:

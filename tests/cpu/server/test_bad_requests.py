@@ -12,11 +12,12 @@ from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve, served
 BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one"),
     ({"messages": "hi"}, "messages", "array"),
-    ({"messages": [1]}, "messages", "object"),
+    ({"messages": [1]}, "messages", "messages[0] must be an object"),
     ({}, "messages", "required"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "content"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "must be an object"),
     *(
         (
             {"messages": [{"role": role, "content": None, "tool_call_id": "functions.f:0"}]},

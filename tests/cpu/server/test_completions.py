@@ -128,6 +128,7 @@ async def test_offsets_skip_tokens_without_text(s: Served) -> None:
     choice = (await s.client.post(TEXT, {"prompt": "x", "logprobs": 0})).json["choices"][0]
     assert choice["text"] == "ab"
     assert choice["logprobs"]["tokens"] == ["a", "<|im_user|>", "b"]
+    assert [[*top] for top in choice["logprobs"]["top_logprobs"]] == [["a"], ["<|im_user|>"], ["b"]]
     assert choice["logprobs"]["text_offset"] == [0, 1, 1]
 
 

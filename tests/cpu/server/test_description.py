@@ -107,6 +107,16 @@ def test_the_document_is_whole() -> None:
     assert not set(names().values()) & set(forms), "a body and an answer share a name"
 
 
+@pytest.mark.parametrize("choice", ["auto", {"type": "any"}])
+@served(answer="Hm</think>Hello")
+async def test_a_choice_of_tools_is_taken_as_described(s: Served, choice: Any) -> None:
+    schema = DOCUMENT["components"]["schemas"]["MessagesBody"]["properties"]["tool_choice"]
+    right = jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(choice)
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {**(operation("POST", "/v1/messages").example or {}), "tools": tools, "tool_choice": choice}
+    assert ((await s.client.post("/v1/messages", body)).status == 200) == right
+
+
 @served(api_key="sesame")
 async def test_anyone_may_read_it(s: Served) -> None:
     reply = await s.client.get("/openapi.json")

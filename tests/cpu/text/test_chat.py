@@ -304,7 +304,7 @@ for _ in range(200):
         ([{"role": "user"}], "messages[0].content"),
         ([user(3)], "messages[0].content"),
         ([user({"type": "text"})], "messages[0].content"),
-        ([user(["x"])], "messages[0].content[0].type"),
+        ([user(["x"])], "messages[0].content[0]"),
         ([user([{"type": "text", "text": "x"}, {"type": "poem"}])], "messages[0].content[1].type"),
         ([user([{"type": "text"}])], "messages[0].content[0].text"),
         ([{**user(), "name": 3}], "messages[0].name"),
