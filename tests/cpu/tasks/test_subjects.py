@@ -261,7 +261,7 @@ def test_lists_of_requests_have_a_row_for_each() -> None:
     texts = ["Weather in Oslo?", "Set a timer for 3 minutes.", "Call Anna."]
     for count in (2, 3):
         for _ in range(40):
-            made = calls._rows(rng, texts[:count])
+            made = calls._rows(rng, texts[:count], [])
             rows = [line for line in made.split("\n") if re.match(r"[-*(\d]", line)]
             assert len(rows) == count
             assert all(text[1:] in row for text, row in zip(texts, rows))
