@@ -137,14 +137,14 @@ _CURRENCIES: Final = {"USD": "dollars", "EUR": "euros", "GBP": "pounds", "JPY": 
     "INR": "rupees", "CAD": "Canadian dollars", "SEK": "Swedish kronor", "PLN": "zloty", "CNY": "yuan",
     "AUD": "Australian dollars", "MXN": "Mexican pesos"}  # fmt: skip
 _UNITS: Final = listed("""
-        miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours
-        minutes acres yards cups
-    """)  # fmt: skip
+    miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours minutes
+    acres yards cups
+""")  # fmt: skip
 _BROKEN: Final = ("the {t} is broken", "the {t} does not start", "the {t} crashes", "I cannot log in to the {t}",
     "the {t} is slow", "the {t} shows an error", "my {t} is gone", "the {t} makes a noise")  # fmt: skip
 _THINGS: Final = listed("""
-        printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
-    """)  # fmt: skip
+    printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
+""")  # fmt: skip
 _ACCOUNTS: Final = ("savings", "checking", "business", "joint", "holiday", "salary", "credit card", "travel",
     "main")  # fmt: skip
 _DOORS: Final = ("front", "back", "garage", "cellar", "garden", "side", "balcony", "kitchen")
@@ -226,7 +226,8 @@ def _one(rng: Random, kind: str) -> Shown:
         if " " not in text and rng.random() < 0.2:
             text = made_up(rng)
         return text, text
-    return _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
+    value, text = _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
+    return bare(value) if kind == "room" else value, text
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -325,10 +326,10 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 
 
 _SHARED: Final = frozenset(listed("""
-        city first person email code path company team noun dish product topic lang cur2 account place errand weekday
-        spot device medicine ware garment element planet study lesson service package flaw series stop plate field
-        larder sign word_list class land host image appliance symbol road
-        station app gate drink supply street
+    city first person email code path company team noun dish product topic lang cur2 account place errand weekday
+    spot device medicine ware garment element planet study lesson service package flaw series stop plate field
+    larder sign word_list class land host image appliance symbol road
+    station app gate drink supply street
     """))  # fmt: skip
 
 
@@ -355,7 +356,7 @@ def asked_together(
     if len(values) < count:
         return None
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
-    if form[-1] == "?" and rng.random() < 0.4:
+    if form[-1] == "?" and (rng.random() < 0.4 or re.search(rf"\b(is|does|has) \{{{name}\}}", form, re.I)):
         join = " or "
     if joined:
         before = re.search(rf"\b(to|in|into|for|from|at|on|of|with|by|about) {{{{{name}}}}}", form)
@@ -418,7 +419,7 @@ def asked_in_rows(
     if rng.random() < 0.6:
         head = head[0].upper() + head[1:]
     join = pick(rng, _ROW_JOINS)
-    join = "\n" if join == "; " and "command" in kinds else join  # a shell takes "ls; pwd" for one command
+    join = "\n" if join == "; " and "command" in kinds else join  # "ls; pwd" is one
     said = [f"one {row}" for row in rows] if head.endswith(", ") and join in (" and ", ", and ") else list(rows)
     return head + ("\n- " if join == "\n- " else "") + join.join(said), list(rows.items())
 

@@ -378,7 +378,7 @@ FIXED: Final[tuple[Story, ...]] = (
         "{n} shares {a} {o} equally among {k} children. {m} is one of them and already had {b}. How many does {m} "
         "have now?", "{o}"),
     ("a/k+b",
-        "{k} friends split a bill of {a} euros, and {n} also pays {b} euros for a taxi. What {does} {p} pay in all?",
+        "{k} friends split a bill of {a} euros, and {n} also pay{s} {b} euros for a taxi. What {does} {p} pay in all?",
         "euros"),
     ("a/k-b",
         "{a} {o} are split evenly between {k} people. {n} gives away {b} of {h} share. How many {does} {p} have left?",

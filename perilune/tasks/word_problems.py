@@ -174,7 +174,7 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 _STARTS: Final = re.compile(r"(?<=[.?!] )\{[mh]\}")
-_THIRD: Final = re.compile(r"\{[nPp]\} [a-z]+s\b")  # "{n} buys" is not said of "I" or "the twins"
+_THIRD: Final = re.compile(r"\{[nPp]\} [a-z]+s\b")  # "{n} buys": not for "I"
 
 
 def _worded(rng: Random, words: dict[str, str], text: str) -> dict[str, str]:

@@ -170,7 +170,7 @@ def careless(rng: Random, form: str) -> str:
     return form
 
 
-# Forms that begin so are no orders: "You should I need" is wrong.
+# Not after "You should".
 _STATED: Final = re.compile(r"(I|We|My|Our|The|An?|There|It|They|Th[ai][st]|Who|What|Please|Now|F(or|rom)|[IO]n|If|Of"
     r"|Today|Only|Paragraph|Without)\b")  # fmt: skip
 

@@ -119,7 +119,7 @@ def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool)
 
 
 def _reverse(rng: Random, said: Sentence, at: Attribute) -> str:
-    """A question for the subject that has this value of the attribute, with the unit that the sentence has."""
+    """A question for the subject that has this value of the attribute, with the sentence's unit."""
     one, shown = said.about, said.about.facts[at][1]
     fitting = [p for p in at.predicates if p.span.replace("{v}", shown) in said.text]
     predicate = pick(rng, fitting or at.predicates).text.replace("{v}", shown)

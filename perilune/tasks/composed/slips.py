@@ -110,10 +110,8 @@ def pairs(rng: Random) -> tuple[str, str, str, dict[str, Any]]:
             texts.append(form.format(name, shown, n=number))
     if len(texts) == 3 and rng.random() < 0.4:
         text = "first {}, then {}, and finally {}".format(*texts)
+    elif rng.random() < 0.6:
+        text = enumerated(texts, pick(rng, (" and ", ", ")))
     else:
-        text = (
-            enumerated(texts, pick(rng, (" and ", ", ")))
-            if rng.random() < 0.6
-            else pick(rng, ("\n", "; ", " / ")).join(texts)
-        )
+        text = pick(rng, ("\n", "; ", " / ")).join(texts)
     return pick(rng, ("", "List: ", "Final: ", "What I have:\n")) + text, thing, number, values

@@ -273,7 +273,7 @@ def happenings(rng: Random, thing: str) -> Story:
             "The rest is split evenly between {k} <friends>. How many {o} each?"))  # fmt: skip
     else:
         ask = expand(rng, _RULES, pick(rng, topic.left))
-        for _ in range(20 * ("-" not in pattern)):  # nothing is left over where nothing was taken
+        for _ in range(20 * ("-" not in pattern)):  # nothing was taken
             if re.search("left|remain|still|leave|stay", ask):
                 ask = expand(rng, _RULES, pick(rng, topic.left))
     if rng.random() < 0.2:
@@ -335,7 +335,7 @@ def relations(rng: Random, thing: str) -> Story:
             letter, up = next(letters), rng.random() < 0.55
             values.append(before + ("+" if up else "-") + letter)
             form = (more if up else less).format(who[i + 1], f"{{{letter}}}", who[i])
-            short = i == 0 and rng.random() < 0.3  # with three people it may be either of the others
+            short = i == 0 and rng.random() < 0.3  # of three it may be either
             said.append(form.removesuffix(f" than {who[i]}") if short else form)
             elided = elided or short
     if rng.random() < 0.2 and not elided:
