@@ -5,6 +5,7 @@ agree, {m} another person, {o} the things, {box} what holds them, {a} {b} {c} {k
 of a story's pattern (arithmetic.py), not of its sentences.
 """
 
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -456,7 +457,8 @@ def changes(rng: Random, edible: bool) -> Story:
         else:
             parts.append(one)
     pattern = "a" + "".join([("+" if up else "-") + letter for up, letter in zip(ups, "bcd")])
-    question = pick(rng, questions)
+    plain = [q for q in questions if not re.search("left|still|remain|keep", q)] if all(ups) else []
+    question = pick(rng, plain or questions)
     text = " ".join(parts)
     return pattern, f"{question} {text}" if rng.random() < 0.05 else f"{text} {question}", unit
 

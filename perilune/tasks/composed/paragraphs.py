@@ -119,10 +119,10 @@ def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool)
 
 
 def _reverse(rng: Random, said: Sentence, at: Attribute) -> str:
-    """A question for the subject that has this value of the attribute, with the sentence's unit."""
-    one, shown = said.about, said.about.facts[at][1]
-    fitting = [p for p in at.predicates if p.span.replace("{v}", shown) in said.text]
-    predicate = pick(rng, fitting or at.predicates).text.replace("{v}", shown)
+    """A question for the subject, in the sentence's words: who "needs it by May" may not have "come in May"."""
+    one = said.about
+    predicates = [p.text.replace("{v}", one.facts[at][1]) for p in at.predicates]
+    predicate = pick(rng, [p for p in predicates if p in said.text] or predicates)
     return pick(rng, _WHO if one.domain.person else _WHICH).format(p=predicate, d=one.domain.name)
 
 

@@ -112,6 +112,7 @@ def counted(rng: Random) -> Story:
     text = expand(rng, _RULES, " ".join([*said, ask]).strip())
     words = (box, singular(box), pick(rng, into), pick(rng, (*things, "{o}")))
     for place, word in zip(("{B}", "{1}", "{I}", "{o}"), words):
+        text = text.replace(f" a {place}", f" an {place}") if word[0] in "aeo" else text
         text, unit = text.replace(place, word), unit.replace(place, word)
     text = ". ".join([capital(s) for s in text.split(". ")])
     return pattern, text.replace(". {c}", ". {C}"), unit

@@ -215,8 +215,7 @@ TOPICS: Final = (
 _MONEY: Final = ("euros", "dollars", "pounds", "francs", "coins", "crowns")
 
 
-_OWN_TIME: Final = re.compile(r"<first>|last week|lunch|before the first|on \w+day|per hour|\w+ hour")
-_MOMENTS: Final = ("The next day ", "On Friday ", "In the evening ", "By noon ", "Before lunch ", "Meanwhile ")
+_OWN_TIME: Final = re.compile(r"<first>|last week|lunch|before the first|on \w+day|\w+ hour| days")
 
 
 class _Letters:
@@ -249,9 +248,7 @@ def happenings(rng: Random, thing: str) -> Story:
             continue
         kind, form = letters.put(kind, form)
         pattern += kind
-        then = expand(rng, _RULES, "<then>")
-        if _OWN_TIME.search(form) or (" days" in form and then in _MOMENTS):
-            then = ""
+        then = "" if _OWN_TIME.search(form) else expand(rng, _RULES, "<then>")
         starts = form.startswith("{P}")
         if starts and len(parts) > 1 and parts[-1].startswith(("{P}", "{n}")) and rng.random() < 0.3:
             parts[-1] = parts[-1][:-1] + pick(rng, (" and ", " and then ", ", then ", " but ")) + form[4:]

@@ -104,7 +104,7 @@ def test_objects_hold_what_the_text_says_under_keys_that_the_prompt_names() -> N
 def test_only_the_subject_that_is_asked_for_is_in_the_object() -> None:
     rng = random.Random(5)
     seen = 0
-    for _ in range(9000):
+    for _ in range(18000):
         messages, _, made = entries.entry(rng)
         text = "\n".join(m["content"] for m in messages)
         only = re.search(r"(?:I mean|It is about) (.+?)\.", text)
