@@ -148,7 +148,7 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
             numbers = {c: max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
             tokens: Tokens = [numbers.get(c, c) for c in parted(pattern)]
             solved = solve(tokens)
-            if solved and (numbers.get("k", 0) < 8 or not re.search(r"\{k\} days (a|of the) week", text)):
+            if solved and _sensible(pattern, text, numbers, solved[0]):
                 break
             solved = None
         if solved is None:
@@ -171,6 +171,14 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
     content = f"{value} {unit.format(**words)}".strip()
     reply = Reply(solve_trace(steps) if thinking else "", content)
     return Problem("word_problems", split, key, (user(question),), reply, thinking=thinking)
+
+
+def _sensible(pattern: str, text: str, numbers: dict[str, int], value: int) -> bool:
+    """At most 7 days a week; to a goal (the last letter) no more is missing than itself."""
+    if numbers.get("k", 0) > 7 and re.search(r"\{k\} days (a|of the) week", text):
+        return False
+    goal = pattern[1:2] == "-" and pattern[0] == max(set(pattern) & set("abcdefg"), default="")
+    return not goal or value <= numbers[pattern[0]]
 
 
 _STARTS: Final = re.compile(r"(?<=[.?!] )\{[mh]\}")
