@@ -285,7 +285,9 @@ def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
         listed = enumerated(said, ", " if rng.random() < 0.3 else " and ")
         return phrase(rng, pick(rng, SUM_OF_FORMS), _KEPT_EXPRESSION).format(x=listed)
     if roll < 0.68:
-        shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, OPERATOR_WORDS[m[1]]), shown)
+        mixed = set(shown) & set("-*/") != set()  # "9 minus 3 and 2" may take both away
+        words = OPERATOR_WORDS | {"+": (" plus ",)} if mixed else OPERATOR_WORDS
+        shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, words[m[1]]), shown)
     elif roll < 0.8:
         shown = shown.replace("*", pick(rng, ("x", "×", "·"))).replace("/", pick(rng, (":", "÷")))
         shown = shown.replace("-", pick(rng, "-\u2212"))

@@ -115,10 +115,10 @@ def _of_kit(rng: Random, split: str, count: int) -> tuple[str, list[Request], tu
             texts.append(more.text)
     if len(asked) < count or not belongs(("call", *call_key(asked[0].call)), split):
         return None
-    text = joined(rng, texts, split)
-    if count > 1 and rng.random() < 0.15:
+    text = joined(rng, texts, asked, split)
+    if count > 1 and rng.random() < 0.15 and "\n" not in text:
         counted = ("Two", "Three")[count - 2]
-        text = f"{counted} {pick(rng, ('things', 'jobs', 'requests', 'wishes'))}: {small(text)}"
+        text = f"{counted} {pick(rng, ('things', 'jobs', 'requests', 'wishes'))}: {_lowered(text, asked)}"
     return text, asked, _siblings(rng, kit)
 
 
@@ -134,7 +134,7 @@ _JOINS: Final = (" Also ", " And ", " Then ", " After that ", "\n")
 _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ", ", plus ", " and after that ",
     ", also ", ", and ", ". Oh, and ", ", oh and ", ". While you're at it, ", ", and while you are at it ", " & ", "; ",
     ". Next, ",
-    ", and please also ", ". One more: ", " and can you also ", ". When that's done, ", " and besides ", ", ",
+    ", and this, please: ", ". One more: ", " and can you also do: ", ". When that's done, ", " and besides ", ", ",
     ". And another thing: ", ", and once you have that, ", ". Finally ", " + ", ". PS: ", ". Before I forget: ",
     " - and ", ". Wait, also: ", ", then after that ", ". Second thing: ", ". On top of that, ")  # fmt: skip
 
@@ -157,27 +157,35 @@ _HEADS: Final = ("", "", "Two things:", "My list:", "Please do these:", "To do:"
 _TAILS: Final = ("", "", "", "\nThat's all.", "\nDo them all please.", "\nThanks", "\nadd them", "\nIn any order.")
 
 
-def _rows(rng: Random, texts: list[str]) -> str:
+def _lowered(text: str, asked: list[Request]) -> str:
+    """The first letter made small, unless a value begins there ("Oslo weather please")."""
+    values = [v for a in asked for v in a.call.arguments.values()]
+    heads = [str(v[0] if isinstance(v, list) else v) for v in values]
+    return text if text.startswith(tuple(heads)) else small(text)
+
+
+def _rows(rng: Random, texts: list[str], asked: list[Request]) -> str:
     """The requests as a list."""
     mark = pick(rng, ("- ", "* ", "{i}. ", "{i}) ", "({i}) "))
-    rows = [mark.format(i=i) + (text if rng.random() < 0.5 else small(text)) for i, text in enumerate(texts, 1)]
+    shown = [text if rng.random() < 0.5 else _lowered(text, asked) for text in texts]
+    rows = [mark.format(i=i) + text for i, text in enumerate(shown, 1)]
     head = pick(rng, _HEADS)
     return (
         (f"{head}\n" if head and (len(texts) == 2 or "Two" not in head) else "") + "\n".join(rows) + pick(rng, _TAILS)
     )
 
 
-def joined(rng: Random, texts: list[str], split: str) -> str:
+def joined(rng: Random, texts: list[str], asked: list[Request], split: str) -> str:
     """Several requests as one message."""
     if widely(split) and len(texts) > 1 and rng.random() < 0.14:
-        return _rows(rng, texts)
+        return _rows(rng, texts, asked)
     out = texts[0]
     for text in texts[1:]:
         if widely(split) and rng.random() < 0.65 and "\n" not in out[-12:]:
-            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + small(text)
+            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + _lowered(text, asked)
             continue
         join = pick(rng, _JOINS)
-        out += join + (text if join == "\n" or text.startswith("I ") else text[0].lower() + text[1:])
+        out += join + (text if join == "\n" else _lowered(text, asked))
     return out
 
 
@@ -232,7 +240,7 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
-    text = _remarked(rng, text or joined(rng, [a.text for a in asked], split), split)
+    text = _remarked(rng, text or joined(rng, [a.text for a in asked], asked, split), split)
     # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
     trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
@@ -282,7 +290,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
             contents.append(_shown(rng, values, split))
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
-    text = f"{joined(rng, [a.text for a in asked], split)} {question}"
+    text = f"{joined(rng, [a.text for a in asked], asked, split)} {question}"
     thought = "\n".join([a.trace(text) for a in asked])
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
@@ -409,7 +417,7 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
         if last and last.call != first.call and belongs(key := ("call", *call_key(last.call)), split):
             break
     values: dict[str, Any] = pick(rng, ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1}))
-    text = pick(rng, _NOW) + small(last.text)
+    text = pick(rng, _NOW) + _lowered(last.text, [last])
     messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
     reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
     return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
@@ -462,7 +470,7 @@ def _contrast(rng: Random, split: str, thinking: bool) -> Problem:
         other = _any_tool(rng, split)
         if other.noun != asked.tool.noun and other.name != asked.tool.name and other.verbs != asked.tool.verbs:
             break
-    text = pick(rng, _CONTRASTS).format(r=asked.text, s=small(asked.text), n=other.noun)
+    text = pick(rng, _CONTRASTS).format(r=asked.text, s=_lowered(asked.text, [asked]), n=other.noun)
     more = others(rng, [asked.tool, other], max(0, how_many(rng, split) - 2), split)
     declared = shuffled(rng, [asked.tool, other, *more])
     reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))

@@ -63,18 +63,15 @@ def _given(pair: str) -> tuple[str, Any]:
 
 def _entry(block: str) -> Entry:
     head, *lines = [line for line in block.split("\n") if line]
-    title, names, descriptions = head.split(" | ")
+    title, names, about = head.split(" | ")
     verb, noun = title.split(" ")
     parameters, requests = [], []
     for line in lines:
         if line[0] == "=":
             name, kind, *said = line[2:].split(" ", 2)
             choices = tuple(kind.split(",")) if "," in kind else ()
-            parameters.append(
-                Parameter(
-                    name.rstrip("!"), kind, name.endswith("!"), choices, tuple(said[0].split("|")) if said else ()
-                )
-            )
+            descriptions = tuple(said[0].split("|")) if said else ()
+            parameters.append(Parameter(name.rstrip("!"), kind, name.endswith("!"), choices, descriptions))
         else:
             implied = _IMPLIED.search(line)
             text = _IMPLIED.sub("", line[2:]).replace("\\n", "\n")
@@ -85,7 +82,7 @@ def _entry(block: str) -> Entry:
         verb.replace("_", " "),
         noun.replace("_", " "),
         known,
-        tuple(descriptions.split("|")),
+        tuple(about.split("|")),
         tuple(parameters),
         tuple(requests),
     )
@@ -140,14 +137,14 @@ _CURRENCIES: Final = {"USD": "dollars", "EUR": "euros", "GBP": "pounds", "JPY": 
     "INR": "rupees", "CAD": "Canadian dollars", "SEK": "Swedish kronor", "PLN": "zloty", "CNY": "yuan",
     "AUD": "Australian dollars", "MXN": "Mexican pesos"}  # fmt: skip
 _UNITS: Final = listed("""
-        miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours
-        minutes acres yards cups
-    """)  # fmt: skip
+    miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours minutes
+    acres yards cups
+""")  # fmt: skip
 _BROKEN: Final = ("the {t} is broken", "the {t} does not start", "the {t} crashes", "I cannot log in to the {t}",
     "the {t} is slow", "the {t} shows an error", "my {t} is gone", "the {t} makes a noise")  # fmt: skip
 _THINGS: Final = listed("""
-        printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
-    """)  # fmt: skip
+    printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
+""")  # fmt: skip
 _ACCOUNTS: Final = ("savings", "checking", "business", "joint", "holiday", "salary", "credit card", "travel",
     "main")  # fmt: skip
 _DOORS: Final = ("front", "back", "garage", "cellar", "garden", "side", "balcony", "kitchen")
@@ -170,10 +167,8 @@ def _message(rng: Random) -> str:
 
 
 def _currency(rng: Random, first: bool) -> Shown:
-    code = pick(
-        rng,
-        tuple(_CURRENCIES)[:6] if first else tuple(_CURRENCIES)[6:] if rng.random() < 0.4 else tuple(_CURRENCIES)[1:5],
-    )
+    codes = tuple(_CURRENCIES)
+    code = pick(rng, codes[:6] if first else codes[6:] if rng.random() < 0.4 else codes[1:5])
     return code, _CURRENCIES[code] if rng.random() < 0.4 else code
 
 
@@ -231,7 +226,8 @@ def _one(rng: Random, kind: str) -> Shown:
         if " " not in text and rng.random() < 0.2:
             text = made_up(rng)
         return text, text
-    return _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
+    value, text = _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
+    return bare(value) if kind == "room" else value, text
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -241,21 +237,9 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
     """Required and optional parameters, each by name."""
     found: tuple[list[Field], list[Field]] = ([], [])
     for p in sorted(entry.parameters, key=lambda p: p.name):
-        kind = (
-            "small"
-            if p.choices and p.choices[0].isdecimal()
-            else "choice"
-            if p.choices
-            else "flag"
-            if p.kind == "bool"
-            else "small"
-            if p.kind in _WHOLE
-            else "decimal"
-            if p.kind in _FRACTIONS
-            else "words"
-            if p.kind.endswith("+")
-            else "title"
-        )
+        whole = p.choices[0].isdecimal() if p.choices else p.kind in _WHOLE
+        other = "decimal" if p.kind in _FRACTIONS else "words" if p.kind.endswith("+") else "title"
+        kind = "small" if whole else "choice" if p.choices else "flag" if p.kind == "bool" else other
         choices = p.choices if kind == "choice" else ()
         found[0 if p.required else 1].append(Field(p.name, p.name.replace("_", " "), kind, choices))
     return found
@@ -342,10 +326,10 @@ def _ordered(entry: Entry, values: dict[str, Any]) -> dict[str, Any]:
 
 
 _SHARED: Final = frozenset(listed("""
-        city first person email code path company team noun dish product topic lang cur2 account place errand weekday
-        spot device medicine ware garment element planet study lesson service package flaw series stop plate field
-        larder sign word_list class land host image appliance symbol road
-        station app gate drink supply street
+    city first person email code path company team noun dish product topic lang cur2 account place errand weekday
+    spot device medicine ware garment element planet study lesson service package flaw series stop plate field
+    larder sign word_list class land host image appliance symbol road
+    station app gate drink supply street
     """))  # fmt: skip
 
 
@@ -356,9 +340,11 @@ def asked_together(
     parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
-    if not names or any(p.kind == "count1" and p.name in shown for p in entry.parameters):
+    if not names or any(p.kind in ("count1", "money") and p.name in shown for p in entry.parameters):
         return None  # "four cups of tea and cocoa" may be two of each
     name = pick(rng, names)
+    if joined and re.search(rf"\{{{name}\}} (is|has|gets|wants|needs|works|leads|runs|leaves|belongs)\b", form):
+        return None  # "Ann and Tom leaves"
     parameter = next(p for p in entry.parameters if p.name == name)
     values = {shown[name]: arguments[name]}
     for _ in range(20):
@@ -370,13 +356,15 @@ def asked_together(
     if len(values) < count:
         return None
     join = pick(rng, (" and ", " and ", ", ", " and also ", " as well as ", " & "))
-    if form[-1] == "?" and rng.random() < 0.4:
+    if form[-1] == "?" and (rng.random() < 0.4 or re.search(rf"\b(is|does|has) \{{{name}\}}", form, re.I)):
         join = " or "
     if joined:
         before = re.search(rf"\b(to|in|into|for|from|at|on|of|with|by|about) {{{{{name}}}}}", form)
         if before and " " in join and rng.random() < 0.5:  # "to Rome and to Oslo"
             join += f"{before[1]} "
-        shown[name] = enumerated(list(values), join)
+        quoted = f'"{{{name}}}"' in form
+        texts = [f'"{text}"' for text in values] if quoted else list(values)  # each by itself: "a" and "b"
+        shown[name] = enumerated(texts, join).removeprefix('"' * quoted).removesuffix('"' * quoted)
     calls = [(text, _ordered(entry, arguments | {name: value})) for text, value in values.items()]
     return (form, shown, arguments), calls
 
@@ -431,6 +419,7 @@ def asked_in_rows(
     if rng.random() < 0.6:
         head = head[0].upper() + head[1:]
     join = pick(rng, _ROW_JOINS)
+    join = "\n" if join == "; " and "command" in kinds else join  # "ls; pwd" is one
     said = [f"one {row}" for row in rows] if head.endswith(", ") and join in (" and ", ", and ") else list(rows)
     return head + ("\n- " if join == "\n- " else "") + join.join(said), list(rows.items())
 
@@ -451,8 +440,8 @@ def asked_on(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, l
         return None
     changed = [pick(rng, shared)]
     # "I only know pounds and 19 yen" names no new amount of the old money.
-    more = [p for p in given if p not in changed and changed[0].kind != "cur2"]
-    counted = [p for p in more if p.kind == "count1"]
+    more = [p for p in given if p not in changed and changed[0].kind != "cur2" and p.kind not in ("cur", "cur2")]
+    counted = [p for p in more if p.kind in ("count1", "phone", "email")]  # two have two numbers
     if counted or (more and rng.random() < 0.75):
         changed.append(pick(rng, counted or more))
     spans = [m.span() for p in changed if (m := re.search(f"{_LEAD}\\{{{p.name}}}{_TRAIL}", form))]

@@ -240,13 +240,8 @@ def _words(rng: Random) -> list[str]:
 _DRAW: Final[dict[str, Callable[[Random], Any]]] = {
     "person": _person,
     "city": _city,
-    "word": lambda rng: (
-        compound(rng)
-        if invents_more() and rng.random() < 0.2
-        else made_up(rng)
-        if rng.random() < 0.4
-        else pick(rng, PLAIN if rng.random() < 0.7 else ADJECTIVES)
-    ),
+    "word": lambda rng: compound(rng) if invents_more() and rng.random() < 0.2 else made_up(rng) if rng.random() < 0.4
+        else pick(rng, PLAIN if rng.random() < 0.7 else ADJECTIVES),
     "code": _code,
     "date": _date,
     "time": _time,
@@ -257,7 +252,7 @@ _DRAW: Final[dict[str, Callable[[Random], Any]]] = {
     "decimal": lambda rng: int(10 ** (0.5 + rng.random() * 3)) / 10 + 0.1,
     "flag": lambda rng: rng.random() < 0.5,
     "words": _words,
-}
+}  # fmt: skip
 
 
 def value(rng: Random, field: Field) -> Any:

@@ -44,7 +44,7 @@ MORE_ADD: Final = (
     "The price was {a} and went up by {b}. What is it now?", "How much do I get for {a} plus {b}?",
     "Could {a} plus {b} be worked out?",
     "{a} and {b} together?", "What do {a} and {b} come to?", "What is the total of {a} and {b}?",
-    "Total of {a} and {b}.", "{a} added to {b}", "What is {a} added to {b}?", "If I add {b} to {a}, what do I get?",
+    "total of {a} and {b}", "{a} added to {b}", "What is {a} added to {b}?", "If I add {b} to {a}, what do I get?",
     "Increase {a} by {b}.", "What is {b} more than {a}?", "{b} more than {a} is what?",
     "What number is {b} more than {a}?", "Put {a} and {b} together.", "Sum up {a} and {b}.", "Sum {a} and {b}.",
     "Add up {a} and {b}.", "Add these two numbers: {a}, {b}.", "Add the following: {a} and {b}.", "Add {b} onto {a}.",

@@ -144,7 +144,7 @@ def _neighbour(rng: Random, text: str, new: bool, after: bool) -> Asked | None:
         at = int(rng.random() * (len(words) - 2))
         pair = (words[at], words[at + 1]) if after else (words[at + 1], words[at + 2])
         answer = words[at + 2] if after else words[at]
-        if pairs[pair] == 1:
+        if pairs[pair] == 1 and " ".join(pair) in body:  # no comma between the two
             kind, quoted = ("next" if after else "before"), " ".join(pair)
             trace = f"{quoted} {answer}" if after else f"{answer} {quoted}"
             return (kind, quoted), _ask(rng, kind, new, y=quoted), trace, answer

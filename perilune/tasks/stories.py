@@ -5,6 +5,7 @@ agree, {m} another person, {o} the things, {box} what holds them, {a} {b} {c} {k
 of a story's pattern (arithmetic.py), not of its sentences.
 """
 
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 from perilune.tasks.composed.bills import account
 from perilune.tasks.more_stories import more
 from perilune.tasks.problem import pick
-from perilune.tasks.words import NAMES, listed, made_up
+from perilune.tasks.words import NAMES, WOMEN, listed, made_up
 
 Story = tuple[str, str, str]  # pattern of the expression, text, unit of the answer
 
@@ -242,7 +243,7 @@ _LEFT: Final = (
 
 FIXED: Final[tuple[Story, ...]] = (
     ("a*k+b",
-        "{n} {has} {h} lessons {k} days a week, {a} minutes each day, and practises {b} minutes on Sunday. How many "
+        "{n} {has} {h} lessons {k} days a week, {a} minutes each day, and practise{s} {b} minutes on Sunday. How many "
         "minutes is that in a week?", "minutes"),
     ("a*k+b", "{n} reads {a} pages a day for {k} days and {b} pages on the last day. How many pages {does} {p} read?",
         "pages"),
@@ -378,7 +379,7 @@ FIXED: Final[tuple[Story, ...]] = (
         "{n} shares {a} {o} equally among {k} children. {m} is one of them and already had {b}. How many does {m} "
         "have now?", "{o}"),
     ("a/k+b",
-        "{k} friends split a bill of {a} euros, and {n} also pays {b} euros for a taxi. What {does} {p} pay in all?",
+        "{k} friends split a bill of {a} euros, and {n} also pay{s} {b} euros for a taxi. What {does} {p} pay in all?",
         "euros"),
     ("a/k-b",
         "{a} {o} are split evenly between {k} people. {n} gives away {b} of {h} share. How many {does} {p} have left?",
@@ -410,18 +411,16 @@ def people(rng: Random, named: str) -> tuple[dict[str, str], bool]:
     """The words for a story's person, and whether it begins with that person's name; `named` is a name to use."""
     roll = rng.random()
     if roll < 0.5:
-        subject, pronoun, his, him, single = pick(
-            rng,
-            (
-                (named, "she", "her", "her", True),
-                (named, "he", "his", "him", True),
-                (named, named, f"{named}'s", named, True),
-            ),
-        )
+        she, he = (named, "she", "her", "her", True), (named, "he", "his", "him", True)
+        known = (she,) if named in WOMEN else (he,) if named in NAMES else (she, he)
+        subject, pronoun, his, him, single = pick(rng, (*known, (named, named, f"{named}'s", named, True)))
     elif roll < 0.68:
         subject, pronoun, his, him, single = "I", "I", "my", "me", False
     else:
-        subject, pronoun, his, him, single = pick(rng, _SAID)
+        fits = ("My friend {n}", "Uncle {n}") * (named not in WOMEN) + ("My cousin {n}",) * (
+            named in WOMEN or named not in NAMES
+        )
+        subject, pronoun, his, him, single = pick(rng, [s for s in _SAID if "{n}" not in s[0] or s[0] in fits])
         subject = subject.format(n=named, s=pick(rng, NAMES) if rng.random() < 0.5 else made_up(rng).capitalize())
     words = {"n": subject, "p": pronoun, "P": pronoun[0].upper() + pronoun[1:], "h": his, "i": him,
              "has": "has" if single else "have", "does": "does" if single else "do", "has3": "has",
@@ -458,7 +457,8 @@ def changes(rng: Random, edible: bool) -> Story:
         else:
             parts.append(one)
     pattern = "a" + "".join([("+" if up else "-") + letter for up, letter in zip(ups, "bcd")])
-    question = pick(rng, questions)
+    plain = [q for q in questions if not re.search("left|still|remain|keep", q)] if all(ups) else []
+    question = pick(rng, plain or questions)
     text = " ".join(parts)
     return pattern, f"{question} {text}" if rng.random() < 0.05 else f"{text} {question}", unit
 

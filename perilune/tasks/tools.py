@@ -14,7 +14,7 @@ from typing import Any, Final
 from perilune.tasks import catalog
 from perilune.tasks.fields import Field, fields, named, said, value, written
 from perilune.tasks.problem import SEED, ToolCall, pick, widely
-from perilune.tasks.wordings import bare, enumerated, phrase
+from perilune.tasks.wordings import agreeing, bare, enumerated, phrase
 from perilune.tasks.words import NEW_NOUNS, NOUNS, invents_more, made_up
 
 VERBS: Final = (
@@ -132,7 +132,7 @@ def tool(rng: Random, split: str, *, verbs: int | None = None, noun: str | None 
     function: dict[str, Any] = {"name": name}
     if named_by_nothing or r() < (0.3 if plain else 0.65):
         forms = _MORE_DESCRIPTIONS.get(verbs, ())
-        form = pick(rng, forms if forms and widely(split) and r() < 0.5 else _DESCRIPTIONS)
+        form = agreeing(pick(rng, forms if forms and widely(split) and r() < 0.5 else _DESCRIPTIONS), {"n": noun})
         label = chosen[0].label
         function["description"] = form.format(v=verb, V=verb.capitalize(), n=noun, N=noun.capitalize(), p=label)
     function["parameters"] = {
@@ -395,7 +395,7 @@ def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
         v=verb, V=verb.capitalize(), n=made.noun, N=made.noun.capitalize(), l=field.label, x="{x}"
     )
     shown = [said(v) for v in values]
-    last = pick(rng, _LIST_ENDS)
+    last = pick(rng, [end for end in _LIST_ENDS if end != " plus " or not shown[0].isdigit()])
     asking = 0.25 if form.startswith(verb.capitalize()) else 0.0
     text, core = (f.replace("{x}", enumerated(shown, last)) for f in (phrase(rng, form, _KEPT, asking), form))
     calls = [(s, {field.name: v}) for s, v in zip(shown, values)]
@@ -416,7 +416,8 @@ def wishes(rng: Random, count: int) -> tuple[str, list[Request]]:
         one = tool(rng, "train", verbs=pick(rng, (1, 1, 8)))
         arguments = {f.name: value(rng, f) for f in (*one.required, *[f for f in one.optional if rng.random() < 0.4])}
         fields = [f for f in (*one.required, *one.optional) if f.name in arguments]
-        part = f"{pick(rng, ('a', 'a', 'one', 'a new'))} {one.noun}{_clauses(rng, fields, arguments)}"
+        head = agreeing(pick(rng, ("a {n}", "a {n}", "one {n}", "a new {n}")), {"n": one.noun}).format(n=one.noun)
+        part = f"{head}{_clauses(rng, fields, arguments)}"
         if all(one.noun not in p and r.tool.noun not in part for p, r in zip(parts, made)):
             parts.append(part)
             made.append(Request(one, "", part, ToolCall(one.name, arguments)))
@@ -449,7 +450,8 @@ def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Re
     if wide and rng.random() < 0.5:
         form = phrase(rng, form, _KEPT)
     clauses = _clauses(rng, mentioned, arguments)
-    text, core = (f.format(v=verb, n=tool.noun, c=clauses) for f in (form, core))
+    forms = [agreeing(f, {"n": tool.noun}) for f in (form, core)]
+    text, core = (f.format(v=verb, n=tool.noun, c=clauses) for f in forms)
     text = text[0].upper() + text[1:]
     return Request(tool, text, opening(text, core), ToolCall(tool.name, arguments))
 

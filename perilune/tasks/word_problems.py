@@ -7,6 +7,7 @@ Structure: `NEW_*` sentences, names and things never occur in training; their wo
 structural problem has new names and things, and its first sentence, its question or the whole story is new.
 """
 
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Final
@@ -16,7 +17,7 @@ from perilune.tasks.composed.plans import plan
 from perilune.tasks.composed.tales import tale
 from perilune.tasks.problem import Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.stories import Story, other, people, wide
-from perilune.tasks.wordings import capital, numeral, phrase
+from perilune.tasks.wordings import capital, numeral, phrase, small
 from perilune.tasks.words import CONTAINERS, NAMES, NEW_NAMES, NEW_OBJECTS, OBJECTS, invents_more, made_up
 from perilune.tasks.working import Tokens, solve, solve_trace
 
@@ -147,19 +148,23 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
             numbers = {c: max(2, n) for c, n in drawn_numbers(rng, pattern).items()}
             tokens: Tokens = [numbers.get(c, c) for c in parted(pattern)]
             solved = solve(tokens)
-            if solved:
+            if solved and _sensible(pattern, text, numbers, solved[0]):
                 break
+            solved = None
         if solved is None:
             continue
         value, steps = solved
         key = ("rounded" if set(pattern) & set("_^%") else "expression", "".join(map(str, tokens)))
         if belongs(key, split):
             break
-    words = _worded(rng, words) if wider else _words(rng, new)
+    words = _worded(rng, words, text) if wider else _words(rng, new)
     if widely(split):
         shown = {c: numeral(rng, n, 0.2 if n < 21 else 0.08) for c, n in numbers.items()}
         shown["C"] = capital(shown.get("c", ""))
+        text = _STARTS.sub(lambda m: m[0].upper(), text) if wider else text
         question = phrase(rng, text, asking=0.0).format(x=2 + int(rng.random() * 40), **shown | words)
+        if wider and words["n"].startswith(("My ", "The ", "A ", "Our ", "We")):
+            question = re.sub(rf"(?<=[a-z,] ){words['n']}\b", small(words["n"]), question)
         question = question[0].upper() + question[1:] if wider and rng.random() < 0.9 else question
     else:
         question = text.format(**numbers, **words)
@@ -168,10 +173,25 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("word_problems", split, key, (user(question),), reply, thinking=thinking)
 
 
-def _worded(rng: Random, words: dict[str, str]) -> dict[str, str]:
+def _sensible(pattern: str, text: str, numbers: dict[str, int], value: int) -> bool:
+    """At most 7 days a week; to a goal (the last letter) no more is missing than itself."""
+    if numbers.get("k", 0) > 7 and re.search(r"\{k\} days (a|of the) week", text):
+        return False
+    goal = pattern[1:2] == "-" and pattern[0] == max(set(pattern) & set("abcdefg"), default="")
+    return not goal or value <= numbers[pattern[0]]
+
+
+_STARTS: Final = re.compile(r"(?<=[.?!] )\{[mh]\}")
+_THIRD: Final = re.compile(r"\{[nPp]\} [a-z]+s\b")  # "{n} buys": not for "I"
+
+
+def _worded(rng: Random, words: dict[str, str], text: str) -> dict[str, str]:
     """The words of a story of stories.py: as `words`, with pronouns."""
     said, _ = people(rng, words["n"])
-    return words | said | {"m": other(rng, words["m"], said["h"]), "q": words["p"],
+    while not said["s"] and _THIRD.search(text):
+        said, _ = people(rng, words["n"])
+    who = other(rng, words["m"], said["h"])
+    return words | said | {"m": who, "M": capital(who), "H": capital(said["h"]), "q": words["p"],
                            "r": words["n"], "t": words["m"]}  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def opposite(form: str) -> str:
 
 def small(text: str) -> str:
     """The first letter made small, unless it is the word I or a capitalised abbreviation."""
-    if text[:2] in ("I ", "I'") or text[:2].isupper():
+    if text[:2] in ("I ", "I'") or (text[:2].isalpha() and text[:2].isupper()):
         return text
     return text[:1].lower() + text[1:]
 
@@ -131,6 +131,14 @@ def capital(text: str) -> str:
 def enumerated(texts: Sequence[str], last: str = " and ") -> str:
     """One or more texts with commas between them, and `last` before the last: "a, b and c"."""
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + last + texts[-1]
+
+
+def singular(noun: str) -> str:
+    if noun.endswith("ies") and len(noun) > 4 and noun != "cookies":
+        return noun[:-3] + "y"
+    if noun.endswith(("lves", "rves", "eaves", "oaves")):
+        return noun[:-3] + "f"
+    return noun.removesuffix("es" if noun.endswith(("xes", "ches", "shes", "toes", "goes")) else "s")
 
 
 _ARTICLE: Final = re.compile(r"\b([Aa]) \{(\w+)\}")
@@ -162,6 +170,11 @@ def careless(rng: Random, form: str) -> str:
     return form
 
 
+# Not after "You should".
+_STATED: Final = re.compile(r"(I|We|My|Our|The|An?|There|It|They|Th[ai][st]|Who|What|Please|Now|F(or|rom)|[IO]n|If|Of"
+    r"|Today|Only|Paragraph|Without)\b")  # fmt: skip
+
+
 def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0.25) -> str:
     """A form as people write it. `kept`: forms, `bare`, that it must not begin with; then it stays as it is.
 
@@ -169,7 +182,8 @@ def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0
     """
     made = form
     roll = rng.random()
-    if roll < asking and form[-1:] == "." and "?" not in form and ". " not in form and form[:1].isalpha():
+    order = form[-1:] == "." and "?" not in form and ". " not in form and form[:1].isalpha()
+    if roll < asking and order and not _STATED.match(form):
         made = pick(rng, _ASKING).replace("{}", small(form[:-1]))
         made = capital(made) if roll < 0.8 * asking else made
         if kept and bare(made).startswith(kept):

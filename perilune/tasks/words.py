@@ -22,6 +22,11 @@ NAMES: Final = listed("""
     Otto Pia Ralf Sofia Theo Vera Will Amir Bao Chen Dara Esra Farid Goro Hana Imani Jin Kofi Lin Mei Nadia Omar
     Priya Ravi Sana Tariq Uma Wei Yuki Zara Aiko Bilal Carlos Dmitri Eva Fatima Gustav Helga Ines Jorge Kenji Luisa
 """)
+WOMEN: Final = listed("""
+    Alice Carla Emma Grace Irene Karen Maria Olivia Rosa Tina Wendy Yara Bella Diana Fiona Hannah Julia Laura Nina Petra
+    Sara Ursula Zoe Anna Clara Elena Gina Ida Kate Mia Nora Pia Sofia Vera Hana Nadia Priya Sana Uma Zara Aiko Eva
+    Fatima Helga Ines Luisa Mei Dara Esra Imani Lin
+""")
 NEW_NAMES: Final = listed("Agnes Bruno Celia Dexter Edith Floyd Greta Hector Ingrid Jonas Kira Lionel Mabel Nigel")
 SURNAMES: Final = listed("""
     Smith Jones Brown Wilson Taylor Clark Lewis Walker Hall Young King Wright Hill Green Baker Adams Nelson Carter

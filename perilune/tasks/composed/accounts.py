@@ -206,19 +206,11 @@ def compared(rng: Random) -> Account | None:
 
 # ---- rows and names ------------------------------------------------------------------------------------------------
 
-_ROW: Final = (
-    "- {k}: {v}",
-    "{k}: {v}",
-    "* {k} - {v}",
-    "{k} = {v}",
-    "{i}. {k}: {v}",
-    "{k} ... {v}",
-    "{k} ({v})",
-    "{k}, {v}",
-)
+_ROW: Final = ("- {k}: {v}", "{k}: {v}", "* {k} - {v}", "{k} = {v}", "{i}. {k}: {v}", "{k} ... {v}", "{k} ({v})",
+    "{k}, {v}")  # fmt: skip
 _ROW_ASKED: Final = ("What about the {k}?", "What does it say for {k}?", "What is noted for the {k}?", "the {k}?",
-    "What happened to the {k}?", "What is the state of the {k}?", "And the {k}?", "{k}?", "What is next to {k}?",
-    "What is planned for the {k}?", "How is it with the {k}?", "What is the entry for {k}?")  # fmt: skip
+    "What is beside {k}?", "What is the state of the {k}?", "And the {k}?", "{k}?", "What is next to {k}?",
+    "What is written for the {k}?", "How is it with the {k}?", "What is the entry for {k}?")  # fmt: skip
 
 
 def rows(rng: Random) -> Account | None:

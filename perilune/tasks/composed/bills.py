@@ -12,7 +12,7 @@ from typing import Final
 
 from perilune.tasks.composed.clauses import ACTS
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, expand
+from perilune.tasks.wordings import capital, expand, singular
 from perilune.tasks.words import CONTAINERS, OBJECTS, PLAIN, listed, made_up
 
 Story = tuple[str, str, str]  # pattern, text, unit
@@ -20,7 +20,7 @@ Story = tuple[str, str, str]  # pattern, text, unit
 _MONEY: Final = listed("euros dollars pounds francs coins crowns rupees yen pesos")
 _FEES: Final = listed("shipping delivery packing service insurance parking cleaning tax deposit wrapping entry")
 _RULES: Final[dict[str, tuple[str, ...]]] = {
-    "who": ("{n}", "{n}", "I", "we", "my sister", "a customer", "the school", "our neighbour", "Uncle {r}", "the club"),
+    "who": ("{n}", "{n}", "I", "we", "my sister", "a customer", "the school", "our neighbour", "old {r}", "the club"),
     "buys": ("bought", "ordered", "got", "paid for", "took", "picked"),
     "each": ("each", "apiece", "per piece", "a piece", "each one", "one"),
     "total": ("what's the total?", "how much is that in total?", "total?", "what does it cost?", "how much to pay?",
@@ -63,8 +63,8 @@ def bill(rng: Random) -> Story:
     asks = expand(rng, _RULES, "<change>" if pattern == "b-a*k" else "<total>")
     paid = ""
     if pattern == "b-a*k":
-        paid = pick(rng, ("Paid with {b} {m}.", "I gave {b} {m}.", "There were {b} {m} in the purse.",
-            "I have {b} {m}.",
+        paid = pick(rng, ("Paid with {b} {m}.", "The cashier got {b} {m}.", "There were {b} {m} in the purse.",
+            "Cash at hand: {b} {m}.",
             "{b} {m} in the wallet.", "The budget is {b} {m}.")).replace("{m}", money)  # fmt: skip
     roll = rng.random()
     if roll < 0.3:
@@ -133,7 +133,7 @@ def _agrees(base: str) -> str:
 
 def _shared(rng: Random, thing: str, who: str, past: str, unit: str) -> str:
     box = pick(rng, CONTAINERS)
-    one = box.removesuffix("es") if box.endswith(("xes", "ches", "shes")) else box[:-1]
+    one = singular(box)
     return pick(rng, (
         f"{capital(who)} {past} {{a}} {thing} in {{k}} {unit}s. How many {thing} is that per {unit}?",
         f"{{a}} {thing}, {{k}} {box}, the same number in each. How many {thing} per {one}?",

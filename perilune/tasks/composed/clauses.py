@@ -132,7 +132,8 @@ def doer(rng: Random) -> Noun:
         adjective = pick(rng, ADJECTIVES)
         return Noun(f"the {adjective} {beast}", f"the {beast}" if rng.random() < 0.5 else f"the {adjective} {beast}")
     if roll < 0.9:
-        many = f"{pick(rng, ADJECTIVES)} {pick(rng, _ROLES)}s" if rng.random() < 0.5 else f"{pick(rng, _ROLES)}s"
+        many = _third(pick(rng, _ROLES)).replace("thiefs", "thieves").replace("mans", "men")
+        many = f"{pick(rng, ADJECTIVES)} {many}" if rng.random() < 0.5 else many
         return Noun(f"the {many}", f"the {many}", person=True, plural=True)
     name = made_up(rng).capitalize()
     return Noun(name, name)

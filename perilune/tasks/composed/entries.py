@@ -18,7 +18,7 @@ from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import bare, named, written
 from perilune.tasks.problem import pick, user
-from perilune.tasks.wordings import capital, enumerated, expand, phrase
+from perilune.tasks.wordings import capital, enumerated, expand, in_words, phrase
 from perilune.tasks.words import any_word, made_up
 
 Messages = tuple[dict[str, Any], ...]
@@ -130,18 +130,15 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
         form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
     else:
         form = pick(rng, ("{k}", "{k}", "{k}", '"{k}"', '"{k}"', "'{k}'", "`{k}`", "the {k}", "{k}", "its {k}", "{k}:"))
-    strings = not typed or rng.random() < 0.6  # otherwise types are given for what is no string only
+    strings = explained or not typed or rng.random() < 0.6  # otherwise types are given for what is no string only
     shown = [
         form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
     if rng.random() < 0.2:  # how many there are is no key
-        count = pick(
-            rng, (str(len(shown)), ("one", "two", "three", "four", "five", "six", "seven")[min(len(shown), 7) - 1])
-        )
+        count = str(len(shown)) if rng.random() < 0.5 or len(shown) > 19 else in_words(len(shown))
         noun = pick(rng, ("key", "field", "value", "key", "property", "entry", "thing"))
-        noun = (
-            noun if len(shown) == 1 else "properties" if noun[0] == "p" else "entries" if noun[0] == "e" else noun + "s"
-        )
+        if len(shown) > 1:
+            noun = {"property": "properties", "entry": "entries"}.get(noun, noun + "s")
         head = pick(rng, ("exactly {c} {n}, ", "the {c} {n} ", "{c} {n}: ", "these {c} {n}: ", "just {c} {n}, ",
             "exactly {c} {n}, namely ", "{c} {n}, i.e. ", "the following {n}: ", "{n} as follows: ", "{c} {n} called ",
             "the {n} named ", "no more than {c} {n}, to wit ", "{c} {n} that are called "))  # fmt: skip
@@ -213,20 +210,8 @@ def _rows(rng: Random, wanted: list[Wanted], explained: bool = False) -> str:
     if explained or rng.random() < 0.3:
         form = pick(rng, ("- {k}: {m}", "{k} - {m}", "- {k} ({m})", "{k}: {m}", "* `{k}` {m}", "{k} = {m}"))
     else:
-        form = pick(
-            rng,
-            (
-                "- {k}",
-                "* {k}",
-                "{k}",
-                "{i}. {k}",
-                "- {k} ({t})",
-                "{k}: {t}",
-                "- {k}, {t}",
-                "{i}) {k}",
-                "{i}. {k} - {t}",
-            ),
-        )
+        form = pick(rng, ("- {k}", "* {k}", "{k}", "{i}. {k}", "- {k} ({t})", "{k}: {t}", "- {k}, {t}", "{i}) {k}",
+            "{i}. {k} - {t}"))  # fmt: skip
     return "\n".join([form.format(k=w.key, m=w.meaning, t=_typed(rng, w), i=i) for i, w in enumerate(wanted, 1)])
 
 
@@ -329,11 +314,7 @@ def _placed(rng: Random, ask: str, text: str, before: bool, system: float = 0.0)
         first, second = (ask, shown) if before else (shown, ask)
         between = pick(rng, ("Ok.", "Yes?", "I have read it.", "Go on.", "Sure."))
         return user(first), {"role": "assistant", "content": between}, user(second)
-    join = (
-        pick(rng, ("\n\n", "\n\n", "\n", " ", "\n\n\n"))
-        if before
-        else pick(rng, ("\n\n", "\n\n", "\n", " ", "\n---\n"))
-    )
+    join = pick(rng, ("\n\n", "\n\n", "\n", " ", "\n\n\n" if before else "\n---\n"))
     return (user(ask + join + shown if before else shown + join + ask),)
 
 
@@ -564,7 +545,8 @@ def _by_name(rng: Random) -> Made:
     names = [one.name[1] for one in many]
     if rng.random() < 0.3:
         key = pick(rng, ("names", f"{domain.name}s", "found", "list"))
-        ask = pick(rng, ("All {d}s as JSON, in a list under {k}.", 'JSON with one key "{k}": the list of all {d}s.',
+        ask = pick(rng, ("The names of all {d}s as JSON, in a list under {k}.",
+            'JSON with one key "{k}": the names of all {d}s.',
             "{{\"{k}\": [...]}} with every {d} in the order of the text, please. JSON."))  # fmt: skip
         messages = _placed(rng, ask.format(d=domain.name, k=key), _text(rng, many), rng.random() < 0.5)
         return messages, f"{key}: list {json.dumps(names, ensure_ascii=False)}", {key: names}

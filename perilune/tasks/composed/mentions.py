@@ -140,19 +140,9 @@ def _size(rng: Random) -> Mention:
 
 def _flag(rng: Random) -> Mention:
     key, held = _key_noun(rng, _FLAGS), rng.random() < 0.5
-    yes = (
-        "there is {a}{k}",
-        "it comes with {a}{k}",
-        "{k} is included",
-        "{k}: yes",
-        "{k} available",
-        "the {k} is there",
-        "{k} is allowed",
-        "we do have {a}{k}",
-        "it has {a}{k}",
-        "{k} can be had",
-        "you will find {a}{k} there",
-    )
+    yes = ("there is {a}{k}", "it comes with {a}{k}", "{k} is included", "{k}: yes", "{k} available",
+        "the {k} is there", "{k} is allowed", "we do have {a}{k}", "it has {a}{k}", "{k} can be had",
+        "you will find {a}{k} there")  # fmt: skip
     no = ("there is no {k}", "it comes without {k}", "{k} is not included", "{k}: no", "no {k} available",
         "the {k} is missing", "{k} is not allowed", "we do not have {a}{k}", "it has no {k}", "nothing with {k}",
         "you need not look for {a}{k}", "it lacks {a}{k}")  # fmt: skip
@@ -203,17 +193,10 @@ def _choice(rng: Random) -> Mention:
 
 
 def _list(rng: Random) -> Mention:
-    key = pick(
-        rng, ("items", "extras", "colors", "tools", "topics", "guests", "parts", "toppings", "languages", "cities")
-    )
-    key = made_up(rng) + "s" if rng.random() < 0.2 else key
-    draw = (
-        full_name
-        if key == "guests"
-        else any_word
-        if rng.random() < 0.6
-        else lambda rng: pick(rng, OBJECTS) if rng.random() < 0.6 else compound(rng)
-    )
+    keys = listed("items extras colors tools topics guests parts toppings languages cities")
+    key = made_up(rng) + "s" if rng.random() < 0.2 else pick(rng, keys)
+    things = any_word if rng.random() < 0.6 else lambda rng: pick(rng, OBJECTS) if rng.random() < 0.6 else compound(rng)
+    draw = full_name if key == "guests" else things
     found = list(dict.fromkeys(draw(rng) for _ in range(2 + int(rng.random() * 3))))
     join = pick(rng, (" and ", " and ", ", ", " as well as ", " plus "))
     shown = enumerated([with_article(w) for w in found], join) if draw is any_word and rng.random() < 0.4 else (
@@ -334,7 +317,6 @@ def text_of(rng: Random, stated: list[Mention]) -> str:
         open_ = True
         if rng.random() < 0.14:
             made = sentence(rng, clause(rng)) if rng.random() < 0.6 else pick(rng, ASIDES).rstrip(".")
-            out += ". " + capital(made) + "."
-            out += " "
+            out += ". " + capital(made) + ". "
             open_ = False
     return out.rstrip() + ("." if open_ else "")

@@ -15,7 +15,7 @@ from perilune.tasks.composed.accounts import passage
 from perilune.tasks.composed.subjects import Attribute, Sentence, Subject
 from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn, lines
-from perilune.tasks.wordings import agreeing, capital, careless, in_words, small
+from perilune.tasks.wordings import agreeing, capital, careless, in_words, singular, small
 from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, listed, made_up
 
 
@@ -61,7 +61,7 @@ def _number(rng: Random) -> str:
 
 
 def _thing(rng: Random) -> str:
-    noun = made_up(rng) if rng.random() < 0.3 else pick(rng, OBJECTS).removesuffix("s")
+    noun = made_up(rng) if rng.random() < 0.3 else singular(pick(rng, OBJECTS))
     return f"{pick(rng, ADJECTIVES)} {noun}" if rng.random() < 0.4 else noun
 
 
@@ -118,9 +118,11 @@ def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool)
     return question, shown if question.startswith("How many") else stated
 
 
-def _reverse(rng: Random, one: Subject, at: Attribute) -> str:
-    """A question for the subject that has this value of the attribute."""
-    predicate = pick(rng, at.predicates).text.replace("{v}", one.facts[at][1])
+def _reverse(rng: Random, said: Sentence, at: Attribute) -> str:
+    """A question for the subject, in the sentence's words: who "needs it by May" may not have "come in May"."""
+    one = said.about
+    predicates = [p.text.replace("{v}", one.facts[at][1]) for p in at.predicates]
+    predicate = pick(rng, [p for p in predicates if p in said.text] or predicates)
     return pick(rng, _WHO if one.domain.person else _WHICH).format(p=predicate, d=one.domain.name)
 
 
@@ -137,7 +139,7 @@ def _about_subjects(rng: Random) -> Paragraph:
     target = pick(rng, known)
     at = pick(rng, tuple(target.stated))
     if rng.random() < (0.3 if len(many) > 1 else 0.15):
-        question, answer = _reverse(rng, target.about, at), target.about.name[1]
+        question, answer = _reverse(rng, target, at), target.about.name[1]
     else:
         question, answer = _forward(rng, target.about, at, target.stated[at], len(many) == 1)
     texts = [s.text for s in made]

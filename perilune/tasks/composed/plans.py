@@ -9,7 +9,7 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, expand
+from perilune.tasks.wordings import capital, expand, singular
 
 Story = tuple[str, str, str]  # pattern, text, unit
 
@@ -21,7 +21,7 @@ seedlings, tulips, roses, shrubs | trays, beds, tubs | dried out, were eaten by 
 did not come up | were planted since, came from a nursery | rows, circles
 buses, vans, trams, taxis | depots, yards, garages | are in repair, are out of service, have a flat tyre, were sold, \
 stay inside | were bought, came back from abroad | lines, rows
-labels, stamps, photos, stickers | packets, albums, folders | have been used so far, are stuck on, got torn, \
+labels, stamps, photos, stickers | packets, albums, folders | have been used so far, are stuck on parcels, got torn, \
 were spoilt by rain, went to a collector | were found in a drawer, were printed since | sheets, packs
 dogs, rabbits, hens, goats | pens, stables, cages | were adopted, ran away, are with the vet, found a new home, \
 were caught by the fox | were born, were brought in | groups, pens
@@ -30,9 +30,9 @@ went to the staff, got mouldy | were baked after that | bags, boxes
 guests, pupils, runners, visitors | coaches, tents, boats | are ill, went home, gave up, had to leave | \
 joined, came late | teams, rows
 chairs, desks, lamps, bikes | rooms, trucks, halls | are taken, are broken, were stolen, are lent out | \
-were delivered, were mended | rows, piles
+were delivered, came back from repair | rows, piles
 tickets, coupons, badges, keys | rolls, boxes, drawers | are spent, got lost, were handed out, are invalid, \
-got wet | turned up, were ordered on top | bundles, sets
+were torn up | turned up, were ordered on top | bundles, sets
 pages, files, forms, letters | binders, boxes, trays | are done, are finished, were checked, need no answer, \
 went to the archive | came in, were added | piles, folders
 """.replace("\\\n", "").strip().split("\n")])  # fmt: skip
@@ -66,10 +66,6 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
     "f": ("neighbours", "people", "schools", "friends", "towns", "helpers"),
 }  # fmt: skip
 _STATES: Final = ("are ", "have ", "do ", "need ", "stay ")  # such ones are still there, and nothing may be added
-
-
-def _singular(noun: str) -> str:
-    return noun.removesuffix("es") if noun.endswith(("xes", "ches")) else noun[:-1]
 
 
 def counted(rng: Random) -> Story:
@@ -114,8 +110,9 @@ def counted(rng: Random) -> Story:
     elif ask == "<left>" and rng.random() < 0.1:
         said, ask = ["How many {o} are left?", *said], ""
     text = expand(rng, _RULES, " ".join([*said, ask]).strip())
-    words = (box, _singular(box), pick(rng, into), pick(rng, (*things, "{o}")))
+    words = (box, singular(box), pick(rng, into), pick(rng, (*things, "{o}")))
     for place, word in zip(("{B}", "{1}", "{I}", "{o}"), words):
+        text = text.replace(f" a {place}", f" an {place}") if word[0] in "aeo" else text
         text, unit = text.replace(place, word), unit.replace(place, word)
     text = ". ".join([capital(s) for s in text.split(". ")])
     return pattern, text.replace(". {c}", ". {C}"), unit
@@ -124,7 +121,7 @@ def counted(rng: Random) -> Story:
 # Unit, where it is at first, what goes on with it upwards and downwards, and the question.
 _LEVELS: Final = tuple([tuple([part.split(", ") for part in row.split(" | ")]) for row in """
 cm | a snail/sits {} cm up a wall, a beetle/is at {} cm | climbs {} cm, gets {} cm higher | slides back {} cm, \
-drops {} cm | How high is it?, How far up is the snail now?
+drops {} cm | How high is it?, How far up is it now?
 degrees | the kiln/is at {} degrees, the water/has {} degrees | gets {} degrees hotter, warms by {} degrees | \
 cools by {} degrees, gets {} degrees colder | What does the thermometer show?, How hot is it?
 metres | a balloon/floats at {} metres, the lift/is at {} metres | rises {} metres, goes up {} metres | \
@@ -133,8 +130,8 @@ euros | the account/is at {} euros, the fund/has {} euros | grows by {} euros, e
 pays out {} euros, shrinks by {} euros | What is in it?, How much money is there?
 points | our team/has {} points, the club/starts with {} points | wins {} points, picks up {} points | \
 gives up {} points, is fined {} points | How much is that now?, What is the score?
-percent | my phone/is at {} percent, the battery/shows {} percent | charges {} percent, gains {} percent | \
-loses {} percent, uses up {} percent | What does it show now?, What is it at now?
+litres | the tank/has {} litres in it, the pool/starts with {} litres | takes in {} litres, gets {} litres more | \
+loses {} litres, lets out {} litres | How much is in it?, How much water is that now?
 """.replace("\\\n", "").strip().split("\n")])  # fmt: skip
 _OFTEN: Final = ("per {u} for {k} {u}s", "every {u}, {k} {u}s long", "each {u} over {k} {u}s", "a {u} during {k} {u}s",
     "{k} times", "in each of {k} {u}s")  # fmt: skip

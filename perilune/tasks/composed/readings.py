@@ -216,6 +216,7 @@ def compared(rng: Random) -> Drawn:
         answer = w if found == "=" else u if (found == ">") is up else v
     form = pick(rng, _PUT[kind]).replace("^", "\n").replace("{r}", pick(rng, _RELATIONS[relation]))
     form = form.replace("{b}", pick(rng, ("larger", "bigger", "greater") if up else ("smaller", "lower", "less")))
+    form = form.replace("the less ", "the smaller ")
     quote = pick(rng, ("", "", '"', "'")) if kind != "truth" else ""
     question = phrase(rng, form, asking=0.0).format(
         l=shown,

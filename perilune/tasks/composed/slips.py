@@ -42,7 +42,7 @@ SLIPS: Final = tuple(_slip(block) for block in lines("slips.txt").split("# ")[1:
 _DIGITS: Final = {"iso": ("20{:02d}-{:02d}-{:02d}", 39, 12, 28), "seconds": ("{:02d}:{:02d}:{:02d}", 23, 59, 59),
     "hash": ("{:x}b{:x}c{:x}", 99, 999, 999), "node": ("{w}-{}", 30)}  # fmt: skip
 _MAILS: Final = ("From: {a}\nTo: {b}\nSubject: {s}\n\n{t}", "Good evening,\n{t}\nBest wishes\n{a}",
-    "From: {a}\nSubject: Re: {s}\n\n> {q}\n\n{t}", "Hi {b},\n{t}\n\n-- \n{a}")  # fmt: skip
+    "From: {a}\nSubject: {s}\n\n> {q}\n\n{t}", "Hi {b},\n{t}\n\n-- \n{a}")  # fmt: skip
 _MAIL_KEYS: Final = {"a": ("sender", "signed by"), "b": ("recipient", "addressee"), "s": ("subject", "subject line")}
 
 
@@ -86,7 +86,7 @@ def slip(rng: Random, kind: Slip, manner: Random) -> tuple[str, Found]:
     roll, head = draw(), pick(manner, kind.heads)
     if roll < 0.2 and head not in ("Log", "Output", "Review", "Feedback", "Complaint", "Chat"):
         form, (a, b) = pick(manner, _MAILS), (drawn(rng, "person")[1], drawn(rng, "person")[1])
-        words = {"a": a, "b": b, "s": drawn(rng, "topic")[1]}
+        words = {"a": a, "b": b, "s": "Re: " * ("{q}" in form) + drawn(rng, "topic")[1]}
         found += [(keys, words[letter], True) for letter, keys in _MAIL_KEYS.items() if f"{{{letter}}}" in form]
         return form.format(t=text, q=pick(rng, ASIDES), **words), found
     return (pick(manner, ("{}: {}", "{}\n{}", "{} - {}", "{}! {}")).format(head, text) if roll < 0.7 else text), found
@@ -110,10 +110,8 @@ def pairs(rng: Random) -> tuple[str, str, str, dict[str, Any]]:
             texts.append(form.format(name, shown, n=number))
     if len(texts) == 3 and rng.random() < 0.4:
         text = "first {}, then {}, and finally {}".format(*texts)
+    elif rng.random() < 0.6:
+        text = enumerated(texts, pick(rng, (" and ", ", ")))
     else:
-        text = (
-            enumerated(texts, pick(rng, (" and ", ", ")))
-            if rng.random() < 0.6
-            else pick(rng, ("\n", "; ", " / ")).join(texts)
-        )
+        text = pick(rng, ("\n", "; ", " / ")).join(texts)
     return pick(rng, ("", "List: ", "Final: ", "What I have:\n")) + text, thing, number, values

@@ -66,48 +66,48 @@ def _forms(text: str) -> tuple[tuple[str, str], ...]:
 
 
 _PARTS: Final = """
-    #+#*%: {n} <had> # {o} <first> and % times as many <second>.
-    #+#*2: {n} <had> # {o} <first> and twice as many <second>.
-    #+#*2: <first> {n} <had> # {o}, <second> it was double that.
-    #+#+@: {n} <had> # {o} <first> and @ more than that <second>.
-    #+#-@: {n} <had> # {o} <first>, but @ fewer <second>.
-    #+@: {n} <had> # {o} <first> and @ {o} <second>.
-    #+@: {n} <had> # {o} <first> and another @ <second>.
-    #*2: <first> and <second>, {n} <had> # {o} every time.
+#+#*%: {n} <had> # {o} <first> and % times as many <second>.
+#+#*2: {n} <had> # {o} <first> and twice as many <second>.
+#+#*2: <first> {n} <had> # {o}, <second> it was double that.
+#+#+@: {n} <had> # {o} <first> and @ more than that <second>.
+#+#-@: {n} <had> # {o} <first>, but @ fewer <second>.
+#+@: {n} <had> # {o} <first> and @ {o} <second>.
+#+@: {n} <had> # {o} <first> and another @ <second>.
+#*2: <first> and <second>, {n} <had> # {o} every time.
 """
 TOPICS: Final = (
     Topic("{o}", _forms("""
-        #: {n} <had> # {o}.
-        #: There were # {o} in the cellar.
-        #: {n} {has} a collection of # {o}.
-        #*%: {n} <had> % {box} of # {o} <each>.
-        #*%: There are % {box} with # {o} <each>.
-        #*%: Every one of the % {box} that {n} <had> holds # {o}.
-        #+@: {n} <had> # big and @ small {o}.
-        #+@: {n} <had> # {o}, and {m} brought another @.
+#: {n} <had> # {o}.
+#: There were # {o} in the cellar.
+#: {n} {has} a collection of # {o}.
+#*%: {n} <had> % {box} of # {o} <each>.
+#*%: There are % {box} with # {o} <each>.
+#*%: Every one of the % {box} that {n} <had> holds # {o}.
+#+@: {n} <had> # big and @ small {o}.
+#+@: {n} <had> # {o}, and {m} brought another @.
         """ + _PARTS),
         _forms("""
-        +#: {P} <got> # more.
-        +#: {P} <got> another # {o}.
-        +#: {m} gave {i} # {o}.
-        +#: # {o} came in the post.
-        +#*%: {P} <got> % more {box} with # {o} <each>.
-        +#*%: {P} <got> # more every day for % days.
-        +#*%: % <friends> brought # {o} each.
-        +#*%: {m} added % {box} of # {o}.
++#: {P} <got> # more.
++#: {P} <got> another # {o}.
++#: {m} gave {i} # {o}.
++#: # {o} came in the post.
++#*%: {P} <got> % more {box} with # {o} <each>.
++#*%: {P} <got> # more every day for % days.
++#*%: % <friends> brought # {o} each.
++#*%: {m} added % {box} of # {o}.
         """), _forms("""
-        -#: {P} <used> #.
-        -#: {P} <used> # of the {o}.
-        -#: {P} <gave> # of them to {m}.
-        -#: # were broken.
-        -#: {m} took #.
-        -#: the dog ran off with # of them.
-        -#*%: {P} <gave> # {o} to each of % <friends>.
-        -#*%: {P} <gave> # each to % <friends>.
-        -#*%: {P} <used> # a day for % days.
-        -#*%: {P} filled % {box} with # {o} each and sold them.
-        -#*%: % <friends> took # each.
-        -#*%: each of the % <friends> got # of them.
+-#: {P} <used> #.
+-#: {P} <used> # of the {o}.
+-#: {P} <gave> # of them to {m}.
+-#: # were broken.
+-#: {m} took #.
+-#: the dog ran off with # of them.
+-#*%: {P} <gave> # {o} to each of % <friends>.
+-#*%: {P} <gave> # each to % <friends>.
+-#*%: {P} <used> # a day for % days.
+-#*%: {P} filled % {box} with # {o} each and sold them.
+-#*%: % <friends> took # each.
+-#*%: each of the % <friends> got # of them.
         """), ("<left>?",), ("{P} need{s} # {o} <total>. How many are missing?",
         "How many more {does} {p} need to reach #?", "{P} want{s} to have #. How many {o} {does} {p} still need?",
         "The goal is # {o}. How many must {p} still find?", "How many are missing until {p} {has} #?"),
@@ -117,102 +117,105 @@ TOPICS: Final = (
         "Each needs % minutes of work. How many minutes "
         "is that?")),
     Topic("{cur}", _forms("""
-        #: {n} had # {cur} in {h} purse.
-        #: {n} saved # {cur}.
-        #: There were # {cur} in the account of {n}.
-        #*%: {n} earned # {cur} a day for % days.
-        #*%: {n} put aside # {cur} each month for % months.
-        #*%: {n} sold % {o} at # {cur} each.
-        #+@: {n} got # {cur} from {m} and @ {cur} from an uncle.
-        #+@: {n} earned # {cur} <first> and @ {cur} <second>.
+#: {n} had # {cur} in {h} purse.
+#: {n} saved # {cur}.
+#: {n} had # {cur} in the bank.
+#*%: {n} earned # {cur} a day for % days.
+#*%: {n} put aside # {cur} each month for % months.
+#*%: {n} sold % {o} at # {cur} each.
+#+@: {n} got # {cur} from {m} and @ {cur} from an uncle.
+#+@: {n} earned # {cur} <first> and @ {cur} <second>.
         #+#*2: {n} earned # {cur} <first> and twice as much <second>.
-        #+#+@: {n} earned # {cur} <first> and @ {cur} more than that <second>.
-        #+#-@: {n} earned # {cur} <first> and @ {cur} less <second>.
+#+#+@: {n} earned # {cur} <first> and @ {cur} more than that <second>.
+#+#-@: {n} earned # {cur} <first> and @ {cur} less <second>.
         """), _forms("""
-        +#: {P} earned another # {cur}.
-        +#: {m} gave {i} # {cur}.
-        +#: {P} found # {cur} in an old coat.
-        +#*%: {P} worked % hours for # {cur} an hour.
-        +#*%: {P} sold % {o} for # {cur} apiece.
-        +#*%: % <friends> paid {i} # {cur} each.
++#: {P} earned another # {cur}.
++#: {m} gave {i} # {cur}.
++#: {P} found # {cur} in an old coat.
++#*%: {P} worked % hours for # {cur} an hour.
++#*%: {P} sold % {o} for # {cur} apiece.
++#*%: % <friends> paid {i} # {cur} each.
         """), _forms("""
-        -#: {P} spent # {cur} on food.
-        -#: {P} paid # {cur} for the bus.
-        -#: a new pair of shoes cost # {cur}.
-        -#: {P} lent {m} # {cur}.
-        -#*%: {P} bought % {o} at # {cur} each.
-        -#*%: {P} bought % tickets, each for # {cur}.
-        -#*%: {P} paid # {cur} a week for % weeks.
-        -#*%: % {o} were # {cur} a piece, and {p} took them all.
+-#: {P} spent # {cur} on food.
+-#: {P} paid # {cur} for the bus.
+-#: a new pair of shoes cost # {cur}.
+-#: {P} lent {m} # {cur}.
+-#*%: {P} bought % {o} at # {cur} each.
+-#*%: {P} bought % tickets, each for # {cur}.
+-#*%: {P} paid # {cur} a week for % weeks.
+-#*%: % {o} were # {cur} a piece, and {p} took them all.
         """), ("How much money {does} {p} have left?", "How much is left?", "How many {cur} remain?", "How much money "
         "{does} {n} have now?", "What is left of it?", "How much can {p} still spend?", "how much left?"),
         ("The bike that {p} want{s} costs # {cur}. How much is still missing?", "How much more {does} {p} need for a # "
         "{cur} camera?", "{P} save{s} for a trip of # {cur}. How many {cur} must {p} still earn?")),
     Topic("pages", _forms("""
-        #: {n} {has} a book of # pages.
-        #: The book that {n} borrowed has # pages.
-        #+@: {n} {has} to read two books, one of # pages and one of @ pages.
+#: {n} {has} a book of # pages.
+#: The book that {n} borrowed has # pages.
+#+@: {n} {has} to read two books, one of # pages and one of @ pages.
         """), (), _forms("""
-        -#: {P} read # pages <first>.
-        -#: {P} read # pages on the train.
-        -#: <second> {p} read another # pages.
-        -#*%: {P} read # pages a day for % days.
-        -#*%: {P} read % chapters of # pages each.
+-#: {P} read # pages <first>.
+-#: {P} read # pages on the train.
+-#: <second> {p} read another # pages.
+-#*%: {P} read # pages a day for % days.
+-#*%: {P} read % chapters of # pages each.
         -#-#*2: {P} read # pages <first> and twice as many <second>.
-        -#-#-@: {P} read # pages <first> and @ more than that <second>.
-        -#-@: {P} read # pages <first> and @ <second>.
+-#-#-@: {P} read # pages <first> and @ more than that <second>.
+-#-@: {P} read # pages <first> and @ <second>.
         """), ("How many pages are left?", "How many pages {does} {p} still have to read?", "How many pages to go?",
         "How many pages remain?"), ()),
     Topic("km", _forms("""
-        #: The way to the coast is # km.
-        #: {n} {has} a trip of # km ahead.
+#: The way to the coast is # km.
+#: {n} {has} a trip of # km ahead.
         """), (), _forms("""
-        -#: {P} drove # km before the first break.
-        -#: {P} covered # km <first>.
-        -#*%: {P} drove % hours at # km an hour.
-        -#*%: {P} went # km on each of % days.
+-#: {P} drove # km before the first break.
+-#: {P} covered # km <first>.
+-#*%: {P} drove % hours at # km an hour.
+-#*%: {P} went # km on each of % days.
         -#-#*2: {P} did # km <first> and twice that <second>.
-        -#-@: {P} did # km <first> and @ km <second>.
+-#-@: {P} did # km <first> and @ km <second>.
         """), ("How many km are left?", "How far is it still?", "How many km {does} {p} still have to go?"), ()),
     Topic("litres", _forms("""
-        #: A tank held # litres.
-        #: There were # litres of water in the pool.
-        #*%: {n} poured % buckets of # litres into the tank.
+#: A tank held # litres.
+#: There were # litres of water in the pool.
+#*%: {n} poured % buckets of # litres into the tank.
         """), _forms("""
-        +#: {P} pumped in # litres.
-        +#: rain added # litres.
-        +#*%: {P} poured in % cans of # litres each.
-        +#*%: for % hours # litres an hour ran in.
++#: {P} pumped in # litres.
++#: rain added # litres.
++#*%: {P} poured in % cans of # litres each.
++#*%: for % hours # litres an hour ran in.
         """), _forms("""
-        -#: {P} took out # litres for the garden.
-        -#: # litres leaked out overnight.
-        -#*%: # litres a day leaked out for % days.
-        -#*%: {P} filled % buckets with # litres each from it.
+-#: {P} took out # litres for the garden.
+-#: # litres leaked out overnight.
+-#*%: # litres a day leaked out for % days.
+-#*%: {P} filled % buckets with # litres each from it.
         """), ("How many litres are in it now?", "How much water is there now, in litres?", "How many litres are left?",
         "how full is it now, in litres?"), ("It can hold # litres. How many litres are missing until it is full?",
         "How many litres fit in before it is full at #?")),
     Topic("people", _forms("""
-        #: There were # people in the hall.
-        #: A ship left with # people on board.
-        #*%: % buses brought # people each to the fair.
-        #*%: % classes of # pupils each go to the museum.
-        #+@: A camp has # boys and @ girls.
-        #+@: # women and @ men sat in the theatre.
+#: There were # people in the hall.
+#: A ship left with # people on board.
+#*%: % buses brought # people each to the fair.
+#*%: % classes of # pupils each go to the museum.
+#+@: A camp has # boys and @ girls.
+#+@: # women and @ men sat in the theatre.
         """), _forms("""
-        +#: # more joined.
-        +#: # came in from the rain.
-        +#*%: % groups of # people each arrived.
++#: # more joined.
++#: # came in from the rain.
++#*%: % groups of # people each arrived.
         """), _forms("""
-        -#: # went home.
-        -#: # left early.
-        -#: # of them had to leave.
-        -#*%: % taxis took away # people each.
-        -#*%: # left every hour for % hours.
+-#: # went home.
+-#: # left early.
+-#: # of them had to leave.
+-#*%: % taxis took away # people each.
+-#*%: # left every hour for % hours.
         """), ("How many people are there now?", "How many are left?", "How many people stayed?", "How many are still "
         "there?"), ("There is room for # people. How many places are free?", "How many more can come in if # is the "
         "most?"), ("A ticket costs % euros for each of them. How many euros is that?",)),
 )  # fmt: skip
 _MONEY: Final = ("euros", "dollars", "pounds", "francs", "coins", "crowns")
+
+
+_OWN_TIME: Final = re.compile(r"<first>|last week|lunch|before the first|on \w+day|\w+ hour| days")
 
 
 class _Letters:
@@ -245,7 +248,7 @@ def happenings(rng: Random, thing: str) -> Story:
             continue
         kind, form = letters.put(kind, form)
         pattern += kind
-        then = expand(rng, _RULES, "<then>")
+        then = "" if _OWN_TIME.search(form) else expand(rng, _RULES, "<then>")
         starts = form.startswith("{P}")
         if starts and len(parts) > 1 and parts[-1].startswith(("{P}", "{n}")) and rng.random() < 0.3:
             parts[-1] = parts[-1][:-1] + pick(rng, (" and ", " and then ", ", then ", " but ")) + form[4:]
@@ -263,21 +266,18 @@ def happenings(rng: Random, thing: str) -> Story:
     elif roll > 0.92 and len(pattern) == 3 and pattern[1] in "+-" and topic is TOPICS[0]:
         pattern = f"({pattern})/k"
         ask = pick(rng, ("{P} share{s} them equally among {k} <friends>. How many does each get?",
-        "They go into {k} {box}"
-            " in equal parts. How many {o} are in one of them?",
-            "The rest is split evenly between {k} <friends>. How many"
-            " {o} each?"))  # fmt: skip
+            "They go into {k} {box} in equal parts. How many {o} are in one of them?",
+            "The rest is split evenly between {k} <friends>. How many {o} each?"))  # fmt: skip
     else:
-        ask = pick(rng, topic.left)
+        ask = expand(rng, _RULES, pick(rng, topic.left))
+        for _ in range(20 * ("-" not in pattern)):  # nothing was taken
+            if re.search("left|remain|still|leave|stay", ask):
+                ask = expand(rng, _RULES, pick(rng, topic.left))
     if rng.random() < 0.2:
         parts.insert(1 + int(rng.random() * len(parts)), pick(rng, _RULES["idle"]))
     ask = capital(ask) if rng.random() < 0.9 else ask
-    if (
-        ask.endswith("?")
-        and "." not in ask
-        and not set("abcdefgkj") & set(re.findall(r"{(.)}", ask))
-        and (rng.random() < 0.1)
-    ):
+    plain = ask[-1] == "?" and "." not in ask and not re.search("{[a-gjk]}", ask)
+    if plain and rng.random() < 0.1:
         parts.insert(0, ask.replace("{p}", "{n}"))
     elif rng.random() < 0.06 and parts[-1] not in _RULES["idle"]:
         parts[-1] = parts[-1][:-1] + ", so " + ask[:1].lower() + ask[1:]
@@ -332,7 +332,7 @@ def relations(rng: Random, thing: str) -> Story:
             letter, up = next(letters), rng.random() < 0.55
             values.append(before + ("+" if up else "-") + letter)
             form = (more if up else less).format(who[i + 1], f"{{{letter}}}", who[i])
-            short = rng.random() < 0.3  # who is meant was said just before
+            short = i == 0 and rng.random() < 0.3  # of three it may be either
             said.append(form.removesuffix(f" than {who[i]}") if short else form)
             elided = elided or short
     if rng.random() < 0.2 and not elided:

@@ -50,13 +50,15 @@ def turned(rng: Random) -> tuple[str, str, str, str] | None:
             words = {place: full_name(rng) for place in "wutv"} | {place: deed(rng).text for place in "xyz"}
             words |= dict(zip("bdps", (*verb, finite(Clause(Noun("", ""), verb, None, "present")))))
         form, *questions = pick(rng, _ROWS[-6:] if many else _ROWS[:-6])
+        if len({words[p] for p in "wutvxyzij" if p in words}) < (2 if many else 7):
+            return None
         rows.append((form.format(**words), pick(rng, questions).format(**words), words))
     link = pick(rng, (". ", ". ", ".\n", "; "))
     said = [row if link == "; " and i else capital(row) for i, (row, _, _) in enumerate(rows)]
     text = link.join(said) + "."
     at = int(rng.random() * len(rows))
     _, question, words = rows.pop(at)
-    if any(words[place] in row for row, _, _ in rows for place in "wuto" if place in words):
+    if any(words[place] in row for row, _, _ in rows for place in "wutvxyzo" if place in words):
         return None
     question = question.replace("what", "who") if key == "leader" and many else question
     start = text.lower().find(words[question[0]].lower())

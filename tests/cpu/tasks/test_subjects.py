@@ -104,7 +104,7 @@ def test_objects_hold_what_the_text_says_under_keys_that_the_prompt_names() -> N
 def test_only_the_subject_that_is_asked_for_is_in_the_object() -> None:
     rng = random.Random(5)
     seen = 0
-    for _ in range(9000):
+    for _ in range(18000):
         messages, _, made = entries.entry(rng)
         text = "\n".join(m["content"] for m in messages)
         only = re.search(r"(?:I mean|It is about) (.+?)\.", text)
@@ -261,7 +261,7 @@ def test_lists_of_requests_have_a_row_for_each() -> None:
     texts = ["Weather in Oslo?", "Set a timer for 3 minutes.", "Call Anna."]
     for count in (2, 3):
         for _ in range(40):
-            made = calls._rows(rng, texts[:count])
+            made = calls._rows(rng, texts[:count], [])
             rows = [line for line in made.split("\n") if re.match(r"[-*(\d]", line)]
             assert len(rows) == count
             assert all(text[1:] in row for text, row in zip(texts, rows))
