@@ -64,6 +64,12 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
     assert done.stderr.startswith("error: no model is named: MODEL is a") and done.returncode == 1, done
 
 
+def test_bench_decode_draws_the_placeholder_of_pictures(tmp_path: Path) -> None:
+    """The prompts of 16 users have it: a model with a vision tower would refuse them."""
+    done = perilune(tmp_path, "bench", "decode", "--batch", "16", "--tokens", "16")
+    assert done.returncode == 0 and '"batch": 16' in done.stdout, done
+
+
 def test_chat_from_a_pipe_fails_with_its_questions() -> None:
     lines = "What is 2 + 3?\n" + "word " * 200 + "\n"  # the second is longer than the context
     done = run("chat", "kimi-nano", "--max-model-len", "128", "--set", "threads=1", lines=lines)
