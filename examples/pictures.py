@@ -10,6 +10,8 @@ from perilune import LLM, SamplingParams
 
 VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, *names = sys.argv[1:]
 parts = []
 for name in names:

@@ -16,9 +16,12 @@ stream = client.chat.completions.create(
     stream=True,
     stream_options={"include_usage": True},
 )
+thought = False
 for chunk in stream:
     for choice in chunk.choices:
         reasoning = getattr(choice.delta, "reasoning_content", None)  # what thinking models add to OpenAI's fields
-        print(reasoning or choice.delta.content or "", end="", flush=True)
+        answer = choice.delta.content or ""
+        print(reasoning or ("\n\n" if thought and answer else "") + answer, end="", flush=True)
+        thought = bool(reasoning) or (thought and not answer)
     if chunk.usage:
         print(f"\n{chunk.usage.completion_tokens} tokens")

@@ -201,6 +201,8 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
             waiting -= {d.rid for d in deltas}
             first = now - begin
         last = now
+    if not spans:
+        raise ConfigError(f"{batch} requests never decode all at once for {tokens} tokens: raise --tokens")
     after = engine.stats()
     accepted = sum(a for *_, a in after.drafts) - sum(a for *_, a in before.drafts)
     verified, steps = after.verified - before.verified, after.steps - before.steps

@@ -125,6 +125,7 @@ def measure(
         max_model_len=prompt_tokens + output_tokens + 1,
         prefix_cache=False,  # every prompt must be computed
         draft="off",  # the others do not draft either
+        vision="off",  # random prompts may hold the placeholder token of pictures
         qk_norm_eps=NORM_EPS,
     )
     llamas = {f"llama.cpp {kind}": Llama(llama_cpp, kind, threads) for kind in LLAMA_FILES} if llama_cpp else {}

@@ -30,6 +30,7 @@ from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
 from perilune.model.step_memory import SLACK_BYTES
 from perilune.plan import memory
+from perilune.server.service import read_generation_config
 
 GB = 1e9
 KV_BYTES = 2  # bfloat16
@@ -124,6 +125,11 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
         report.answers["vision"], findings = weights_examine.tower(shards, raw)
         report.findings += findings
     report.findings += text.findings
+    if not any("generation_config.json" in f.text for f in text.findings):
+        try:
+            read_generation_config(path)
+        except CheckpointError as e:
+            report.findings.append(Finding("wrong", str(e), "copy it from the model again"))
     report.answers |= text.answers
     report.answers["draft"] = _drafter(report, path, config, values)
     report.sound += f"; vocabulary of {text.vocab_size:,}" if text.vocab_size else ""

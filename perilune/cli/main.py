@@ -11,6 +11,8 @@ with interrupt.Importing():
     from perilune.cli.shared.verbs import Verbs
     from perilune.core.errors import PeriluneError
 
+# Errors of a path that the user named; a file that is missing (ENOENT) may be the program's fault.
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 VERBS = {
     "serve": "start the OpenAI-compatible server",
     "generate": "answer one prompt in the terminal",
@@ -56,9 +58,12 @@ def main() -> None:
         click.echo(f"error: {e}", err=True)
         sys.exit(1)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            click.echo(f"error: {e.strerror} for the output: free some, or write to another disk", err=True)
+        elif e.errno in PATH_ERRORS and e.filename is not None:
+            click.echo(f"error: cannot use {e.filename}: {e.strerror}; choose another path", err=True)
+        else:
             raise
-        click.echo(f"error: {e.strerror} for the output: free some, or write to another disk", err=True)
         sys.exit(1)
     sys.exit(code or 0)
 

@@ -4,11 +4,12 @@ Keys have one spelling everywhere: `LLM(model, max_num_seqs=8)`, `--max-num-seqs
 """
 
 import dataclasses
+import difflib
 import math
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from perilune.core.errors import ConfigError
 from perilune.core.step import MAX_DRAFTS
 
+MAX_THREADS = 1024  # far more end in "can't start new thread" after the weights are read
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
 
@@ -169,6 +171,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"threads must be at most {MAX_THREADS}, not {self.threads}")
         if self.fp8_activations and self.rest_dtype != "fp8":
             raise ConfigError("fp8_activations needs FP8 weights: give rest_dtype=fp8 as well")
         if not (self.decode_stretch == 0 or 1.0 < self.decode_stretch < math.inf):
@@ -345,13 +349,19 @@ class ServerConfig:
 T = typing.TypeVar("T", EngineConfig, ServerConfig)
 
 
+def near(key: str, known: Iterable[str]) -> str:
+    """What an error about an unknown key adds if it resembles a known one."""
+    found = difflib.get_close_matches(key, known, 1)
+    return f", did you mean {found[0]!r}?" if found else ""
+
+
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
     """A config from plain values (CLI, keyword arguments, TOML); unknown keys and wrong types raise ConfigError."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     for key, value in values.items():
         if key not in fields:
-            raise ConfigError(f"unknown config key {key!r}; known: {', '.join(sorted(fields))}")
+            raise ConfigError(f"unknown config key {key!r}{near(key, fields)}; known: {', '.join(sorted(fields))}")
         if not _fits(value, hints[key]):
             given = f"not {type(value).__name__}" if fields[key].metadata.get("secret") else f"not {value!r}"
             raise ConfigError(f"{key} must be {spelled(hints[key])}, {given}")
@@ -364,7 +374,7 @@ def from_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         data = tomllib.loads(path.read_text())
     except OSError as e:
         raise ConfigError(f"cannot read config file {path}: {e.strerror}") from e
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"config file {path} is not valid TOML: {e}") from e
     if extra := set(data) - {"engine", "server"}:
         raise ConfigError(f"config file {path}: unknown table {sorted(extra)[0]!r}; known: engine, server")

@@ -18,7 +18,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(read_regular(path))
     except FileNotFoundError as e:
-        raise CheckpointError(f"{path} does not exist: the model directory is incomplete") from e
+        raise CheckpointError(
+            f"{path} does not exist: {path.parent} is incomplete, or another directory is meant"
+        ) from e
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:

@@ -1,4 +1,4 @@
-"""Delays Ctrl-C (SIGINT) until an engine of this process has ended its step."""
+"""Delays Ctrl-C (SIGINT) and SIGTERM until an engine of this process has ended its step."""
 
 import contextlib
 import signal
@@ -7,35 +7,39 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-PATIENCE_SECONDS = 5.0  # A second Ctrl-C this long after the first takes effect at once: the step may hang.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PATIENCE_SECONDS = 5.0  # A second signal this long after the first takes effect at once: the step may hang.
 
 
 @contextlib.contextmanager
 def put_off() -> Iterator[Callable[[], None]]:
-    """Delays Ctrl-C within the block: it takes effect when the yielded function is called, or at the end of the block.
-    KeyboardInterrupt inside `Engine.step` could skip the commit of the step in flight: no request could run after it.
+    """Delays Ctrl-C, and SIGTERM if it has a handler, within the block: a signal takes effect when the yielded function
+    is called, or at the end of the block. KeyboardInterrupt or SystemExit inside `Engine.step` could skip the
+    commit of the step in flight: no request could run after it.
     Python handles signals only on the main thread; on another thread this function changes nothing."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    handlers = {int(number): by for number in SIGNALS if callable(by := signal.getsignal(number))}
+    if threading.current_thread() is not threading.main_thread() or not handlers:
         yield lambda: None
         return
-    first: float | None = None
+    first: tuple[int, float] | None = None  # the signal, and when it came
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        if first is not None and time.monotonic() - first > PATIENCE_SECONDS:
-            handler(number, frame)
-        first = time.monotonic() if first is None else first
+        if first is not None and time.monotonic() - first[1] > PATIENCE_SECONDS:
+            handlers[number](number, frame)
+        first = (number, time.monotonic()) if first is None else first
 
     def take() -> None:
         nonlocal first
         if first is not None:
-            first = None
-            handler(signal.SIGINT, None)
+            number, first = first[0], None
+            handlers[number](number, None)
 
-    signal.signal(signal.SIGINT, note)
+    for number in handlers:
+        signal.signal(number, note)
     try:
         yield take
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         take()

@@ -143,7 +143,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The table, for people."""
         rows = [(name, f"{size / 1e9:9.2f} GB") for name, size in self.takes.items()]
-        rows.append(("KV cache", f"{max(self.left, 0) / 1e9:9.2f} GB = {self.tokens:,} tokens"))
+        rows.append(("left for KV", f"{max(self.left, 0) / 1e9:9.2f} GB = {self.tokens:,} tokens"))
         of = f"on each of {self.ranks} ranks" if self.ranks > 1 else "on the one device"
         return [f"memory {of}, {self.free / 1e9:.2f} GB free:", *(f"  {name:<12}{size}" for name, size in rows)]
 

@@ -126,7 +126,8 @@ def command(
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
-    where: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp}
+    # Random prompts may hold the placeholder token of pictures, which an engine that sees pictures refuses.
+    where: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "tp": tp, "vision": "off"}
     shared = {**where, "ep": ep, "gpus": gpus}
     scales = "compact" if expert_format == "int4-compact" else "checkpoint"
     form: dict[str, Any] = {"rest_dtype": rest_dtype, "kv_dtype": kv_dtype}

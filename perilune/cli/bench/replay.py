@@ -67,8 +67,8 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 )
 @click.option("--shape", help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU.")
 @click.option("--layers", type=click.IntRange(1), default=9, help="With --shape: layers to run.")
-@click.option("--plot", type=options.FILE, help="Write TTFT by prompt length as SVG.")
-@click.option("--write", type=options.FILE, help="Write the trace that was played as JSONL.")
+@click.option("--plot", type=options.OUT_FILE, help="Write TTFT by prompt length as SVG.")
+@click.option("--write", type=options.OUT_FILE, help="Write the trace that was played as JSONL.")
 @targets.target_options
 @options.engine_options(*options.COMMON, "max_num_seqs", *TIERS)
 @ledger_option("replay")

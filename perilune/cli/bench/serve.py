@@ -27,7 +27,7 @@ MILLISECONDS = click.FloatRange(0, min_open=True)
 @click.option("--output-tokens", type=click.IntRange(2), default=256, help="Output length.")
 @click.option("--ttft-ms", type=MILLISECONDS, default=1000.0, help="Goodput: ms to the first text, at most.")
 @click.option("--gap-ms", type=MILLISECONDS, default=50.0, help="Goodput: mean ms between tokens, at most.")
-@click.option("--plot", "picture", type=options.FILE, help="Also draw the rows as SVG.")
+@click.option("--plot", "picture", type=options.OUT_FILE, help="Also draw the rows as SVG.")
 @click.option("--server-pid", type=POSITIVE, help="Process id of a local server, for its CPU time per token.")
 @click.option("--engine-name", help="Engine name in the rows.  [default: what the server calls itself]")
 @targets.target_options

@@ -12,6 +12,8 @@ from perilune.core.jsonfile import write_object
 from perilune.draft import plot, report, speed
 from perilune.engine.llm import LLM
 from perilune.formats.hub import resolve_model
+from perilune.loading.eagle3 import require_draft
+from perilune.model.config import KimiConfig
 from perilune.tasks.problem import SEED
 
 SERVED = 3  # the chain length that is timed and drawn, if it is measured
@@ -40,10 +42,10 @@ SERVED = 3  # the chain length that is timed and drawn, if it is measured
 @click.option(
     "--plot",
     "drawing",
-    type=options.FILE,
+    type=options.OUT_FILE,
     help="Also draw tokens per verify step as SVG.",
 )
-@click.option("--json", "file", type=options.FILE, help="Also write the records here.")
+@click.option("--json", "file", type=options.OUT_FILE, help="Also write the records here.")
 @options.engine_options("device", "max_num_seqs")
 def command(
     draft: Path,
@@ -72,6 +74,7 @@ def command(
     if not set(chosen) <= set(report.SPLITS):
         raise click.BadParameter(f"choose from {', '.join(report.SPLITS)}", param_hint="--splits")
     path = resolve_model(model)
+    require_draft(draft, KimiConfig.from_directory(path))  # not after minutes of answers
     # Texts do not depend on drafts; a large batch is faster without them.
     with LLM(path, **options.engine_values(engine, assignments, {"draft": "off"})) as llm:
         rows = {s: report.answers(llm, count, seed=seed, max_tokens=max_tokens, split=s) for s in chosen}

@@ -13,6 +13,17 @@ from perilune.core import config
 from perilune.core.config import EngineConfig, ServerConfig
 from perilune.core.errors import ConfigError
 
+
+class OutFile(click.Path):
+    """A file to write when the work is done: its directory is looked for before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path.parent} is no directory", param, ctx)
+        return path
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 Config = type[EngineConfig] | type[ServerConfig]
 DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
@@ -21,6 +32,7 @@ COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "
 COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+OUT_FILE = OutFile(dir_okay=False)
 OUT_FOLDER = click.Path(path_type=Path, file_okay=False)
 device_option = click.option(
     "--device",
@@ -83,7 +95,8 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
             values["ops"] = {**values.get("ops", {}), key.removeprefix("ops."): text}
             continue
         if key not in hints or key == "ops":
-            raise ConfigError(f"--set {key}: unknown key; known: {', '.join(sorted(hints))}, with ops.NAME for ops")
+            known = f"known: {', '.join(sorted(hints))}, with ops.NAME for ops"
+            raise ConfigError(f"--set {key}: unknown key{config.near(key, hints)}; {known}")
         values[key] = _value(key, text, hints[key])
     return values
 

@@ -32,6 +32,10 @@ def test_doctor_says_wrong_and_fails(tmp_path: Path) -> None:
     assert "wrong: " in done.stdout and done.returncode == 1, done
     done = perilune(tmp_path, "doctor", broken, "--json")
     assert json.loads(done.stdout)["wrong"] and done.returncode == 1, done
+    odd = Path(shutil.copytree(NANO, tmp_path / "odd"))
+    (odd / "generation_config.json").write_text('{"temperature": "hot"}')  # which serve refuses
+    done = perilune(tmp_path, "doctor", odd)
+    assert "wrong: " in done.stdout and "temperature must be" in done.stdout and done.returncode == 1, done
 
 
 def sabotage() -> None:
@@ -62,6 +66,34 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
     assert "No such option '--threads'.\n" in done.stderr and done.returncode == 2, done
     done = run("serve", "", "--port", "0")  # as from a script's variable that is not set: not the bundled model
     assert done.stderr.startswith("error: no model is named: MODEL is a") and done.returncode == 1, done
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("serve", "--set", "max_num_seq=1"), "did you mean 'max_num_seqs'?"),
+        (("serve", "--config", "{}/keys.toml"), "did you mean 'max_num_seqs'?"),
+        (("serve", "--config", "{}/utf16.toml"), "not valid TOML"),
+        (("serve", "--set", "threads=100000"), "threads must be at most 1024"),
+        (("draft", "collect", "--out", "{}/keys.toml/corpus"), "keys.toml/corpus: Not a directory"),
+        (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
+        (("draft", "evaluate", str(NANO)), "is no draft's"),  # before minutes of answers
+        (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
+        (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
+        (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
+    ],
+)
+def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
+    (tmp_path / "utf16.toml").write_text("[engine]", "utf-16")
+    done = perilune(tmp_path, *(a.format(tmp_path) for a in args))
+    assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_bench_decode_draws_the_placeholder_of_pictures(tmp_path: Path) -> None:
+    """The prompts of 16 users have it: a model with a vision tower would refuse them."""
+    done = perilune(tmp_path, "bench", "decode", "--batch", "16", "--tokens", "16")
+    assert done.returncode == 0 and '"batch": 16' in done.stdout, done
 
 
 def test_chat_from_a_pipe_fails_with_its_questions() -> None:

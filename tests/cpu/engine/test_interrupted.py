@@ -58,3 +58,19 @@ def test_a_step_that_hangs_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second was put off too")
+
+
+def test_sigterm_is_put_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step it left a traceback of the scheduler behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before, passed = signal.signal(signal.SIGTERM, end), False
+    try:
+        with pytest.raises(SystemExit), interrupts.put_off():
+            os.kill(os.getpid(), signal.SIGTERM)
+            passed = True
+        assert passed and signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
