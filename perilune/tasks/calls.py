@@ -5,6 +5,7 @@ their parameters are new as well, and half of the requests are worded anew.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, Final
@@ -115,10 +116,11 @@ def _of_kit(rng: Random, split: str, count: int) -> tuple[str, list[Request], tu
             texts.append(more.text)
     if len(asked) < count or not belongs(("call", *call_key(asked[0].call)), split):
         return None
-    text = joined(rng, texts, asked, split)
+    calls = [a.call for a in asked]
+    text = joined(rng, texts, calls, split)
     if count > 1 and rng.random() < 0.15 and "\n" not in text:
         counted = ("Two", "Three")[count - 2]
-        text = f"{counted} {pick(rng, ('things', 'jobs', 'requests', 'wishes'))}: {_lowered(text, asked)}"
+        text = f"{counted} {pick(rng, ('things', 'jobs', 'requests', 'wishes'))}: {_lowered(text, calls)}"
     return text, asked, _siblings(rng, kit)
 
 
@@ -157,17 +159,17 @@ _HEADS: Final = ("", "", "Two things:", "My list:", "Please do these:", "To do:"
 _TAILS: Final = ("", "", "", "\nThat's all.", "\nDo them all please.", "\nThanks", "\nadd them", "\nIn any order.")
 
 
-def _lowered(text: str, asked: list[Request]) -> str:
+def _lowered(text: str, calls: Sequence[ToolCall]) -> str:
     """The first letter made small, unless a value begins there ("Oslo weather please")."""
-    values = [v for a in asked for v in a.call.arguments.values()]
+    values = [v for call in calls for v in call.arguments.values()]
     heads = [str(v[0] if isinstance(v, list) else v) for v in values]
     return text if text.startswith(tuple(heads)) else small(text)
 
 
-def _rows(rng: Random, texts: list[str], asked: list[Request]) -> str:
+def _rows(rng: Random, texts: list[str], calls: Sequence[ToolCall]) -> str:
     """The requests as a list."""
     mark = pick(rng, ("- ", "* ", "{i}. ", "{i}) ", "({i}) "))
-    shown = [text if rng.random() < 0.5 else _lowered(text, asked) for text in texts]
+    shown = [text if rng.random() < 0.5 else _lowered(text, calls) for text in texts]
     rows = [mark.format(i=i) + text for i, text in enumerate(shown, 1)]
     head = pick(rng, _HEADS)
     return (
@@ -175,17 +177,17 @@ def _rows(rng: Random, texts: list[str], asked: list[Request]) -> str:
     )
 
 
-def joined(rng: Random, texts: list[str], asked: list[Request], split: str) -> str:
-    """Several requests as one message."""
+def joined(rng: Random, texts: list[str], calls: Sequence[ToolCall], split: str) -> str:
+    """Several requests, each for one of the calls, as one message."""
     if widely(split) and len(texts) > 1 and rng.random() < 0.14:
-        return _rows(rng, texts, asked)
+        return _rows(rng, texts, calls)
     out = texts[0]
     for text in texts[1:]:
         if widely(split) and rng.random() < 0.65 and "\n" not in out[-12:]:
-            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + _lowered(text, asked)
+            out = out.rstrip(".!?") + pick(rng, _SMALL_JOINS) + _lowered(text, calls)
             continue
         join = pick(rng, _JOINS)
-        out += join + (text if join == "\n" else _lowered(text, asked))
+        out += join + (text if join == "\n" else _lowered(text, calls))
     return out
 
 
@@ -240,7 +242,7 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
         if made and belongs(("call", *call_key(made[1][0].call)), split):
             text, asked = made
     asked = asked or _several(rng, split, count)
-    text = _remarked(rng, text or joined(rng, [a.text for a in asked], asked, split), split)
+    text = _remarked(rng, text or joined(rng, [a.text for a in asked], [a.call for a in asked], split), split)
     # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
     trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
@@ -290,7 +292,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
             contents.append(_shown(rng, values, split))
         facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
     question = pick(rng, _WHAT).format(l=wanted.label)
-    text = f"{joined(rng, [a.text for a in asked], asked, split)} {question}"
+    text = f"{joined(rng, [a.text for a in asked], [a.call for a in asked], split)} {question}"
     thought = "\n".join([a.trace(text) for a in asked])
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
@@ -417,7 +419,7 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
         if last and last.call != first.call and belongs(key := ("call", *call_key(last.call)), split):
             break
     values: dict[str, Any] = pick(rng, ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1}))
-    text = pick(rng, _NOW) + _lowered(last.text, [last])
+    text = pick(rng, _NOW) + _lowered(last.text, [last.call])
     messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
     reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
     return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
@@ -470,7 +472,7 @@ def _contrast(rng: Random, split: str, thinking: bool) -> Problem:
         other = _any_tool(rng, split)
         if other.noun != asked.tool.noun and other.name != asked.tool.name and other.verbs != asked.tool.verbs:
             break
-    text = pick(rng, _CONTRASTS).format(r=asked.text, s=_lowered(asked.text, [asked]), n=other.noun)
+    text = pick(rng, _CONTRASTS).format(r=asked.text, s=_lowered(asked.text, [asked.call]), n=other.noun)
     more = others(rng, [asked.tool, other], max(0, how_many(rng, split) - 2), split)
     declared = shuffled(rng, [asked.tool, other, *more])
     reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))

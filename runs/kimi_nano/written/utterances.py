@@ -282,7 +282,7 @@ def problem(record: dict[str, Any], rng: Random, tables: Table) -> Problem:
         return Problem("tools_multi", "train", key, (user(asked.text),), reply, asked.declared(rng, []))
     # The second request is of another domain, so that each can mean only its own tool.
     both = [asked, _Asked(second, *_varied(second, rng, tables["values"]["values"]), rng, tools)]
-    prompt = joined(rng, [one.text for one in both], "train")
+    prompt = joined(rng, [one.text for one in both], [one.call for one in both], "train")
     reply = Reply("\n".join([one.trace(prompt) for one in both]), "", tuple(one.call for one in both))
     return Problem("tools_multi", "train", key, (user(prompt),), reply, asked.declared(rng, both))
 
