@@ -14,7 +14,7 @@ from perilune.engine.llm import LLM
 from perilune.formats.hub import resolve_model
 from perilune.tasks.problem import SEED
 
-SERVED = 3  # the chain length that is timed and drawn, if it is measured
+SERVED = 3  # chain length that is timed and plotted, if it is among those measured
 
 
 @click.command()
