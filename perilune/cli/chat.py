@@ -228,7 +228,7 @@ class Chat:
         self._read = read
 
     def loop(self) -> None:
-        """Until /exit, Ctrl-D, or Ctrl-C at the prompt."""
+        """Reads lines until /exit, Ctrl-D, or Ctrl-C at the prompt."""
         while True:
             try:
                 text = read_message(self._read)
@@ -338,7 +338,7 @@ class Chat:
         return turn.message(interrupted=interrupted)
 
     def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The user plays the tool."""
+        """The tool message for a call; the user types the result."""
         text = self._read(f"result of {call['function']['name']}> ")
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 

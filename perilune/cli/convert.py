@@ -135,7 +135,8 @@ def command(
     target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar, calibrated=calibrate)
     path = hub.resolve_model(source, revision=revision, check=KimiConfig.from_directory)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    texts = gather(path, report_tokens, text) if reporting and not dry_run else None  # before hours of work
+    # Read before the conversion: an error must not come after hours.
+    texts = gather(path, report_tokens, text) if reporting and not dry_run else None
     with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
         _show(conversion, directory)
         if dry_run:

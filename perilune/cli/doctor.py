@@ -33,8 +33,8 @@ from perilune.plan import memory
 from perilune.server.service import read_generation_config
 
 GB = 1e9
-KV_BYTES = 2  # bfloat16
-DRAFT_KEYS = 20  # of eagle_config that are shown; published drafts have up to 6
+KV_BYTES = 2  # per KV value, in bfloat16
+DRAFT_KEYS = 20  # keys of eagle_config that are shown; published drafts have up to 6
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "media_placeholder_token_id")
 
 
@@ -45,8 +45,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     sound: str = ""  # what was looked at and found right
     answers: dict[str, str] = field(default_factory=dict)
-    rows: list[tuple[memory.Gpu, list[memory.Fit]]] = field(default_factory=list)
-    machine: list[tuple[str, list[memory.Fit]]] = field(default_factory=list)
+    rows: list[tuple[memory.Gpu, list[memory.Fit]]] = field(default_factory=list)  # per kind of GPU, by format
+    machine: list[tuple[str, list[memory.Fit]]] = field(default_factory=list)  # the same for devices of this machine
 
     @property
     def wrong(self) -> bool:

@@ -32,7 +32,7 @@ from perilune.text.tokenizer import Tokenizer
 
 @dataclass
 class Speed:
-    """When tokens came."""
+    """The numbers of tokens, and when they came (time.perf_counter())."""
 
     prompt: int = 0
     tokens: int = 0

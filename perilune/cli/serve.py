@@ -237,7 +237,7 @@ async def run(
         await aside(lambda: warm_up(tokenizer))
         client = await starting
     except BaseException as e:
-        for number in SIGNALS:  # no further signal is needed: this takes two seconds at most
+        for number in SIGNALS:  # further signals are ignored: cleaning up takes two seconds at most
             loop.add_signal_handler(number, lambda: None)
         starting.cancel()
         for started in await asyncio.gather(starting, return_exceptions=True):

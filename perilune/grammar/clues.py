@@ -19,9 +19,9 @@ _COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text 
 
 @dataclass(frozen=True)
 class Clues:
-    """Estimates, to be checked by use, in bytes of JSON.
+    """Estimates, in bytes of JSON; the search finds out with a matcher whether each of them is right.
 
-    hints   pieces worth trying inside strings
+    hints   texts worth trying inside strings: matches of the schemas' patterns
     keys    names of required properties, as they are between their quotes, to be tried where an object cannot end
     values  objects and arrays, shortest first; none where no schema refers to another
     count   the highest number of characters or items that the grammar asks for
@@ -46,9 +46,9 @@ def clues(grammar: str) -> Clues:
 
 
 def _hints(objects: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
-    """A short match of each pattern in the schemas: trying bytes does not find a match of an unanchored pattern.
+    """A short match of each pattern in the schemas: the search by bytes does not find one of an unanchored pattern.
 
-    Of patterns in one `allOf`, also their matches in a row.
+    For several patterns in one `allOf` also their matches joined, which often satisfy all of them.
     """
     found: dict[bytes, None] = {}
     for node in objects:

@@ -28,7 +28,8 @@ MAX_PATTERN_CHARS = 8_192
 # Of a schema and of each of its definitions, added: as deep as the compiler may recurse, 6 KiB of its stack a level.
 MAX_LEVELS = 8_192
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
-_JSON_LEAP = 96  # bytes that close the brackets and quotes of one token, and one or two numbers
+# Leaps, see Constraint.leap. JSON: what closes the brackets and quotes that one token opens, and one or two numbers.
+_JSON_LEAP = 96
 _FREE_LEAP = 256
 _OVERLAP = (
     "oneOf has alternatives that one value could satisfy together: use anyOf, or distinguish them by type or a const"
@@ -233,7 +234,7 @@ def _begun(compile: Compile, grammar: str, answer: AnswerFormat, text: str) -> s
 
 
 def _compiled(compile: Compile, write: Callable[[Any], str], value: Any, where: str, what: str) -> str:
-    """The grammar's text, once it has compiled."""
+    """The grammar that `write` makes of `value`; compiles it, so that RequestError names what cannot be enforced."""
     try:
         grammar = write(value)
         compile(grammar)
@@ -265,8 +266,8 @@ def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
 def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
     """The schema as the compiler takes it, and its leap: bytes that a token can add to the shortest completion.
 
-    A token may open some of the heaviest values of a schema. A larger leap costs time near the end of the budget; with
-    a smaller one an answer could be cut off.
+    One token may open several values: the leap has room for two of the heaviest. A larger leap costs searches near the
+    end of the token budget; with a smaller one an answer could be cut off.
     """
     try:
         plain = resolved(schema)

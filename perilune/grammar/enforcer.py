@@ -10,13 +10,13 @@ A structured answer that the prompt has begun (Constraint.begun) starts in ANSWE
 A grammar selects the tokens in ANSWER and ARGUMENTS. In other phases all text tokens are allowed, or a few markers.
 Control tokens are allowed only where the diagram has them.
 
-A structure that has begun ends within the tokens that are left. A completion (`_way`) is a list of tokens that ends the
-answer from here:
-1. While more than `_most` + leap tokens are left, any allowed token is safe, and nothing is searched.
-2. Below that, `_forced` searches a completion. Up to leap tokens above its length, `tight` is set: one token (a key
-   with a long value) could make every completion too long. `settle` replaces such a token by `_way[0]`.
-3. At the completion's length, `settle` replaces every token by `_way[0]`, unless the sampled one ends the text.
-   Replacing instead of masking shows that the tokens ran out: the result differs from the sampled token.
+A structure that has begun ends within the tokens that are left. A completion is a list of tokens that ends the answer
+from here. One more token of the answer makes the shortest completion at most `leap` (Constraint.leap) tokens longer:
+1. While more than `_completion_bound` + leap tokens are left, any allowed token is safe, and nothing is searched.
+2. With fewer, `_forced` searches a completion. While up to its length + leap are left, `tight` is set: one token (a key
+   with a long value) could make every completion too long. `settle` replaces such a token by `_completion[0]`.
+3. When only its length is left, `settle` replaces every token by `_completion[0]`, unless the sampled one ends the
+   text. The mask still allows other tokens: a result that differs from the sampled one shows that the tokens ran out.
 If llguidance reaches its limits, the structure is completed at once (`_rest`).
 """
 
@@ -68,26 +68,27 @@ class Enforcer:
         self._answer = None if answer is None else vocabulary.compile(answer, group)
         assert constraint.text or self._tools or self._answer, "a constraint under which nothing can be said"
         self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
-        self._thought = 0  # tokens of the thought
+        self._thought_tokens = 0  # tokens of the thought
         self._calls = 0
-        self._typed = b""  # text of the header so far
+        self._typed = b""  # text of the call header so far, functions.NAME:COUNTER
         self._matcher: Matcher | None = None
-        self._inner: list[int] = []  # the completion of the matcher's text that was found last
-        self._way: list[int] | None = None  # a completion of the answer from here
-        self._shortest = False  # whether a full search has found nothing shorter than `_way`
-        self._most = 0  # the shortest completion from here has at most that many tokens
-        self._lost = False  # no completion of the matcher's text was found: it may be cut off
+        self._text_completion: list[int] = []  # of the matcher's text alone, as found last: perhaps some tokens ago
+        self._completion: list[int] | None = None  # of the answer from here; None: not searched yet
+        self._shortest = False  # whether a full search has found nothing shorter than `_completion`
+        self._completion_bound = 0  # upper bound on the tokens of the shortest completion
+        self._no_completion = False  # for the matcher's text none was found: the answer may be cut off
         self._rest: list[int] = []  # tokens that must follow: llguidance has reached its limits
-        self._vetted: tuple[int, list[int]] | None = None
-        self._refused: frozenset[tuple[int, int]] = frozenset()  # (token, left - len(_way)) that `settle` refused
-        self.tight = False  # the next token has to go through `settle`
-        self.imposed: int | None = None  # `settle` returns it unless the sampled token ends the text
+        self._vetted: tuple[int, list[int]] | None = None  # (token that `settle` accepted, the text's completion then)
+        # (token, left - len(_completion)) that `settle` has refused
+        self._refused: frozenset[tuple[int, int]] = frozenset()
+        self.tight = False  # whether the next token has to go through `settle`
+        self.imposed: int | None = None  # what `settle` returns unless the sampled token ends the text
         if constraint.begun:
             assert self._answer is not None and self.phase is Phase.START
             if rest := self._answer.begin(constraint.begun):
                 raise GrammarError(f"the answer's beginning does not fit it: {rest!r:.80}")
             self._enter(Phase.ANSWER, self._answer)
-            self._most = len(self.shortest())
+            self._completion_bound = len(self.shortest())
 
     def copy(self) -> "Enforcer":
         """An independent copy at the same place of the answer."""
@@ -117,7 +118,7 @@ class Enforcer:
                 return [self._end]
             case Phase.ARGUMENTS | Phase.ANSWER:
                 assert self._matcher is not None
-                return self._complete(_completion(self._matcher, self._inner))
+                return self._complete(_find_completion(self._matcher, self._text_completion))
 
     def fill(self, mask: Words, left: int) -> None:
         """Writes the tokens that may come next, when `left` tokens at most are left for the answer, this one included.
@@ -143,8 +144,8 @@ class Enforcer:
             if not mask.any():
                 raise GrammarError("nothing may come next")
             return
-        assert self._way
-        imposed = self._way[0]
+        assert self._completion
+        imposed = self._completion[0]
         try:
             self._fill_phase(mask, left, forced=True)
         except GrammarError:
@@ -155,12 +156,12 @@ class Enforcer:
 
     @property
     def fallback(self) -> int:
-        """The token by which `settle` replaces an unusable one; only while `tight`."""
+        """The token with which `settle` replaces one that does not fit; only while `tight`."""
         assert self.tight
         if self.imposed is not None:
             return self.imposed
-        assert self._way
-        return self._way[0]
+        assert self._completion
+        return self._completion[0]
 
     def _fill_phase(self, mask: Words, left: int, *, forced: bool = False) -> None:
         """`forced`: in HEADER, allow names that do not fit `left`, because `settle` replaces the token."""
@@ -169,7 +170,7 @@ class Enforcer:
                 permit(mask, self._think_begin)
             case Phase.THINK:
                 budget = self._constraint.thinking_budget
-                if budget is None or self._thought < budget:
+                if budget is None or self._thought_tokens < budget:
                     mask |= self._vocabulary.plain
                 permit(mask, self._think_end)
             case Phase.START | Phase.TEXT:
@@ -205,28 +206,28 @@ class Enforcer:
         assert self.tight
         if self.imposed is not None:
             return token if self._finishes(token, left) else self.imposed
-        way = self._way
-        assert way
-        if token == way[0]:
+        completion = self._completion
+        assert completion
+        if token == completion[0]:
             return token
         matcher = self._matcher or self._answer
         assert matcher is not None
         if self._vocabulary.tokenizer.is_special(token):
             return token  # a marker that ends the text, or that begins a section for which there was room
-        if (token, left - len(way)) in self._refused:  # a search in a deeply nested text takes up to 0.2 s
-            return way[0]
+        if (token, left - len(completion)) in self._refused:  # a search in a deeply nested text takes up to 0.2 s
+            return completion[0]
         trial = matcher.copy()
         try:
             fits = trial.advance(token)
         except GrammarError:
             fits = False
         if not fits:
-            return way[0]
+            return completion[0]
         room = left - 1 - (1 if self.phase is Phase.START else len(self._closing()))
-        inner = _completion(trial, self._inner, room)
+        inner = _find_completion(trial, self._text_completion, room)
         if inner is None or len(inner) > room:
-            self._refused |= {(token, left - len(way))}
-            return way[0]
+            self._refused |= {(token, left - len(completion))}
+            return completion[0]
         self._vetted = (token, inner)
         return token
 
@@ -251,25 +252,25 @@ class Enforcer:
             if not self._rest:
                 self._enter(Phase.DONE)
             return
-        way, self._way = self._way, None
+        completion, self._completion = self._completion, None
         before = self.phase
         self._step(token)
         if self._vetted is not None and self._vetted[0] == token:
-            self._inner = self._vetted[1]
+            self._text_completion = self._vetted[1]
         self._vetted = None
-        if way and way[0] == token:
-            self._way = way[1:]
-            self._most = len(self._way)
+        if completion and completion[0] == token:
+            self._completion = completion[1:]
+            self._completion_bound = len(self._completion)
             if self._matcher is not None:
-                self._inner = self._way[: max(len(self._way) - len(self._closing()), 0)]
+                self._text_completion = self._completion[: max(len(self._completion) - len(self._closing()), 0)]
             return
         self._shortest, self._refused = False, frozenset()
         if self.phase is before and self._matcher is not None:
-            self._most += max(self._constraint.leap, 1)
+            self._completion_bound += max(self._constraint.leap, 1)
         elif self.phase is Phase.ANSWER:  # one token into it
-            self._most = len(self._inner) + 1 + max(self._constraint.leap, 1)
+            self._completion_bound = len(self._text_completion) + 1 + max(self._constraint.leap, 1)
         elif self.phase is not Phase.THINK or before is not Phase.THINK:
-            self._most = len(self.shortest())
+            self._completion_bound = len(self.shortest())
 
     # ---- phases
 
@@ -281,7 +282,7 @@ class Enforcer:
             case Phase.THINK if token == self._think_end:
                 self._enter(Phase.START)
             case Phase.THINK if text:
-                self._thought += 1
+                self._thought_tokens += 1
             case Phase.START | Phase.TEXT if self._tools and token == self._section_begin:
                 self._enter(Phase.SECTION)
             case Phase.START if self._answer is not None and text:
@@ -320,8 +321,8 @@ class Enforcer:
     def _enter(self, phase: Phase, matcher: Matcher | None = None) -> None:
         self.phase = phase
         self._matcher = matcher
-        self._inner = matcher.from_start if matcher is not None else []
-        self._lost, self._refused = False, frozenset()
+        self._text_completion = matcher.from_start if matcher is not None else []
+        self._no_completion, self._refused = False, frozenset()
 
     def _misfit(self, token: int) -> GrammarError:
         return GrammarError(f"token {token} may not come here ({self.phase.name.lower()})")
@@ -342,37 +343,37 @@ class Enforcer:
     # ---- ends
 
     def _forced(self, left: int) -> bool:
-        """Whether only the first token of `_way` may come next. Sets `tight` where `settle` is needed."""
+        """Whether only the first token of `_completion` may come next. Sets `tight` where `settle` is needed."""
         leap = max(self._constraint.leap, 1)
-        if self._lost or left > self._most + leap:
+        if self._no_completion or left > self._completion_bound + leap:
             return False
-        if self._way is None:
-            self._way = self.shortest()
-            self._most = len(self._way)
-        if not self._way:
+        if self._completion is None:
+            self._completion = self.shortest()
+            self._completion_bound = len(self._completion)
+        if not self._completion:
             return False
-        if left <= len(self._way) and not self._shortest and self._matcher is not None:
+        if left <= len(self._completion) and not self._shortest and self._matcher is not None:
             found = self._matcher.completion()
-            if found is not None and len(found) < len(self._inner):
-                self._way = self._complete(found)
-                self._most = len(self._way)
+            if found is not None and len(found) < len(self._text_completion):
+                self._completion = self._complete(found)
+                self._completion_bound = len(self._completion)
             self._shortest = True
-        if left <= len(self._way):
+        if left <= len(self._completion):
             return True
         started = self.phase is Phase.START and self._answer is not None
-        self.tight = (started or self._matcher is not None) and left <= len(self._way) + leap
+        self.tight = (started or self._matcher is not None) and left <= len(self._completion) + leap
         return False
 
     def _complete(self, inner: list[int] | None) -> list[int]:
         """The completion of the answer; `inner`: that of the matcher's text, None if there is none."""
         if inner is None:
-            self._lost = True
+            self._no_completion = True
             return []
-        self._inner = inner
+        self._text_completion = inner
         return [*inner, *self._closing()]
 
     def _closing(self) -> list[int]:
-        """The tokens after the matcher's text."""
+        """The tokens from the end of the matcher's text to the end of the answer."""
         return [self._end] if self.phase is Phase.ANSWER else [self._call_end, self._section_end, self._end]
 
     def _from_start(self) -> list[int]:
@@ -388,12 +389,12 @@ class Enforcer:
         return min(calls, key=len)
 
     def _through(self, name: str) -> list[int]:
-        """Tokens from inside a header, or its beginning, through a call of this tool to the end."""
+        """Tokens of a shortest call of this tool and of the answer's end, from the place in the call's header."""
         typed = self._typed if self.phase is Phase.HEADER else b""
         return [*self._vocabulary.encode(self._header(name)[len(typed) :]), *self._arguments(name)]
 
     def _arguments(self, name: str) -> list[int]:
-        """Tokens after a header, through the call to the end."""
+        """Tokens of the shortest arguments for this tool and of the answer's end, after the call's header."""
         return [self._argument_begin, *self._tools[name].from_start, self._call_end, self._section_end, self._end]
 
     def _header(self, name: str) -> bytes:
@@ -404,7 +405,7 @@ class Enforcer:
         return [name for name in self._tools if self._header(name).startswith(self._typed)]
 
 
-def _completion(matcher: Matcher, earlier: list[int], room: int | None = None) -> list[int] | None:
+def _find_completion(matcher: Matcher, earlier: list[int], room: int | None = None) -> list[int] | None:
     """A completion of the matcher's text: `earlier` adapted, or else a searched one, which takes longer.
 
     It has more than `room` tokens only if no shorter one was found.

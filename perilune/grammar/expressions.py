@@ -1,4 +1,4 @@
-"""Estimates about clients' regular expressions, by Python's parser, which has nearly llguidance's syntax."""
+"""Estimates about clients' regular expressions, made with Python's parser: its syntax is nearly llguidance's."""
 
 import re
 import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
@@ -14,7 +14,7 @@ warnings.filterwarnings("ignore", "Possible (nested )?set", FutureWarning)
 
 
 def length(expression: str) -> int:
-    """Characters of the shortest match, at least; 0 if it is unknown."""
+    """Lower bound on the characters of a match; 0 if none is known."""
     try:
         return int(parser.parse(expression).getwidth()[0])
     except (re.error, OverflowError, RecursionError):
@@ -22,9 +22,9 @@ def length(expression: str) -> int:
 
 
 def example(expression: str) -> bytes:
-    """A short text that the expression finds, as UTF-8; empty if none is known.
+    """A short text that the expression matches, as UTF-8; empty if none is known.
 
-    An estimate, to be checked by use.
+    An estimate: callers have to check that the text matches.
     """
     try:
         return "".join(_match(parser.parse(expression))).encode()
@@ -66,7 +66,7 @@ def _match(sequence: Any) -> Iterator[str]:
 
 
 def _member(choices: Any) -> str:
-    """A character of a class, a plain one if it may be."""
+    """A character of a class, an ordinary one if the class is negated."""
     negated = choices[0][0] is sre.NEGATE
     if not negated:
         kind, value = choices[0]

@@ -21,8 +21,8 @@ _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
     "discriminator", "externalDocs", "xml",
 )  # fmt: skip
-# The count keywords; those above these bounds are dropped: counting takes memory for each character, and no answer has
-# so many items.
+# Keywords that count, each with the value above which it is dropped. Only upper limits are: the compiler's memory grows
+# with each counted character, and no answer has so many items.
 _UNBOUNDED = float("inf")
 _COUNTS: Mapping[str, float] = {
     "minLength": _UNBOUNDED,
@@ -37,10 +37,10 @@ _COUNTS: Mapping[str, float] = {
 _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of number ranges farther from 0 are dropped, nearer ones become 0
 _GREATEST = 2**63 - 1  # maximum of an integer without one
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
-_STARTS = 4  # first places of an array where the item that `contains` needs may be; for several: _heads
-_MOST_CONTAINED = 64  # items of minContains
-_MOST_OVERLAPPING = 32  # alternatives of a oneOf each of which then excludes all others
-_MOST = 50_000  # schemas visited to distinguish alternatives, 1 us each; a client chooses how many there are
+_STARTS = 4  # the item that `contains` needs is one of the first 4; for several needed items see _heads
+_MAX_CONTAINED = 64  # largest minContains
+_MAX_OVERLAPPING = 32  # alternatives of a oneOf that may overlap: each then gets a `not` for every other one
+_MAX_VISITED = 50_000  # schemas visited to distinguish alternatives, 1 us each: clients choose how many there are
 
 
 def enforceable(schema: Any) -> Any:
@@ -57,7 +57,7 @@ def enforceable(schema: Any) -> Any:
 class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = _MOST
+        self._left = _MAX_VISITED
         self._negation = Negation(root)
 
     def rewrite(self, node: Any) -> Any:
@@ -103,8 +103,8 @@ class _Rewriter:
         return made
 
     def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`oneOf` as `anyOf` if no two alternatives can hold at once; also if each only requires one property, another
-        one each: as objects with exactly one of them, because a value that is no object satisfies all."""
+        """`oneOf` as `anyOf` if no two alternatives can hold at once. Also if each alternative only requires a property
+        of its own: then as objects with exactly one of them (a value that is no object would satisfy all)."""
         choices = node.get("oneOf")
         if not isinstance(choices, list) or not choices:
             return node
@@ -124,7 +124,7 @@ class _Rewriter:
         return _and(rest, {"anyOf": made}) if "anyOf" in rest else rest | {"anyOf": made}
 
     def _condition(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`if` as two alternatives, where it tests one required property, with listed values, for some of them."""
+        """`if` as two alternatives, where it tests whether a required property with listed values has some of them."""
         asked = node.get("if")
         if not isinstance(asked, Mapping) or asked.keys() - {"properties", "required"}:
             return node
@@ -155,9 +155,9 @@ class _Rewriter:
         """`oneOf`, `if` and `dependentSchemas` as `anyOf`, with `not` for what an alternative excludes."""
         if "oneOf" in node:
             parts = items(node["oneOf"])
-            if len(parts) > _MOST_OVERLAPPING:
+            if len(parts) > _MAX_OVERLAPPING:
                 raise SchemaError(
-                    f"oneOf has more than {_MOST_OVERLAPPING} alternatives, of which some could hold together: use "
+                    f"oneOf has more than {_MAX_OVERLAPPING} alternatives, of which some could hold together: use "
                     "anyOf, or distinguish them by type or a const"
                 )
             others = [[{"not": other} for other in (*parts[:i], *parts[i + 1 :])] for i in range(len(parts))]
@@ -180,14 +180,14 @@ class _Rewriter:
         return _and(rest, {"anyOf": self._negation.alternatives(node["not"])})
 
     def _contains(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`contains` as `prefixItems`: at most _STARTS - 1 other items come before the last one that it needs. With
+        """`contains` as `prefixItems`: at most _STARTS - 1 other items come before the last needed one. With
         `maxContains`, or more than three needed items, the needed ones are adjacent."""
         rest = {k: v for k, v in node.items() if k not in ("contains", "minContains", "maxContains")}
         wanted, least, most = node.get("contains"), node.get("minContains", 1), node.get("maxContains")
         if wanted is None or (least == 0 and most is None):
             return rest
-        if not is_number(least) or least > _MOST_CONTAINED:
-            raise SchemaError(f"minContains cannot be enforced above {_MOST_CONTAINED}")
+        if not is_number(least) or least > _MAX_CONTAINED:
+            raise SchemaError(f"minContains cannot be enforced above {_MAX_CONTAINED}")
         ahead = {"not": wanted} if most is not None else True
         counts = [int(least)] if most is None else range(int(least), min(int(most), int(least) + _STARTS - 1) + 1)
         made: list[Any] = [{"type": [name for name in TYPES if name != "array"]}]
@@ -247,7 +247,7 @@ class _Rewriter:
     def _range(self, node: dict[str, Any]) -> dict[str, Any]:
         """Drops ends of a range beyond _FARTHEST, and makes ends within _NEAREST of 0 zero.
 
-        llguidance can count neither in 64 bits. It takes a larger maximum of an integer for 2^63 - 1.
+        llguidance cannot represent either in 64 bits. An integer's maximum beyond is kept: it is read as 2^63 - 1.
         """
         for word, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
             end = node.get(word)
@@ -268,7 +268,7 @@ class _Rewriter:
     def _number(self, node: dict[str, Any]) -> dict[str, Any]:
         """Moves an exclusive end inwards by a millionth of the range if it is the integer part of all numbers in it.
 
-        llguidance would accept the end itself: 0 as above 0 and below 0.5.
+        llguidance would accept the end itself: 0 for "above 0 and below 0.5".
         """
         low, high = node.get("exclusiveMinimum", node.get("minimum")), node.get("exclusiveMaximum", node.get("maximum"))
         if low is None or high is None or not (is_number(low) and is_number(high)) or node.get("type") == "integer":
@@ -345,7 +345,7 @@ class _Rewriter:
         return any(_values_apart(self._property(a, name), self._property(b, name)) for name in needed)
 
     def _facets(self, node: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
-        """The schema, its `$ref` and its `allOf`: all hold where it holds."""
+        """The schema, and those that its `$ref` and `allOf` name: a value that satisfies it satisfies them all."""
         self._left -= 1
         if not isinstance(node, Mapping) or depth > _DEEPEST or self._left <= 0:
             return
@@ -384,7 +384,8 @@ class _Rewriter:
 
 
 def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list[Any]]:
-    """Lists for `prefixItems` with `count` times `wanted`, the last one included; `apart`: not only adjacent ones."""
+    """Lists for `prefixItems` with `wanted` at the end and `count` times in all. `apart`: there may be `other` ones
+    between them, not only before."""
     if not count:
         yield []
     elif not apart:

@@ -28,11 +28,11 @@ from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-# Characters of compiled grammars that no answer has used, per vocabulary; each takes 60 to 120 bytes of memory. A tool
-# with six texts has 6,000. If the tools of the agents that are served together have more, each request compiles all its
+# Size of the cache of compiled grammars that no answer has used yet, in characters: 60 to 120 bytes of memory each. A
+# tool with six strings has 6,000. If the agents that are served at a time have more, each request compiles all its
 # tools again, 10 to 60 ms each.
 MAX_FRESH = 4 << 20
-MAX_GROWN = 64  # grammars that answers have used: one may grow to 120 MB as its states are reached
+MAX_GROWN = 64  # Size of the cache of grammars that answers use. One may take 120 MB once its states have been reached.
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
 # Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
 # schemas overflowed the usual 8 MiB, which ended the process.
@@ -48,13 +48,13 @@ _REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
 _ENDS = (b'"', b"]", b"}", b"0", b'""', b'"]', b'"}')  # close what one or two tokens may have opened
 _ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # plain alternatives, in hex
 _CODE = re.compile(r"\{([0-9a-f]+)\}")
-_MOST_CHOSEN = 64  # characters of an alternative
+_MAX_CHOICE_CHARS = 64  # longest alternative, see _choices
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
-_MOST_ACROSS = 16  # bytes, blanks included, that a token without the blanks may replace
-_MOST_SPACED = 4_096  # bytes of a completion that is tried with blanks
-_CHECKED = 64  # bytes after a replaced run that must still be accepted
-_MOST_REPEATED = 64  # runs of one character in a completion for which longer tokens are tried
+_MAX_REPLACED_BYTES = 16  # bytes, blanks included, that a token without the blanks may replace
+_MAX_SPACED_BYTES = 4_096  # bytes of a completion that is tried with blanks
+_CHECKED_BYTES = 64  # after a replaced run: they must still be accepted
+_MAX_RUNS = 64  # runs of one character in a completion for which longer tokens are tried
 
 
 class GrammarError(ValueError):
@@ -118,20 +118,21 @@ class Vocabulary:
             return made.copy()
 
     def use(self, grammar: str, group: str) -> None:
-        """An answer begins to reach states of this grammar, which its copies share."""
+        """Moves a grammar to the cache of those that answers use: from now on it gets parser states, which all copies
+        share."""
         with self._lock:
             if (made := self._fresh.pop((group, grammar))) is not None:
                 self._grown.put((group, grammar), made, 1)
 
     def forget(self, grammar: str, group: str) -> None:
-        """Drops a grammar from the cache: its copies share parser states, and those are used up."""
+        """Drops a grammar from the cache: its parser states, shared by all copies, have reached llguidance's limit."""
         with self._lock:
             self._fresh.pop((group, grammar))
             self._grown.pop((group, grammar))
 
     def written(self, schema: str, group: str, write: Callable[[], tuple[str, int]]) -> tuple[str, int]:
-        """What `write` gives for a schema: a grammar that compiles, and a number. Kept by group: agents send the same
-        schemas with each request."""
+        """(grammar, leap) that `write` returns for a schema. Cached by group: agents send the same schemas with each
+        request."""
         key = group, schema
         with self._lock:
             if (found := self._written.get(key)) is not None:
@@ -156,7 +157,7 @@ class Vocabulary:
                 end = at + length
                 if end <= size and least[end] + 1 < best and text[at:end] in self._ids:
                     best, first[at] = least[end] + 1, (text[at:end], end)
-            window = range(at, min(at + _MOST_ACROSS, size)) if optional and at not in optional else range(0)
+            window = range(at, min(at + _MAX_REPLACED_BYTES, size)) if optional and at not in optional else range(0)
             places = [place for place in window if place not in optional]
             if len(places) < len(window):
                 spelled = bytes(text[place] for place in places)
@@ -320,9 +321,9 @@ class Matcher:
         return best
 
     def adapted(self, earlier: list[int], room: int | None = None) -> list[int] | None:
-        """`earlier`, a completion, without its first token, as it is, or after one of _ENDS.
+        """A completion made of an `earlier` one: without its first token, as it is, or after one of _ENDS.
 
-        None: none of these completes the text, or one of the first two does with more than `room` tokens.
+        None if none of these completes the text, or if one of the first two does but has more than `room` tokens.
         """
         for way in (earlier[1:], earlier):
             if self.takes(way):
@@ -341,22 +342,23 @@ class Matcher:
         return None if text is None else self._vocabulary.encode(text)
 
     def _fewest(self, text: bytes) -> list[int]:
-        """Few tokens for a completion: as it is, with blanks, or with longer tokens for runs of one character."""
+        """Few tokens that write a completion: the text as it is, with blanks, or with a run of one character replaced
+        by longer tokens."""
         known = self._vocabulary
         found = [known.encode(text)]
-        if self._spaced and len(text) <= _MOST_SPACED:
+        if self._spaced and len(text) <= _MAX_SPACED_BYTES:
             found += [known.encode(*_with_blanks(text, inside=inside)) for inside in (False, True)]
         found.append(self._filled(text))
         return next((f for f in sorted(found, key=len) if self.takes(f)), known.singles(text))
 
     def _filled(self, text: bytes) -> list[int]:
-        """Tokens of a completion in which any characters may replace a run of one character."""
+        """Tokens of a completion in which longer tokens of other characters replace runs of one character."""
         known, found, at = self._vocabulary, list[int](), 0
         trial = self._tokens.deep_copy()
-        for run in list(_REPEATED.finditer(text))[:_MOST_REPEATED]:
+        for run in list(_REPEATED.finditer(text))[:_MAX_RUNS]:
             head = known.encode(text[at : run.start()])
             trial.consume_tokens(head)
-            filler = self._filler(trial, run.end() - run.start(), text[run.end() : run.end() + _CHECKED])
+            filler = self._filler(trial, run.end() - run.start(), text[run.end() : run.end() + _CHECKED_BYTES])
             if filler is None:
                 filler = known.encode(run[0])
                 trial.consume_tokens(filler)
@@ -365,7 +367,8 @@ class Matcher:
         return [*found, *known.encode(text[at:])]
 
     def _filler(self, trial: LLMatcher, chars: int, rest: bytes) -> list[int] | None:
-        """The longest tokens with `chars` characters or more in sum, after which `rest` is accepted; None if none are.
+        """Tokens, as long as possible, of `chars` or more characters together, after which `rest` is accepted; None if
+        there are none.
 
         `trial` consumes them.
         """
@@ -481,7 +484,7 @@ def _choices(grammar: str) -> Iterator[bytes]:
     if found := _ALTERNATIVES.search(grammar):
         for choice in found[1].split("|"):
             characters = _CODE.findall(choice)
-            if len(characters) <= _MOST_CHOSEN:
+            if len(characters) <= _MAX_CHOICE_CHARS:
                 yield "".join(chr(int(code, 16)) for code in characters).encode()
 
 

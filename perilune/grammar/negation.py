@@ -195,7 +195,7 @@ def _unlisted(values: Sequence[Any]) -> Iterator[Any]:
         if fewest := min(map(len, arrays)):
             yield {"type": "array", "maxItems": fewest - 1}
     objects = by_type["object"]
-    if objects and all(objects):  # each has a property: an object without one of each is another
+    if objects and all(objects):  # without one property of each of them, an object equals none
         yield {"type": "object", "properties": {next(iter(value)): False for value in objects}}
 
 

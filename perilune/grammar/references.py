@@ -18,7 +18,7 @@ ONE = (
 )  # fmt: skip
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 DEFINITIONS = ("$defs", "definitions")
-MAX_PARTS = 200_000  # schemas in a document; a reference into the middle of one copies what it names
+MAX_PARTS = 200_000  # schemas in a document, with copies: a reference to a schema that has no name copies it
 
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
@@ -147,7 +147,7 @@ class _Document:
         return self._joined(base, name, "$id") if isinstance(name, str) else base
 
     def _joined(self, base: str, name: str, word: str) -> str:
-        if name.startswith("#"):  # which urljoin does not join to a URN
+        if name.startswith("#"):  # urljoin would not join it to a URN
             return base
         try:
             return urldefrag(urljoin(base, name)).url

@@ -17,15 +17,15 @@ from perilune.grammar.clues import MAX_BYTES, Clues
 # open at once, each of 4,000 states takes up to 0.1 s.
 MAX_SECONDS = 5.0
 _BEAM = 4  # states of one cost that are expanded
-_FEW, _MANY = 4_000, 12_000  # states reached at most, about ten microseconds each
-_GIVEN, _LONGER = 4, 6  # completions at most, and bytes by which they may exceed the shortest
+_QUICK_STATES, _THOROUGH_STATES = 4_000, 12_000  # states of the quick and of the thorough search, about 10 us each
+_MAX_YIELDED, _MAX_LONGER_BYTES = 4, 6  # a search yields up to 4 completions, up to 6 bytes longer than the shortest
 _FREE_CHOICES = 300  # half of the steps of the first greedy attempt
-_NEW, _TRIED = 8, 40  # places where `_greedy` looks for a new mask, and bytes that it tries at each
-_ENDINGS = 400  # of hints, tried at one place
-_PROSE = 40  # bytes that may come next inside a string, at least; between values there are fewer
+_MAX_NEW_MASKS, _MAX_TRIED_BYTES = 8, 40  # places where `_greedy` looks for a new mask, and bytes that it tries at each
+_MAX_ENDINGS = 400  # ends of hints that are tried at one place
+_MIN_STRING_BYTES = 40  # if so many bytes may come next, the text is inside a string: between values there are fewer
 _VALUES = b'"0123456789TZntf[{-'
 _USUAL = _VALUES + b"aAzZ_@:./, +eE\\}]"
-_FILLERS = b" -a0A_xf~/"  # to repeat in a string
+_FILLERS = b" -a0A_xf~/"  # characters that `_run` tries to repeat
 
 
 def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
@@ -40,7 +40,8 @@ def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
     found = _greedy(start, clues, _FREE_CHOICES, deadline)
     if found is not None:
         yield found
-    for text in _search(start, clues, MAX_BYTES if found is None else len(found) + _LONGER, deadline, few=True):
+    bound = MAX_BYTES if found is None else len(found) + _MAX_LONGER_BYTES
+    for text in _search(start, clues, bound, deadline, few=True):
         found = text
         yield text
     if found is not None:
@@ -55,9 +56,10 @@ def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
 def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> bytes | None:
     """One attempt without backtracking: writes a closer if one is allowed, else the first usual byte.
 
-    It suits documents and fails at patterns that count. In a string that may not end yet it repeats a character up to
-    clues.count, else takes the end of a hint, else (_NEW times) a byte that leads to a new mask. A text that it wrote
-    twice in a row it repeats as long as the masks along it stay the same.
+    It suits ordinary documents and fails at patterns that count. Inside a string that may not end yet it tries in turn:
+    one character repeated up to clues.count times, the end of a hint, and (_MAX_NEW_MASKS times) a byte that leads to
+    a new mask. A text that it has written twice in a row, such as an array's item, it repeats while the masks along it
+    stay equal.
     """
     state, text, count = start.deep_copy(), bytearray(), clues.count
     seen: set[bytes] = set()
@@ -80,7 +82,7 @@ def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> by
                 if times:
                     continue
             met[mask] = (len(text), period, state.deep_copy() if count > 1 else state)
-            pieces = _continuations(mask, True)[:_TRIED]
+            pieces = _continuations(mask, True)[:_MAX_TRIED_BYTES]
             piece = pieces[0] if pieces else b""
             again = text[-2:] == 2 * piece
             if named := _key(state, bytes(text), mask, clues.keys):
@@ -91,7 +93,7 @@ def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> by
                     piece = run
                 elif ending := _ending(state, mask, clues.hints):
                     piece = ending
-                elif len(seen) < _NEW:
+                elif len(seen) < _MAX_NEW_MASKS:
                     piece = _unseen(state, pieces, seen) or piece
                     seen.add(mask)
                 elif again:  # digits of a number that may not be zero
@@ -144,7 +146,8 @@ def _along(state: LLMatcher, text: bytes) -> list[tuple[bytes, bool]]:
 
 
 def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> bytes:
-    """The rest of the first of `keys` that can be written here, with its colon; empty if none can or has to be."""
+    """The rest of the first of `keys` that can be written here, with its colon; empty if none can, or if something may
+    end here without one."""
     if not keys or _inside_string(mask) or any(_has(mask, closer[0]) for closer in _CLOSERS):
         return b""
     begun = text.rpartition(b'"')[2]
@@ -175,7 +178,7 @@ def _value(state: LLMatcher, forced: bytes, mask: bytes, values: Sequence[bytes]
 def _ending(state: LLMatcher, mask: bytes, hints: Sequence[bytes]) -> bytes:
     """The shortest end of a hint after which the string may end, with its quote; empty if there is none."""
     endings = sorted({hint[i:] for hint in hints for i in range(len(hint)) if _has(mask, hint[i])}, key=len)
-    for text in endings[:_ENDINGS]:
+    for text in endings[:_MAX_ENDINGS]:
         if state.deep_copy().try_consume_tokens(list(text + b'"')) == len(text) + 1:
             return text + b'"'
     return b""
@@ -202,11 +205,12 @@ def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few:
     looked_at: dict[int, int] = {}
     seen: set[tuple[int, bytes, bytes, bool]] = set()
     reached, given, dearest = 0, 0, 2 * MAX_BYTES
-    while states and reached < (_FEW if few else _MANY) and states[0][0] <= dearest and given < _GIVEN:
+    max_states = _QUICK_STATES if few else _THOROUGH_STATES
+    while states and reached < max_states and states[0][0] <= dearest and given < _MAX_YIELDED:
         cost, turns, _, text, state = heapq.heappop(states)
         if state.is_accepting():
             yield text
-            given, dearest = given + 1, min(dearest, cost + 2 * _LONGER)
+            given, dearest = given + 1, min(dearest, cost + 2 * _MAX_LONGER_BYTES)
             continue
         looked_at[cost] = looked_at.get(cost, 0) + 1
         if looked_at[cost] > _BEAM:
@@ -224,7 +228,7 @@ def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few:
         for piece in pieces:
             if time.thread_time() > deadline:
                 return
-            child = state.deep_copy()  # takes longer after a long text
+            child = state.deep_copy()  # copying takes longer after a long text, and counts for more
             reached += 1 + len(text) // 256
             if len(text) + len(piece) >= bound or child.try_consume_tokens(list(piece)) < len(piece):
                 continue
@@ -252,7 +256,7 @@ def _has(mask: bytes, byte: int) -> bool:
 
 
 def _inside_string(mask: bytes) -> bool:
-    return int.from_bytes(mask[:32], "little").bit_count() >= _PROSE
+    return int.from_bytes(mask[:32], "little").bit_count() >= _MIN_STRING_BYTES
 
 
 @functools.lru_cache(4096)

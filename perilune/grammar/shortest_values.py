@@ -14,7 +14,7 @@ from perilune.grammar.sizes import is_number, kind_of, kinds_of
 
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
 MAX_VALUE_CHARS = 2_048
-_MOST_NODES = 20_000  # looked at in one definition, and for all values of one document; a few microseconds each
+_MAX_NODES = 20_000  # schemas visited in one definition, and for all values of one document; a few us each
 _DEEPEST = 64  # schemas inside one another: about 7 of the interpreter's 1,000 frames each
 _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
 
@@ -34,7 +34,7 @@ class _Values:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._named: dict[str, str] = {}  # by reference: text of its target's shortest value so far
-        self._left = _MOST_NODES
+        self._left = _MAX_NODES
 
     def found(self) -> Iterator[bytes]:
         """Finds values of references until none becomes shorter, then yields the objects and arrays of all parts.
@@ -59,7 +59,7 @@ class _Values:
             if text is not None and len(text) < len(self._named.get(name, text + " ")):
                 self._named[name] = text
                 waiting |= users.get(name, {})
-        self._left = _MOST_NODES
+        self._left = _MAX_NODES
         for part in itertools.chain.from_iterable(parts.values()):
             text = self._value(part)
             if text is not None and text[0] in "{[":
@@ -139,9 +139,9 @@ class _Values:
 
 
 def _parts(root: Any) -> Iterator[Mapping[str, Any]]:
-    """The schemas of a document without its definitions, the document itself first: up to _MOST_NODES."""
+    """The schemas of a document without its definitions, the document itself first: up to _MAX_NODES."""
     level = [root]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not level:
             return
         node = level.pop()

@@ -21,8 +21,9 @@ _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each
 
 _ENFORCED = "that can be enforced"
 
+# Kinds of values; numbers are "whole" without and "broken" with a fraction.
 KINDS = ("null", "boolean", "whole", "broken", "string", "array", "object")
-_LEAST: tuple[float, ...] = (4, 4, 1, 3, 2, 2, 2)
+_LEAST: tuple[float, ...] = (4, 4, 1, 3, 2, 2, 2)  # bytes of the shortest: null, true, 0, 0.5, "", [], {}
 _NONE: tuple[float, ...] = (math.inf,) * len(KINDS)
 NAMED: Mapping[str, frozenset[str]] = {
     "integer": frozenset({"whole"}),
@@ -155,7 +156,7 @@ class _Bounded:
     # ---- what is left
 
     def _without(self, node: Any) -> Any:
-        """The schema with False for parts that have no value short enough; alternatives leave them out."""
+        """The schema with False in place of parts that have no value short enough; such alternatives are left out."""
         if not isinstance(node, Mapping):
             return node
         inverted = {word: node[word] for word in ("not", "if", "contains") if word in node}
@@ -247,7 +248,7 @@ def _string(node: Mapping[str, Any]) -> float:
 
 
 def _number(node: Mapping[str, Any]) -> int:
-    """Characters of a number in the range: 0 where that is in it, else about those of the end nearer to it."""
+    """Characters of the shortest number in the range: 1 if it contains 0, else about those of its end nearer to 0."""
     low = max((v for w in ("minimum", "exclusiveMinimum") if is_number(v := node.get(w))), default=0)
     high = min((v for w in ("maximum", "exclusiveMaximum") if is_number(v := node.get(w))), default=0)
     near = low if low > 0 else high

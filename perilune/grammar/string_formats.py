@@ -1,4 +1,4 @@
-"""Regular expressions for the string formats of JSON schemas, and replacements of some with look-ahead.
+"""Regular expressions for the string formats of JSON schemas, and replacements for well-known ones with look-ahead.
 
 An answer that matches satisfies parsers of the format (JSON Schema Draft 2020-12, RFC 3339, RFC 3986, OpenAPI).
 """

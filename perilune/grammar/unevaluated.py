@@ -1,5 +1,6 @@
-"""Rewrites `unevaluatedProperties` and `unevaluatedItems` by plain keywords. A way is a set of subschemas by which a
-value satisfies a schema, and the properties and items that they evaluate (JSON Schema core 2020-12, chapter 11).
+"""Rewrites `unevaluatedProperties` and `unevaluatedItems` by plain keywords. A value may satisfy a schema in several
+ways. A way is a set of subschemas that hold together, with the properties and items that they evaluate (JSON Schema
+core 2020-12, chapter 11).
 
 An `anyOf` has a way for every subset of its alternatives. Beyond MAX_BRANCHES alternatives it has ways only for each
 one alone and for all of them, which excludes some valid values.
@@ -13,8 +14,8 @@ from typing import Any
 from perilune.grammar.negation import MAX_DEPTH, Negation
 from perilune.grammar.references import SchemaError, items, mapping, target
 
-MAX_BRANCHES = 4  # of an anyOf, all subsets of which are tried
-MAX_WAYS = 32  # in which one schema is satisfied
+MAX_BRANCHES = 4  # alternatives of an anyOf of which all subsets are tried
+MAX_WAYS = 32  # ways of one schema
 WORDS = ("unevaluatedProperties", "unevaluatedItems")
 _APPLIED = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref")
 
@@ -29,7 +30,7 @@ class Way:
     all_properties: bool = False
     first_items: int = 0
     all_items: bool = False
-    contained: tuple[Any, ...] = ()  # items that satisfy one of these
+    contained: tuple[Any, ...] = ()  # schemas of `contains`: they evaluate items that satisfy one of them
 
     def __add__(self, other: "Way") -> "Way":
         return Way(
@@ -43,7 +44,8 @@ class Way:
         )
 
     def closed(self, properties: Any, items: Any) -> Any:
-        """The schema of this way. Parameters: schemas of what it does not evaluate; None: the keyword is not there."""
+        """The schema of this way. Parameters: the values of unevaluatedProperties and unevaluatedItems, which hold for
+        what the way does not evaluate; None: the keyword is not there."""
         made: dict[str, Any] = {"allOf": list(self.held)} if self.held else {}
         if properties is not None and not self.all_properties:
             made |= {"properties": dict.fromkeys(sorted(self.names), True), "additionalProperties": properties}

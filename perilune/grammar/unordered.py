@@ -1,4 +1,4 @@
-"""Objects with properties in any order: rules for the grammar compiler, which by itself keeps the schema's.
+"""Grammar rules for objects with properties in any order: the compiler by itself allows only the schema's order.
 
 JSON knows no order, and a model that has to write its properties in another order than its own reasoning went through
 them makes mistakes: kimi-nano's exact tool calls fell from 99 % to 80 %. So an object that lists its properties is
@@ -13,10 +13,9 @@ from typing import Any
 
 from perilune.grammar.references import DEFINITIONS, nodes
 
-MOST = 8  # properties of an object in any order; one more doubles its states
-_STATES = 512  # of all objects of a schema
-# Each value that refers to a definition has a copy of all definitions. Copied objects in one grammar, at most: about
-# 2 s and 180 MB.
+MAX_PROPERTIES = 8  # properties of an object in any order; one more doubles its states
+_STATES = 512  # states of all automata of a schema
+# Objects that one grammar may copy, about 2 s and 180 MB: a value that refers to a definition gets all definitions.
 _COPIED_OBJECTS = 200_000
 _WORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 _REMARK = "// required: "
@@ -100,20 +99,21 @@ def rules(schema: Any) -> tuple[str, list[Any]] | None:
 
 
 def required_keys(text: str) -> list[str]:
-    """The properties that objects of a text by `rules` have to have; empty for any other text."""
+    """The properties that objects require in a grammar that `rules` wrote; empty for any other grammar."""
     first, _, _ = text.partition("\n")
     return list(json.loads(first.removeprefix(_REMARK))) if first.startswith(_REMARK) else []
 
 
 def _listed(schema: Any) -> Mapping[str, Any]:
-    """The properties of an object with no keywords but _WORDS, in any order; empty for another schema."""
+    """The properties of an object schema with at most MAX_PROPERTIES of them and no keywords but _WORDS; empty for any
+    other schema."""
     if not isinstance(schema, Mapping) or schema.get("type") != "object" or schema.keys() - _WORDS:
         return {}
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return {}
     properties = {name: value for name, value in properties.items() if value is not False}
-    if not 1 <= len(properties) <= MOST or not all(name in properties for name in required):
+    if not 1 <= len(properties) <= MAX_PROPERTIES or not all(name in properties for name in required):
         return {}
     return properties if schema.get("additionalProperties", False) is False else {}
 

@@ -5,11 +5,11 @@ import binascii
 from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.refusal import refused
 
-CHUNK_CHARS = 1 << 20  # of base64 decoded in one call, which holds the interpreter's lock
+CHUNK_CHARS = 1 << 20  # base64 decoded per call, which holds the GIL
 MAX_HEAD_CHARS = 1000  # of a data: URL before its comma; some clients put the file's name there
 _ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
 _ESCAPED |= {written.lower(): meant for written, meant in _ESCAPED.items()}
-_READ_AS = {**dict.fromkeys("\n\r\t\f ", ""), "-": "+", "_": "/"}  # lines, as the command base64 writes them
+_READ_AS = {**dict.fromkeys("\n\r\t\f ", ""), "-": "+", "_": "/"}  # no line breaks; base64url
 _PARTS = {"image": "an image part", "video": "a video part"}
 
 
@@ -28,9 +28,9 @@ def of_data_url(url: str, is_video: bool = False) -> bytes:
         raise refused(f"its URL must be 'data:{example};base64,...', with the type of the file", what)
     data = bytearray()
     text = url[len(head) + 1 :]
-    # One after the other: a list of the pieces of a hostile text would take 2 GB.
+    # Replaced one after the other: splitting a hostile text would make a list of 2 GB.
     for written, meant in (_ESCAPED | _READ_AS if "%" in text else _READ_AS).items():
-        if written in text:  # `in` takes 1 to 10 ms for 32 MB and `replace` 20 to 50, with the lock of the interpreter
+        if written in text:  # `in` takes 1 to 10 ms for 32 MB and `replace` 20 to 50, holding the GIL
             text = text.replace(written, meant)
     text += "=" * (-len(text) % 4)
     if len(text) * 3 // 4 > MAX_FILE_BYTES + 2:

@@ -27,13 +27,13 @@ from perilune.core.messages import Video
 from perilune.media.limits import Limits
 from perilune.media.refusal import busy, refused
 
-MAX_FILE_BYTES = 32 << 20  # of one image; a screenshot of 4K as PNG has about 3 MB
+MAX_FILE_BYTES = 32 << 20  # of one file; a screenshot of 4K as PNG has about 3 MB
 DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
 VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
-TURN_SECONDS = 30.0  # to wait for the images of other requests
+TURN_SECONDS = 30.0  # longest wait while files of other requests are decoded
 END_SECONDS = 0.2  # until a worker that does not end by itself is killed; closing a server waits for all workers
-REPLY_BYTES = 1 << 20  # of the worker's answer: 100 for each chunk of a video, of which there are at most 4,096
-PART_BYTES = 1 << 16  # of the answer, read at once
+REPLY_BYTES = 1 << 20  # largest answer of the worker: some 100 bytes per chunk of a video, of which 4,096 are read
+PART_BYTES = 1 << 16  # of the answer, read per call
 REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
 NO_PILLOW = 3  # exit code of a worker that cannot import it
 # Seals of the memory with the patches: if it shrank, reading it would end this process (SIGBUS). 0: not Linux.
@@ -95,7 +95,7 @@ class Decoder:
         except RequestError:
             raise
         except BaseException:
-            self._end()  # an interrupt, say: the worker may be in the middle of a message
+            self._end()  # e.g. after KeyboardInterrupt, the worker may be in the middle of a message
             raise
         finally:
             self._turn.release()
@@ -201,7 +201,7 @@ class Decoder:
         return ours
 
     def _died(self, what: str) -> RequestError:
-        """Why the worker is gone."""
+        """Ends a worker that broke off, and returns the error that says why."""
         worker = self._worker
         assert worker is not None
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -26,9 +26,9 @@ MAX_FRAME_PIXELS = 16_000_000  # 4K has 8.3 million. More: a codec's reference f
 MAX_PATCH_BYTES = 512 << 20  # of all frames taken: 105 s of 1920 x 1080 pixels, 19 minutes of 640 x 360
 MAX_FRAMES = 4096  # that are taken: 34 minutes
 MIN_SHARE = 0.9  # of the frames that the file declares; with fewer it is truncated
-MAX_RATE_ERROR = 0.1  # of the declared frames per second, as a share of what the frames' times say
+MAX_RATE_ERROR = 0.1  # relative; declared frames per second that are farther from the frames' times are wrong
 VP8_SHOWN = 0x10
-MAX_MISSING = 2  # frames at the end that a decoder may keep back; the last one is taken in their place
+MAX_MISSING = 2  # frames that a decoder may not deliver at the end; the last one before them is taken instead
 Chunk = tuple[Patches, tuple[int, int, int], str]  # patches, (frames, rows, columns), time of the first frame
 
 
@@ -63,7 +63,7 @@ def chunks(data: bytes, limits: Limits) -> Iterator[Chunk]:
 
 
 def _opened(av: Any, data: bytes, kind: str) -> Any:
-    """The container. Titles and the like, which are not read, may be of any encoding."""
+    """The opened file. Titles and other metadata are not read, so wrong encodings in them are no error."""
     return av.open(io.BytesIO(data), format=FORMATS[kind], metadata_errors="ignore")
 
 
@@ -138,7 +138,7 @@ def _cut(container: Any, limits: Limits, count: int, fps: float) -> Iterator[Chu
 
 
 def _upright(container: Any, track: Any, wanted: list[int]) -> Iterator[Image.Image]:
-    """The frames of these numbers, which rise."""
+    """The frames with the numbers `wanted`, which are in ascending order, turned upright."""
     left = iter(wanted)
     number, last = next(left), None
     for i, frame in enumerate(container.decode(track)):

@@ -91,7 +91,7 @@ class Limits:
 
     @property
     def _frame_limit(self) -> int:
-        """A frame is no larger than a picture: the cache of the engine has room for one picture at least."""
+        """Most patches of a frame. Not more than of a picture: the engine's cache is sure to hold one picture only."""
         return min(self.in_patch_limit_each_frame, self.in_patch_limit)
 
     def fit(self, width: int, height: int, *, frames: int = 0) -> Fit:

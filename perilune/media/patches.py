@@ -24,7 +24,7 @@ KINDS = ", ".join(FORMATS.values())
 MAX_PIXELS = 100_000_000  # of the file, before shrinking: 400 MB as RGB, and once more where it is turned or converted
 GRAY_16_BIT = ("I;16", "I;16L", "I;16B")
 UNSCALED = ("I", "F")  # 32-bit whole numbers and floats: no range says which value is white
-STRIP_PIXELS = 1 << 20  # that are scaled from 16 bits at once: 2 MB, and as much again for each step of it
+STRIP_PIXELS = 1 << 20  # reduced from 16 to 8 bits at a time: 2 MB, and as much for each intermediate array
 
 Patches = NDArray[np.uint8]  # [rows * columns, 3, P, P], by row and then column
 
@@ -95,7 +95,7 @@ def _decoded(data: bytes) -> Image.Image:
 
 
 def _turn_upright(image: Image.Image) -> None:
-    """Turns it in place by its EXIF orientation; not if that cannot be read, for the pixels are sound."""
+    """Turns the image in place by its EXIF orientation. If that cannot be read, the image is used as it is."""
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:

@@ -12,7 +12,7 @@ from perilune.media.limits import Limits
 from perilune.media.refusal import busy
 
 T = TypeVar("T")
-INTERRUPT_SECONDS = 0.1  # between two tries to end a worker, which may not have started at the first
+INTERRUPT_SECONDS = 0.1  # between tries to end a worker: at the first it may not have started
 
 
 class DecoderPool:
@@ -21,7 +21,7 @@ class DecoderPool:
     def __init__(self, limits: Limits, count: int) -> None:
         self._limits = limits
         self._room = asyncio.Semaphore(count)  # waiting callers are served in order
-        # A video may take 45 s and 512 MB that no budget counts before it is decoded: half of the decoders are left.
+        # Half of the decoders are left to pictures: a video may take 45 s, and 512 MB that no budget counts meanwhile.
         self._videos = asyncio.Semaphore(max(1, count // 2))
         self._idle: list[Decoder] = []  # the last one used first: a quiet server keeps to one worker
         self.active = 0
@@ -31,7 +31,7 @@ class DecoderPool:
         return await self._run(Decoder.decode, data)
 
     async def decode_video(self, data: bytes) -> Video:
-        """As Decoder.decode_video; else as `decode`."""
+        """As Decoder.decode_video, and as `decode`."""
         async with _turn(self._videos):
             return await self._run(Decoder.decode_video, data)
 

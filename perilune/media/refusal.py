@@ -1,4 +1,4 @@
-"""The errors of this room, which callers give the name of the offending field."""
+"""Errors about images and videos; callers add the name of the request's field."""
 
 from perilune.core.errors import RequestError
 

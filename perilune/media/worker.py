@@ -27,7 +27,7 @@ from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
 ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels; PyAV's libraries 0.3 GB
-FULL_BYTES = 1 << 30  # of address space between two files: FFmpeg loses some with damaged ones. 0.3 GB are usual
+FULL_BYTES = 1 << 30  # address space that ends the process between files; usual 0.3 GB. FFmpeg leaks with damaged ones.
 Patches = NDArray[np.uint8]
 SPARE_SECONDS = 2  # beyond the parent's time limit, for the case that the parent is gone
 

@@ -19,11 +19,11 @@ from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Tokens a thought may take by `reasoning_effort`; None: as many as fit. "none" switches thinking off.
+# Most tokens of a thought, by `reasoning_effort`; None: no bound. "none" switches thinking off.
 EFFORTS: Mapping[Effort, int | None] = {
     "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None
 }  # fmt: skip
-PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought, nothing in the prompt
+PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought; no part of the answer is in the prompt
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -195,7 +195,7 @@ def _response_format(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
 
 
 def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
-    """The later spelling of the guided fields: one object."""
+    """vLLM's newer form of the guided_* fields: one object `structured_outputs`."""
     for name, value in (given or {}).items():
         where = f"structured_outputs.{name}"
         if value is None or (name == "json_object" and value is False):

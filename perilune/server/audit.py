@@ -1,4 +1,5 @@
-"""The audit log: a JSON object per request, in files that rotate within a bound. Text only when asked for, redacted."""
+"""The audit log: a line of JSON per request, in rotating files of bounded total size; with audit_text also its texts,
+redacted."""
 
 import json
 import logging
@@ -19,7 +20,7 @@ from perilune.server.call import Call
 from perilune.text.chat import PLACEHOLDER
 
 MAX_QUEUED_REQUESTS = 1024
-MAX_QUEUED_TEXTS = 64  # With more requests waiting to be written, lines have no text: it may be megabytes each.
+MAX_QUEUED_TEXTS = 64  # With more requests queued, lines are written without text, which may be megabytes each.
 MAX_TEXT_CHARS = 100_000  # Longer prompts and answers are cut.
 FILES = 8  # The files together stay within the bound of bytes; the oldest is deleted first.
 CLOSE_SECONDS = 1.0
@@ -41,7 +42,7 @@ SECRETS = tuple(
         r"(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)",
     )
 )
-# NAME = value, "name": "value": the name stays. JSON within JSON escapes its quotation marks.
+# Matches NAME = value and "name": "value"; only the value is redacted. JSON inside a JSON string has \" for ".
 _NAMED = re.compile(
     r"(?i)(\b[\w-]{0,40}(?:password|passwd|secret|api[_-]?key|access[_-]?key|auth[_-]?token)\b[\\\"']{0,3}\s{0,4}[:=]"
     r"\s{0,4}[\\\"']{0,3})([^\s\\\"',;]{4,})"
@@ -69,7 +70,7 @@ def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
 class AuditLog:
     """Writes on its own thread. If the disk is full or slower than the requests, lines are lost and counted.
 
-    At most `limit_bytes` in files of this directory, of which the oldest are deleted; several servers may share it.
+    The files of the directory have at most `limit_bytes` together: the oldest are deleted. Servers may share it.
     """
 
     def __init__(

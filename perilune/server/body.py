@@ -19,7 +19,7 @@ from perilune.server import fields
 from perilune.server.errors import from_validation, not_json
 from perilune.server.fields import Fields
 
-MIN_VALUES = 500_000  # Any body may have so many JSON values (about 60 MB of memory).
+MIN_VALUES = 500_000  # JSON values that a body may have with a model of any context (about 60 MB of memory)
 # A prompt is tokenized only up to so many times the model's context: 0.7 us of CPU and 36 bytes of memory per token.
 COUNTED_CONTEXTS = 2
 WHOLE_BYTES = 1 << 20  # Parsed in one call, up to 10 ms. More: longer pauses of all streams.
@@ -27,7 +27,7 @@ _LEVELS = 4  # nesting levels decoded object by object: messages, message, parts
 _OBJECT = re.compile(rb"\s*\{")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")  # a list of objects; lists of numbers would cost 60 bytes per element
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_MARKS = (b",", b"[", b"{")  # their number bounds the number of values
+_MARKS = (b",", b"[", b"{")  # one comes before each value in an array or object: their number bounds that of values
 _WINDOW_BYTES = 64 << 10  # bytes scanned per call: up to 3 ms, if all are quotation marks
 _LONGEST_ESCAPE_BYTES = 6  # the longest JSON of one byte of UTF-8: \u0041
 _Raw = bytes | bytearray | msgspec.Raw
@@ -120,14 +120,14 @@ def _in_parts(kind: type[B], raw: bytes | bytearray, context: Context | None) ->
     return body
 
 
-def _check_values(raw: bytes | bytearray, most: int) -> None:
-    """RequestError for a body of more JSON values than `most`: a decoded value takes up to 30 times its bytes.
+def _check_values(raw: bytes | bytearray, max_values: int) -> None:
+    """RequestError for a body of more JSON values than `max_values`: a decoded value takes up to 30 times its bytes.
 
     Time is linear in the length of the body. A body that is not JSON may pass: decoding refuses it.
     """
     windows = range(0, len(raw), WHOLE_BYTES)
     marks = accumulate(raw.count(mark, at, at + WHOLE_BYTES) for at in windows for mark in _MARKS)
-    if not any(count > most for count in marks):
+    if not any(count > max_values for count in marks):
         return
     values = at = 0  # an upper bound, as some marks may be inside strings
     in_string = False  # whether the window begins inside a string
@@ -140,14 +140,14 @@ def _check_values(raw: bytes | bytearray, most: int) -> None:
         outside = b"".join(texts[in_string::2])
         in_string ^= len(texts) % 2 == 0
         values += sum(outside.count(mark) for mark in _MARKS)
-        if values > most:
-            raise RequestError(f"the body has more than {most} values: split the request", code="too_many_values")
+        if values > max_values:
+            raise RequestError(f"the body has more than {max_values} values: split the request", code="too_many_values")
 
 
 def _least_bytes(value: _Raw, *, together: bool) -> int:
     """A lower bound, in bytes of UTF-8, of the texts of a prompt or of a list of messages.
 
-    `together`: for all parts of a list together; else for its longest part.
+    `together`: a list counts as the sum of its parts (messages), else as its longest part (a list of prompts).
     """
     try:
         match bytes(memoryview(value)[:64]).lstrip()[:1]:

@@ -1,8 +1,8 @@
 """Which requests of web pages a server without keys answers.
 
-The owner of a page can make its host name resolve to 127.0.0.1 (DNS rebinding): to a browser, a server on its own
-machine then has the page's origin, so the page's scripts may read all answers. Such requests have the page's name as
-Host and as Origin, and the headers of a browser. Programs other than browsers may send any Host.
+The owner of a page can make its host name resolve to 127.0.0.1 (DNS rebinding). The browser then takes a server on the
+user's own machine for the origin of the page, and lets the page's scripts read all answers. Such requests have the
+page's host name in Host and Origin, and headers that browsers send. Other programs may send any Host.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ from perilune.server import errors
 from perilune.server.keys import Keyring
 
 _LOCAL = "localhost"
-# Origins of other schemes are extensions and programs that a user installed.
+# Only these origins are checked. Those of other schemes are extensions and programs that the user installed.
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 _FORM = "multipart/"  # the only type of body read here that browsers send to another origin without a preflight
 _REMEDY = "start it with --cors-origins SCHEME://HOST[:PORT] of that page, or with --api-key-file FILE"

@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`error`: the error that the client got instead of an answer, or that ended its stream. `trace`: the request
+    """One request. `error`: what the client got instead of an answer, or what ended its stream. `trace`: the request
     headers traceparent and tracestate."""
 
     account: Account

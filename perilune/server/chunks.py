@@ -6,7 +6,7 @@ streams of the server for seconds. Here one takes up to 5 us, and bodies of tiny
 
 import re
 
-FREE_CHUNKS = 10_000  # of any size; from then on they must hold MIN_CHUNK_BYTES on average
+FREE_CHUNKS = 10_000  # chunks of any size that a body may have; with more it needs MIN_CHUNK_BYTES per further chunk
 MIN_CHUNK_BYTES = 16
 LINE_BYTES = 4096  # longest line with a chunk's size and extensions
 TRAILER_BYTES = 16 << 10  # longest trailer: the lines after the last chunk, which are checked and dropped

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("perilune.server")
 
-HEAD_BYTES = 64 << 10  # bound of a request line with its headers, and of bytes of the next request sent ahead
+HEAD_BYTES = 64 << 10  # limit of a request line with its headers, and of pipelined bytes of the next request
 HEADER_LINES = 100
 READ_BYTES = 256 << 10  # Read from a socket at a time. More: longer pauses of all streams.
 READ_AHEAD_BYTES = 256 << 10  # If so much of a body waits for its handler, the socket is not read (backpressure).
@@ -70,8 +70,8 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = ""
         self.exchange: Exchange | None = None
         self._head = bytearray()  # received bytes of the next request
-        self._served = 0
-        self._since = time.monotonic()  # start of the phase: connected, first byte of a head, end of an answer, linger
+        self._served = 0  # requests begun on this connection
+        self._since = time.monotonic()  # start of the phase: connection, head, idle after an answer, linger
         self._lingering = False
         self._paused = False
         self._written = self._taken = 0  # bytes given to the transport; of these, bytes that the kernel has taken
@@ -285,13 +285,13 @@ class Exchange:
         self.receiving = True
         self._chunks: Chunks | None = None  # reads a body without a length
         self._left = 0  # bytes of a body with a length that are still to come
-        self._ahead = b""  # of the next request
+        self._ahead = b""  # bytes of the next request that came with this one
         self._method = request.method
-        self._current = request.http_version == b"1.1"
+        self._is_http_1_1 = request.http_version == b"1.1"
         self._expecting = parser.they_are_waiting_for_100_continue
         headers = [(name, value) for name, value in request.headers]
         asked = b",".join(value.lower() for name, value in headers if name == b"connection").split(b",")
-        self.last = not self._current or b"close" in [option.strip() for option in asked]
+        self.last = not self._is_http_1_1 or b"close" in [option.strip() for option in asked]
         self._body = bytearray()
         if any(name == b"transfer-encoding" for name, _ in headers):
             self._chunks = Chunks()
@@ -299,10 +299,10 @@ class Exchange:
             self._left = int(next((value for name, value in headers if name == b"content-length"), b"0"))
         self._ended = False  # whether the handler has received the end of the body
         self._failure: RequestError | None = None
-        self._gone = False
+        self._gone = False  # whether the client has left
         self._status = 0
-        self._chunked = False
-        self._complete = False
+        self._chunked = False  # the response is
+        self._complete = False  # the response is
         self._news = asyncio.Event()
         self._begun = self._last_byte = time.monotonic()
         self._received = 0
@@ -444,7 +444,7 @@ class Exchange:
         self.last = self.last or self.receiving or self.connection.listener.draining
         lengths = [value for name, value in headers if name == b"content-length"]
         if not lengths and status not in _WITHOUT_BODY_STATUSES and self._method != b"HEAD":
-            if self._current:
+            if self._is_http_1_1:
                 self._chunked = True
                 headers.append((b"transfer-encoding", b"chunked"))
             else:

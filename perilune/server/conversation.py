@@ -113,7 +113,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Content:
 
 
 def string(item: Mapping[str, Any], name: str, where: str, *, empty: bool = True) -> str:
-    """The string a client must send in a field of an item."""
+    """The string in a field of an item. RequestError if it is no string, or "" where `empty` is false."""
     value = item.get(name)
     if not isinstance(value, str) or not (value or empty):
         raise wrong(f"{where}.{name}", f"must be a string{'' if empty else ' that is not empty'}, not {show(value)}")
@@ -128,8 +128,8 @@ def wrong(where: str, what: str, *, code: str = "invalid_value") -> RequestError
 def spelled(names: Sequence[tuple[str, str]]) -> Iterator[None]:
     """In a RequestError raised inside the context, replaces chat's field names by those of the client's API.
 
-    `names`: pairs (chat's name, the client's), applied in turn to the error's `param`: to the whole name that it begins
-    with, or, if chat's begins with a bracket, to the first such text.
+    `names`: pairs (chat's name, the client's), applied in order to the error's `param`. Chat's name is replaced only at
+    the beginning of `param` and as whole words; one that begins with "]" is replaced where it first occurs.
     """
     try:
         yield

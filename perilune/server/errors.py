@@ -19,7 +19,8 @@ from perilune.text.tools import check_text
 
 log = logging.getLogger("perilune.server")
 
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32 LE: as UTF-16 LE's
+# Byte order marks. That of UTF-32 LE begins with that of UTF-16 LE.
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
 KINDS = {
     400: "invalid_request_error",

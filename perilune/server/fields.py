@@ -232,7 +232,8 @@ THINKING: Fields = {
 }
 OUTPUT_CONFIG: Fields = {"task_budget": "no model of this family sees a budget: max_tokens bounds an answer"}
 
-# Objects that no body declares. Those of messages and tools are open: clients keep things of their own in them.
+# Known fields of objects that no body declares. Messages and tools may have others, in which clients keep data; only
+# typos are refused.
 _RESPONSE_FORMAT: Mapping[str, tuple[str, ...]] = {
     "response_format": ("type", "json_schema"),
     "response_format.json_schema": ("name", "description", "schema", "strict"),
@@ -277,7 +278,7 @@ def check_response_format(given: Any, *, lenient: bool) -> None:
 
 
 def check_open(messages: Sequence[Any], tools: Sequence[Any], *, lenient: bool) -> None:
-    """RequestError for a field of a chat message or a tool that is nearly, but not quite, a known one."""
+    """RequestError for a field of a chat message or a tool that looks like a typo of a known one."""
     for i, message in enumerate(messages):
         _check_typos(message, _MESSAGE, f"messages[{i}]", lenient)
     for i, tool in enumerate(tools):
@@ -298,7 +299,7 @@ def _unknown(name: str, known: Collection[str], where: str, lenient: bool) -> No
             _warned.add(spelled)
             log.warning("request field %r is unknown and ignored (said once)", spelled)
         return
-    snake = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name[:MAX_NAME_CHARS]).lower()  # as some clients write it
+    snake = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name[:MAX_NAME_CHARS]).lower()  # some clients send camelCase
     found = difflib.get_close_matches(snake, known, 1) or [k for k in known if len(snake) > 3 and snake in k]
     remedy = f"did you mean {where + found[0]!r}?" if found else "leave it out (serve --lenient-fields ignores such)"
     raise RequestError(f"unknown field {spelled!r}: {remedy}", param=spelled, code="unknown_parameter")

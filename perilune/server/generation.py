@@ -41,7 +41,7 @@ class Engine(Counted, Protocol):
 class Prompt:
     """The input of the engine: token ids, and the pictures that the placeholders among them represent, in order.
 
-    cache_keys  only prompts of one API key with the same ones share cached KV
+    cache_keys  only prompts of one API key with equal cache_keys (the request's cache_salt) share cached KV
     order       priority and deadline
     video_tokens  number of ids that are placeholders of videos
     seen_seconds  time that decoding the pictures took; it counts towards the deadline
@@ -140,7 +140,7 @@ class Generation:
         self.order = left = prompt.order
         if left.deadline_seconds is not None:
             left = dataclasses.replace(left, deadline_seconds=left.deadline_seconds - prompt.seen_seconds)
-        self._left = left
+        self._left = left  # with the time that is left when the engine gets the request
         self.engine = engine
         self.metrics = metrics
         self.prompt = prompt.ids
@@ -160,8 +160,8 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The engine's deltas; GenerationError if the engine gives up on this request, EngineError if it is down.
 
-        With stop strings, which the consumer looks for, each delta has one token, so that no token after the end
-        counts.
+        If the request has stop strings, each delta has one token: the consumer looks for them, and tokens after one
+        must not be counted.
         """
         run, account = self.run, self.account
         run.started = time.perf_counter()
@@ -201,7 +201,7 @@ class Generation:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Numbers of the prompt's tokens that are pictures' and videos', if there are any."""
+        """How many of the prompt's tokens are placeholders of pictures and of videos; no entry for 0."""
         seen = sum(picture.tokens for picture in self.pictures)
         counts = {"image_tokens": seen - self.video_tokens, "video_tokens": self.video_tokens}
         return {name: count for name, count in counts.items() if count}

@@ -92,7 +92,7 @@ class Account:
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """Submit.cache_keys of this key's requests, to which a request may add a salt."""
+        """The cache keys of this API key's requests (Submit.cache_keys), to which a request may add a salt."""
         if not self.name:
             return ()
         group = self.grant.cache_group
@@ -126,19 +126,19 @@ class Account:
 
 
 class Keyring:
-    """The accounts of all keys: of a key file, of one key, or the one account of a server that asks for none."""
+    """The accounts of all keys: those of a key file, that of one key, or one for all requests if there are no keys."""
 
     def __init__(self, key: str | None = None, file: str | None = None) -> None:
         """ConfigError for a file that cannot be used."""
         self.file = None if file is None else Path(file)
         self.since = int(time.time())
-        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of OPEN paths
+        self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of those to OPEN
         self._accounts: dict[str, Account] = {}
         if key is not None:
             self._take([Grant("default", (digest(key),), operator=True)])
         self.load()
         if self.locked:
-            self.open.renew(Grant(""))  # probes and the page
+            self.open.renew(Grant(""))  # requests without a key are no operator's
 
     def load(self) -> None:
         """Reads the file again. ConfigError if it cannot be used: earlier keys stay. Answers in flight go on."""
@@ -260,7 +260,7 @@ def _grant(entry: dict[str, Any], where: str) -> Grant:
 
 
 def _moment(value: Any, where: str) -> datetime | None:
-    """A date is its first moment; times without a zone are UTC."""
+    """The time at which a key expires. A date means its first moment; times without a zone are UTC."""
     if isinstance(value, datetime):
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
     if isinstance(value, date):

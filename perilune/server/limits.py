@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from perilune.core.errors import ConfigError, RequestError
 
-MAX_NAMES = 100_000  # clients with meters at a time; more replace the oldest without requests in flight
+MAX_NAMES = 100_000  # addresses with meters; one more replaces the least recently used without requests in flight
 MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 SMALL_BYTES = 64 << 10  # bodies up to this size share SMALL_SHARE of the budget, which large ones never take
 SMALL_SHARE = 1 / 8
@@ -34,7 +34,7 @@ class LimitReached(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """None: no bound. `concurrent`: in flight at a time."""
+    """Limits of one client; None: no limit. `concurrent`: an address' requests, or a key's answers, in flight."""
 
     concurrent: int | None = None
     requests_per_minute: int | None = None
@@ -249,7 +249,8 @@ class BodyShare:
 
 
 class Proxies:
-    """Addresses and networks that may name the client they speak for in X-Forwarded-For; "unix" for a Unix socket."""
+    """Trusted proxies: peers from these addresses and networks may name their client in X-Forwarded-For. "unix": the
+    peers of a Unix socket may."""
 
     def __init__(self, trusted: Iterable[str]) -> None:
         """ConfigError for a name that is no address or network."""

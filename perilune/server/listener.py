@@ -63,7 +63,8 @@ class Listener:
         """Takes connections from now on; `sock` is bound, and closed by `close`."""
         loop = asyncio.get_running_loop()
         self.scheme = "http" if tls is None else "https"
-        handshake = None if tls is None else self.timeouts.head_seconds  # the handshake is not seen by `check`
+        # `check` sees a connection only after its handshake.
+        handshake = None if tls is None else self.timeouts.head_seconds
         if sock.family == socket.AF_UNIX:
             self.address = (sock.getsockname(), None)
             self._server = await loop.create_unix_server(

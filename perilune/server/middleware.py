@@ -21,7 +21,7 @@ from perilune.server.sse import CLIENT_GONE_STATUS
 HEALTH = ("/health", "/health/ready", "/health/live")
 OPEN = ("/", "/openapi.json", *HEALTH)
 PROBES = (*HEALTH, "/metrics")
-# What browsers must not do with an answer. The page at / has a content policy of its own.
+# Headers that restrict what browsers do with an answer. An answer may have its own instead, as the page at / has.
 SECURITY = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -69,10 +69,10 @@ class Observe:
             try:
                 await self.app(scope, receive, watch)
             except Exception as error:
-                if not answered:  # here, so that this answer has an id too
+                if not answered:  # here and not further out, so that this answer gets an id and headers too
                     await errors.response(error)(scope, receive, watch)
                 call.status, call.error = 500, error
-                raise  # for the log
+                raise  # connection.py logs it with its traceback
             finally:
                 # Unknown paths share one label: clients must not be able to grow the metrics without bound.
                 # A request refused before routing has no endpoint: its label is the path if a route has it.
@@ -228,7 +228,7 @@ class BodyLimit:
             if declared.isdecimal():
                 share.hold(int(declared))
             await self.app(scope, counted, send)
-        except RequestError as e:  # only from hold: further in, the application answers
+        except RequestError as e:  # only of `hold`: the application answers its own errors
             await errors.response(e)(scope, receive, send)
         finally:
             share.release()

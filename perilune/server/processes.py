@@ -1,5 +1,4 @@
-"""Prometheus metrics of the engine's processes, as the system counts them when they are read. Linux only: elsewhere
-there are none."""
+"""Prometheus metrics of the engine's processes, read from /proc at each scrape; on Linux only."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,7 @@ def read(pid: int, root: Path = Path("/proc")) -> Process | None:
 
 
 class ProcessesCollector(Collector):
-    """`pids` of the engine process and its other ranks' now; labels: engine, rank1, rank2, ..."""
+    """`pids` returns the current process ids of all ranks; their labels are engine (rank 0), rank1, rank2, ..."""
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
         self.pids = pids

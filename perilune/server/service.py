@@ -180,8 +180,8 @@ def sampling_defaults(
 ) -> dict[str, float]:
     """Default sampling parameters: the checkpoint's own, else the vendor's recommendation for the mode.
 
-    `template` selects the family member of the recommendation, None: K2.6; `thinking` None: a raw completion, which has
-    no mode.
+    `template`: its member's recommendation applies; None: K2.6's. `thinking` None: a raw completion, for which there is
+    no recommendation.
     """
     if thinking is None:
         return dict(generation_config)

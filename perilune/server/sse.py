@@ -52,7 +52,8 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def race(work: Coroutine[Any, Any, T], receive: Receive, stopping: asyncio.Event) -> T:
-    """The result of `work`, or ClientGone, or EngineError when the server stops; `work` is cancelled and awaited."""
+    """The result of `work`; ClientGone if the client leaves first, EngineError if the server stops. `work` is then
+    cancelled, and has ended."""
     answer = asyncio.create_task(work)
     gone = asyncio.create_task(disconnected(receive))
     stop = asyncio.create_task(stopping.wait())

@@ -17,7 +17,7 @@ class Certificate:
 
     def load(self) -> None:
         """Reads the files again. ConfigError if they cannot be used: the old certificate stays in use."""
-        self._load_into(self._new())
+        self._load_into(self._new())  # raises before the context in use is changed
         self._load_into(self.context)
 
     @staticmethod

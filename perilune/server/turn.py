@@ -33,7 +33,7 @@ NO_FORMS: Forms = {}
 
 
 class Turn:
-    """An assistant turn while it is generated: makes events of tokens, and counts what its answer reports."""
+    """An assistant turn while it is generated: turns tokens into events, and counts them for the usage."""
 
     def __init__(
         self, generation: Generation, stream: ChatStream, *, ends: frozenset[int], echo: Sequence[Event] = ()
@@ -135,7 +135,7 @@ def read(
 ) -> ReadRequest:
     """Validates and renders a conversation. RequestError names the field that is wrong.
 
-    `forms`: grammars by tool name, of tools with calls that hold text instead of JSON.
+    `forms`: by tool name, the grammar of a tool that takes text instead of JSON arguments.
 
     Takes about 70 ms per MB of text: to be called on a thread if the body is large (Service.offload).
     """
@@ -213,7 +213,7 @@ async def see(
 async def prompt_tokens(service: Service, request: Request, size: int, body: ChatBody) -> int:
     """Number of tokens of a body's prompt, pictures and videos included. RequestError as `see` and `rendered`.
 
-    `size` is the conversation's length in bytes, which decides where it is read.
+    `size`: bytes of the conversation; a large one is read on a thread (Service.offload).
     """
     with contextlib.ExitStack() as held:
         await see(service, request, body, held)
@@ -239,8 +239,8 @@ async def _seen_in_time(
 async def begin(service: Service, request: Request, size: int, body: ChatBody, forms: Forms = NO_FORMS) -> Turns:
     """Reads, constrains and admits `body.n` turns; nothing is generated before their events are asked for.
 
-    `size` is the conversation's length in bytes, which decides where it is read. RequestError for everything that is
-    wrong with the request, 429 if the server is full.
+    `size`: bytes of the conversation; a large one is read on a thread (Service.offload). RequestError for everything
+    that is wrong with the request, 429 if the server is full.
     """
     text, info = service.text, service.engine.info
     with contextlib.ExitStack() as held:
@@ -288,7 +288,7 @@ def _turn(generation: Generation, asked: ReadRequest, body: ChatBody, tokenizer:
 
 
 def check_vendor(body: ChatBody, recommended: Mapping[str, float]) -> None:
-    """RequestError for sampling other than the vendor's own API allows: its verifier expects these to be refused."""
+    """RequestError for sampling parameters that the vendor's own API refuses: its verifier of servers expects that."""
     allowed = {
         "temperature": recommended["temperature"],
         "top_p": recommended["top_p"],

@@ -24,7 +24,7 @@ from perilune.text.tools import show
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """What the prompt holds of the answer.
+    """The part of the answer that is in the prompt.
 
     given      the client's last message is the beginning; False: the answer is a new message
     thinks     a thought is still to come, or goes on
@@ -50,10 +50,11 @@ def beginning(
     continued: bool | None,
     default: bool,
 ) -> Beginning:
-    """How the answer to `messages` begins, of which `turn` is the last as history.read_turns read it.
+    """How the answer to `messages` begins. `turn`: the last of them, as history.read_turns reads it.
 
-    `thinking`: the model will think unless the thought is over. `continued`: what the request says; None: what the last
-    message says, else `default` where it is the assistant's. RequestError for a message that cannot be continued.
+    `thinking`: the model will think unless the thought is over. `continued`: whether the request's fields ask to
+    continue the last message; None: they do not say, and the message's own field decides, or `default` for one of the
+    assistant's. RequestError for a message that cannot be continued.
     """
     last = f"messages[{len(messages) - 1}]"
     if not _wanted(messages, last, continued, default):

@@ -46,7 +46,7 @@ class PromptOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the model reads it, with what its answer takes from it.
+    """A conversation as the model reads it, and what the parser of its answer needs to know.
 
     ids              token ids up to where the answer begins or goes on
     beginning        the part of the answer that the ids hold
@@ -116,7 +116,7 @@ class ChatTemplate:
         check: Callable[[int, int], None] = lambda chars, tokens: None,
         **options: Unpack[PromptOptions],
     ) -> RenderedPrompt:
-        """The prompt as token ids, with what its answer takes from the conversation; reads every message once.
+        """The prompt as token ids, and what the parser of the answer needs; reads every message once.
 
         `check(characters, tokens so far)` is called before and during tokenization, and may refuse the prompt.
 

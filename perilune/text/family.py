@@ -92,9 +92,9 @@ def member_named(name: str) -> Member:
 def recognise(model_dir: Path) -> Member:
     """The member of the family that a directory's checkpoint belongs to, by its files.
 
-    K2.5's and K2.6's differ only in their templates; without one the checkpoint is taken for K2.6, which writes the
-    same prompts unless asked to preserve thinking. Raises NotOfTheFamily for another model_type, and CheckpointError
-    if config.json is not there or one of the files cannot be read.
+    Checkpoints of K2.5 and K2.6 differ only in their templates; one without a template is taken for K2.6, which has
+    the same prompts unless a request preserves thinking. Raises NotOfTheFamily for another model_type, and
+    CheckpointError if config.json is not there or one of the files cannot be read.
     """
     path = model_dir / "config.json"
     if (config := _object(path)) is None:
@@ -130,7 +130,7 @@ _K27_NAME = re.compile(r"kimi[-_]k2[._-]?7\b", re.IGNORECASE)
 
 
 def _later(template: str, names: str) -> Member:
-    """K2.5 and its successors, by the vendor's template and by names left in the configs."""
+    """Which of K2.5 and its successors it is, by the vendor's template and by names left in the configs."""
     if _K27_NAME.search(names):
         return K27_CODE
     if "tools_ts_str" not in template:  # none, or not the vendor's: it says nothing about the model

@@ -30,7 +30,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A part of a message: a video that was decoded. (HH:MM:SS.mmm of the first frame, tokens) of each chunk."""
+    """A part of a message: a decoded video. `chunks`: (time HH:MM:SS.mmm of the first frame, number of tokens)."""
 
     chunks: tuple[tuple[str, int], ...]
 
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message. `role` is never "developer", which means "system"; `name` is the role's where the client gave none."""
+    """A message. `role`: "system" also for the client's "developer". `name`: the client's, or else the role."""
 
     role: str
     name: str
@@ -202,7 +202,7 @@ def _call(call: Any, where: str, ids: _Ids) -> Call:
 
 
 def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
-    """Texts in a row are joined."""
+    """The parts of a message's content; consecutive texts are joined."""
     if content is None:  # only allowed for an assistant message
         return ()
     if isinstance(content, str):

@@ -1,8 +1,8 @@
 """Generated ids to what a client sees: reasoning, content and tool calls, while the tokens arrive.
 
-The machine works on ids. A marker's name spelled out in ordinary tokens is text: it may be a quotation, and a quotation
-must never become a call. One exception: models misspell the section marker as text in front of a real call marker;
-that spelling is taken out of the text.
+The state machine reads ids. A marker's name spelled out in ordinary tokens is text: it may be a quotation, and a
+quotation must never become a call. One exception: models misspell the section marker as text in front of a real call
+marker; that spelling is taken out of the text.
 
     REASONING --</think>--> CONTENT --section begin--> BETWEEN --call begin--> HEADER --argument begin--> ARGUMENTS
         '---section or call begin (the model forgot </think>)--> BETWEEN, HEADER       BETWEEN <--call or section end--'
@@ -133,11 +133,12 @@ class _Mark(enum.Enum):
 class _State(enum.Enum):
     REASONING = enum.auto()
     CONTENT = enum.auto()
-    BETWEEN = enum.auto()  # in the tool section outside a call, or behind it: text there is not for the client
+    BETWEEN = enum.auto()  # in the tool section outside of calls, or after it: text is dropped
     HEADER = enum.auto()
     ARGUMENTS = enum.auto()
 
 
+# The section marker written as text, and its misspelling.
 _SPELLED = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _SPELLED_AT_END = re.compile(r"<\|tool_calls?_section_begin\|>\s*\Z")
 _NAME = re.compile(r"[\w.-]+")
@@ -154,7 +155,7 @@ class ChatStream:
     tokens give no text anywhere else, arguments included.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
-    A call's counter is the model's own unless it repeats one or could be one of the history's. Arguments are passed
+    A call's counter is the model's own unless it repeats one or is below first_tool_index. Arguments are passed
     on as they arrive and cannot be taken back: a call without its end marker when the next one begins is left as it
     is and its index is listed in `incomplete` (an answer sent whole leaves it out; `tool_calls` does not count it),
     and a call cut off by the end of the output stays as far as it came. A call without a tool's name in its header gets
@@ -187,13 +188,13 @@ class ChatStream:
         self._held = ""  # text of this state that may yet turn out to be unwanted
         self._content_begun = begun
         self._header = ""
-        self._counter: int | None = None  # what the header said
-        self._call: int | None = None  # index of the call of the arguments that arrive; None: its tool is not known yet
+        self._counter: int | None = None  # of the call's id, as the header has it
+        self._call: int | None = None  # index of the call in progress; None: its tool is not known yet
         self._arguments_begun = False
         self._raw = False  # whether the arguments are text, passed on with all white space
         self._first = first_tool_index
-        self._started = 0
-        self._used: set[int] = set()
+        self._started = 0  # calls begun
+        self._used: set[int] = set()  # counters in the ids of these calls
         self._events: list[Event] = []
         self.incomplete: list[int] = []
         self.stopped = False
@@ -408,7 +409,7 @@ class ChatStream:
 
 
 def _read_marks(tokenizer: Tokenizer, tools: bool) -> dict[int, _Mark]:
-    """The marker of each id that is one in this answer."""
+    """By id: the markers that have a meaning in this answer."""
     m = tokenizer.markers
     think = {m.think_begin: _Mark.THINK_BEGIN, m.think_end: _Mark.THINK_END}
     calls = {

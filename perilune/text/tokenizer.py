@@ -162,7 +162,7 @@ class Tokenizer:
         return table[ids[0]] if len(ids) == 1 else b"".join([table[id] for id in ids])
 
     def all_ordinary(self, ids: Sequence[int]) -> bool:
-        """Whether all of at least one id are base tokens: neither control slots nor outside the vocabulary."""
+        """Whether all `ids`, at least one, are base tokens: neither control slots nor outside the vocabulary."""
         return max(ids) < self._base and min(ids) >= 0
 
     def token_text(self, id: int) -> str:
@@ -194,7 +194,7 @@ def _parts(text: str) -> Iterator[str]:
     for begin in range(0, len(text), _MAX_CHARS):
         block = text[begin : begin + _MAX_CHARS]
         last = 0
-        # A walk over all runs takes five times as long as the encoding: only where a run may be too long.
+        # Finding all runs takes five times as long as the encoding: done only if one may be too long.
         for run in _RUNS.finditer(block) if _may_have_long_run(block) else ():
             for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                 yield block[last:cut]
@@ -203,8 +203,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _may_have_long_run(block: str) -> bool:
-    """False if no run of (non-)whitespace has more than _MAX_RUN characters: such a run would fill one of these pieces,
-    which are half as long."""
+    """False if no run of (non-)whitespace has more than _MAX_RUN characters: such a run would fill one of the block's
+    pieces of half that length."""
     half = _MAX_RUN // 2
     pieces = (block[at : at + half] for at in range(0, len(block) - half + 1, half))
     return any(piece.isspace() or len(piece.split(None, 1)[0]) == half for piece in pieces)

@@ -25,7 +25,7 @@ from perilune.text.tokenizer import Tokenizer
 
 AGENTS = "agents"
 TIERS = ("kv_host_gb", "kv_disk", "kv_disk_gb")
-# (key, unit) of the figures of the run without tiers that a row has, too
+# Figures of the run without tiers that a row has too: (key, suffix of the unit).
 COMPARED = (("ttft_p50", "_s"), ("tokens_per_s", ""), ("hit_share", ""), ("wall", "_s"), ("requests", ""), ("cut", ""))
 Measured = tuple[dict[str, Any], list[replay.Call]]
 
@@ -140,7 +140,7 @@ def command(
         _require_answers(row, calls)
         say(replay.describe(row))
         if compare:
-            keep([head | row | where], directory)  # should the second run not end
+            keep([head | row | where], directory)  # the second run may fail
             say("once more without KV tiers")
             without = {k: v for k, v in values.items() if k not in TIERS}
             plain, _ = _local(partial(_engine, model, weights, without), made, limits)

@@ -32,7 +32,7 @@ from perilune.model.kimi_k2 import KimiK2
 from perilune.tasks.problem import SEED
 
 TOKEN_BYTES = 4
-CAPTURED = 65536  # tokens in a pass
+CAPTURED = 65536  # tokens per forward pass
 ASKED = 64  # requests to a server at once
 
 

@@ -16,7 +16,7 @@ from perilune.loading.eagle3 import require_draft
 from perilune.model.config import KimiConfig
 from perilune.tasks.problem import SEED
 
-SERVED = 3  # the chain length that is timed and drawn, if it is measured
+SERVED = 3  # chain length that is timed and plotted, if it is among those measured
 
 
 @click.command()

@@ -26,7 +26,7 @@ from perilune.speculation.rejection_log import records
 from perilune.text.tokenizer import Tokenizer
 
 DEFAULTS = Rule(tokens=1_000_000)
-CAPTURED = 65536  # tokens in a pass, or one text
+CAPTURED = 65536  # tokens per forward pass; a longer text has a pass of its own
 SHARD_ROWS = 16384
 
 
@@ -148,7 +148,7 @@ def _evaluated(
 
 
 def _logged(logs: Sequence[Path], path: Path, groups: int, domains: list[str]) -> list[Scored]:
-    """Adds the groups to `domains`."""
+    """What drafts lost in the logs, grouped by text; appends the groups' names to `domains`."""
     found = of_records([record for log in logs for record in records(log)])
     tokenizer = Tokenizer.from_directory(path)
     texts = [scored.row.ids for scored in found]

@@ -19,7 +19,7 @@ _ended_by = 0  # the signal, once one ends the process
 
 
 def _end(number: int, frame: object) -> None:
-    os._exit(128 + number)  # of SIGINT: CODE
+    os._exit(128 + number)  # for SIGINT this is CODE
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -55,18 +55,18 @@ class Importing:
 
 
 def keep() -> None:
-    """From now on in this process, SIGTERM unwinds as Ctrl-C does, and what of both Python discards in a finalizer or
-    callback is raised again."""
+    """From now on in this process, SIGTERM unwinds the stack as Ctrl-C does, and an exception of either that Python
+    discards in a finalizer or callback is raised again."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.unraisablehook = _discarded
-    atexit.register(_finish)  # before all others, so that it runs after them
+    atexit.register(_finish)  # registered first, so that it runs last
 
 
 def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
     if issubclass(unraisable.exc_type, (KeyboardInterrupt, SystemExit)):
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)  # not here: what a hook raises is discarded, too
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)  # raised here, it would be discarded, too
     else:
         sys.__unraisablehook__(unraisable)
 

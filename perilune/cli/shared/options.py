@@ -43,9 +43,9 @@ device_option = click.option(
 
 
 def field_option(kind: Config, name: str) -> Callable[[F], F]:
-    """`--some-name` for the field `some_name`; a tuple's is repeatable, a bool's has its `--no-some-name`.
+    """The option `--some-name` for the field `some_name`: repeatable for a tuple, with `--no-some-name` for a bool.
 
-    Its value is None when not given (a tuple's: empty), so that the config file's value applies.
+    Its value is None when not given (empty for a tuple), so that the config file's value applies.
     """
     field = {f.name: f for f in dataclasses.fields(kind)}[name]
     text = str(field.metadata["help"])

@@ -1,4 +1,4 @@
-"""Verbs that measure print their rows as JSON, and append them to the ledger if asked to."""
+"""Prints the rows of verbs that measure as JSON, and appends them to the ledger if asked to."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def ledger_option(bench: str) -> Callable[[F], F]:
 
 
 def _writable(_: click.Context, __: click.Parameter, directory: Path | None) -> Path | None:
-    """The directory, tried before anything is measured."""
+    """The directory; checked now, so that an error does not come after the measurement."""
     if directory is not None:
         ledger.check(directory)
     return directory

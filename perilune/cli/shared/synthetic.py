@@ -19,7 +19,7 @@ DRAFT_LAYERS = 4  # fewest layers of a target of which a draft model can read th
 def directory(name: str, layers: int | None) -> Iterator[Path]:
     """A directory with the shape's configuration, a vocabulary and a draft model's, until the context ends.
 
-    layers  of the shape's, at least 1; default: all
+    layers  how many of the shape's layers, at least 1; None: all
     """
     if name not in shapes.SHAPES:
         raise ConfigError(f"unknown shape {name!r}; known: {', '.join(shapes.SHAPES)}")

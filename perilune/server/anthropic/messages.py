@@ -47,8 +47,8 @@ class Blocks:
         self.blocks: list[dict[str, Any]] = []
         self._open = False  # whether the last block is still being generated
         self._text: list[str] = []  # pieces of the last block's text or input
-        self._calls: dict[int, dict[str, Any]] = {}
-        self._inputs: dict[int, str] = {}  # by position among the blocks: a call's input as the model wrote it
+        self._calls: dict[int, dict[str, Any]] = {}  # tool_use blocks by the call's index in the turn
+        self._inputs: dict[int, str] = {}  # by index in `blocks`: the JSON text that the model wrote as a call's input
 
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, ToolStart):
@@ -211,7 +211,7 @@ def _chat(body: CountBody, template: ChatTemplate) -> ChatBody:
 
 
 def _thinks_unasked(template: ChatTemplate) -> bool:
-    """Whether the model always thinks. A request without `thinking` must then not switch it off, as that is refused."""
+    """Whether the model always thinks: then `thinking: disabled` is refused, and a chat body must leave it out."""
     try:
         return template.thinks(False)
     except RequestError:
@@ -250,8 +250,8 @@ def error_object(status: int, message: str) -> dict[str, Any]:
 
 
 class ErrorShape:
-    """Gives every error of the routes below /v1/messages, and of the models for clients of this API, Anthropic's shape,
-    wherever in the application it arose."""
+    """ASGI middleware: rewrites errors to Anthropic's shape, for /v1/messages and, if the client sent the header
+    anthropic-version, for /v1/models. Errors of the middleware inside it are rewritten too, e.g. a missing API key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -284,7 +284,7 @@ class ErrorShape:
         except Exception as error:
             if not begun:
                 await errors.response(error)(scope, receive, reshape)
-            raise  # for the log
+            raise  # connection.py logs it with its traceback
 
 
 def _is_ours(scope: Scope) -> bool:

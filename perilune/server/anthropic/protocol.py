@@ -24,13 +24,13 @@ FIELDS = (
     ("].function.", "]."),
 )
 _TEXT = {"text": "text"}
-# Claude Code begins its system prompt with this line, which counts as a header and differs between conversations: they
-# could not share the cached prefix behind it.
+# Claude Code puts this line, meant as a header of the request, first in its system prompt. It is removed: it differs
+# between conversations, which could then share no cached prefix.
 _BILLING = "x-anthropic-billing-header:"
 
 
 class Thinking(Body):
-    """`adaptive` leaves the amount to the model. Signatures of earlier thoughts are neither made nor checked."""
+    """`adaptive`: the model decides how much it thinks. Signatures of thoughts are neither made nor checked."""
 
     FIELDS: ClassVar = THINKING
     type: Literal["enabled", "disabled", "adaptive"]
@@ -50,7 +50,7 @@ class ToolChoice(Body):
 
 
 class CountBody(RequestBody):
-    """What makes up the prompt."""
+    """The body of count_tokens: the fields that make up the prompt."""
 
     FIELDS: ClassVar = {**of_chat(ChatBody.model_fields), **MESSAGES, **COUNT}
     messages: list[dict[str, Any]]
@@ -250,7 +250,7 @@ def _picture(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _video(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Anthropic has no videos; other servers of its API take them in the form of pictures."""
+    """A block of type video: an extension of Anthropic's API that other servers have too, with an image's `source`."""
     return chat_part("video_url", _url(block, where), where)
 
 

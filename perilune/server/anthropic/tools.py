@@ -25,9 +25,9 @@ class ToolSet:
     form: DeclarationForm
     head: list[dict[str, Any]] = field(default_factory=list)
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _known: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _declared: set[str] = field(default_factory=set)  # declared already: repeated references must not grow the prompt
-    _changed: bool = False
+    _known: dict[str, dict[str, Any]] = field(default_factory=dict)  # all tools by name, deferred ones included
+    _declared: set[str] = field(default_factory=set)  # in the prompt already: a second reference adds no declaration
+    _changed: bool = False  # whether `callable` may differ from `head`
 
     @classmethod
     def read(cls, tools: Sequence[Mapping[str, Any]], form: DeclarationForm) -> "ToolSet":
@@ -47,7 +47,7 @@ class ToolSet:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tools that can be called. A duplicate name is in `head` twice, so that chat's check reports it."""
+        """The tools that can be called. Without changes `head`, with duplicate names: chat's check refuses them."""
         return list(self.callable.values()) if self._changed else self.head
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 """Batches: answers the requests of a file, into a file, while other requests leave room in the engine.
 
 Answers are appended to ID.output and ID.errors beside the batch's record; a restarted server continues after the
-answers that are there. When all lines are answered, or the batch is cancelled, expires or fails, these become files.
+answers that are there. When all lines are answered, or the batch is cancelled, expires or fails, both become files.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MAX_RECORDS = 1000  # batches per key, ended ones included; the oldest are delet
 MAX_ERRORS = 20  # errors that are reported about one input file
 POLL_SECONDS = 0.05  # between checks for room in the engine
 RETRY_SECONDS = 1.0  # after a 429 or 503
-MAX_WAIT_SECONDS = 30.0  # for a key limit
+MAX_WAIT_SECONDS = 30.0  # longest wait until a key's limits are checked again
 ANSWERS = ("output", "errors")  # suffixes of the two files of a batch: answers, and errors
 ENDED = ("completed", "failed", "expired", "cancelled")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -122,8 +122,8 @@ class Batch:
 class Batches:
     """All batches of a server. Belongs to the event loop.
 
-    At most half of the requests that the engine computes together belong to batches. They begin only while the engine
-    has room for more, and have the lowest priority. They wait while a limit of their key is reached.
+    At most max_num_seqs // 2 requests of batches are computed at a time, with the lowest priority. One begins only
+    while the server has fewer than max_num_seqs requests in flight and no limit of its key is reached.
     """
 
     def __init__(self, service: Service, store: FileStore, endpoints: Mapping[str, Endpoint], app: Any) -> None:
@@ -190,7 +190,7 @@ class Batches:
         if batch.ended or batch.task is None or batch.record["status"] == "finalizing":
             return
         batch.move("cancelling")
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets a new task enter the `try` of `_run`, which finishes a cancelled batch
         batch.task.cancel()
         await asyncio.gather(batch.task, return_exceptions=True)
 

@@ -1,7 +1,8 @@
-"""Files on disk: what batches read and write. Each belongs to an API key and does not exist for any other.
+"""Files on disk: what batches read and write. Each belongs to one API key; for other keys it does not exist (404).
 
-A directory holds one folder per key, with two files for each: ID.json, which says what it is, and ID.data. A file is
-written whole under another name first. One server uses a directory at a time. Belongs to the event loop.
+A directory holds one folder per key, and a folder ID.json (metadata) and ID.data for each file, renamed from temporary
+names, so that none is incomplete. One server uses a directory at a time. All calls but `write` are made in the event
+loop.
 """
 
 import fcntl
@@ -28,7 +29,7 @@ _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 
 
 class FileStore:
-    """At most `limit_bytes` in all files, of which each API key may have a share."""
+    """All files have at most `limit_bytes` together, those of one API key OWNER_SHARE of that."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         """ConfigError for a directory that cannot be used, or that another server uses."""

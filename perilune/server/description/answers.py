@@ -16,7 +16,7 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """Every error but those of the Messages API."""
+    """An error of any API but the Messages API."""
 
     error: ErrorDetail
 
@@ -119,7 +119,7 @@ class AssistantMessage(BaseModel):
 
 
 class Choice(BaseModel):
-    """`closed_by_grammar`: the form is complete only because its end was put where max_tokens ran out."""
+    """`closed_by_grammar`: max_tokens ran out before the form was complete, and the grammar closed it."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
@@ -157,7 +157,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """`finish_reason` is null but in the last chunk of a choice."""
+    """`finish_reason` is null except in the last chunk of a choice."""
 
     index: int
     delta: Delta
@@ -227,7 +227,7 @@ class TextPart(BaseModel):
 
 
 class Item(BaseModel):
-    """Of an answer: message, reasoning, function_call (with `arguments`) or custom_tool_call (with `input`)."""
+    """An item of the output: message, reasoning, function_call (`arguments`) or custom_tool_call (`input`)."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "custom_tool_call"]

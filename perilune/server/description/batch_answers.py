@@ -34,7 +34,7 @@ class DeletedFile(BaseModel):
 
 
 class BatchErrorDetail(BaseModel):
-    """`line`: of the file, from 1."""
+    """`line`: number of the line in the input file, from 1."""
 
     code: str | None
     message: str

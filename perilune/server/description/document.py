@@ -64,7 +64,7 @@ def _encoded() -> bytes:
 
 
 def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document. It holds nothing of the served model or of a key."""
+    """The OpenAPI 3.1 document. It does not depend on the served model or on keys."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
@@ -227,7 +227,8 @@ def _bodies() -> dict[str, Any]:
 
 
 def _body(kind: type[Body], name: str) -> dict[str, Any]:
-    """The schema of a body: declared fields, those accepted without effect, and the idle values of refused ones."""
+    """The schema of a body: declared fields, those accepted without effect, and refused ones with the values that ask
+    for nothing."""
     properties: dict[str, Any] = {}
     for field, info in kind.model_fields.items():
         schema: Mapping[str, Any] | None = SHAPES.get(f"{name}.{field}") or SHAPES.get(field)

@@ -40,8 +40,8 @@ class Operation:
 
     body      type of the request's body; None: it has none
     answer    type of the answer with status 200, or the media type of one that is not JSON
-    other     a second form of the answer
-    event     type of the events' data where `stream: true` is known; `events` the names that events have
+    other     form of the answer for clients with the header anthropic-version
+    event     type of the data of a stream's events, if they have no names; events: their names, if they have
     errors    statuses of errors besides those of every endpoint
     example   body of a request to try; `example_query` follows its path
     form      meanings of the fields of a multipart body; `form_example`: such fields as curl sends them

@@ -199,7 +199,7 @@ async def completions(request: Request) -> Response:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One prompt of a request, read. `text`: what an echo gives back; empty without one."""
+    """One prompt of a request. `text`: the text that `echo` puts before the answer; "" without echo."""
 
     text: str
     ids: list[int]
@@ -208,7 +208,6 @@ class _Prompt:
 
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
     """A prompt as text or token ids, of which `count` continuations are generated."""
-    # Clients of this endpoint write the prompt's template themselves, including control tokens.
     context = text.context(info) if body.truncate_prompt_tokens is None else None
 
     def check(tokens: int) -> None:
@@ -217,6 +216,7 @@ def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelT
 
     if isinstance(given, str):
         check(0)
+        # allow_special: clients of this endpoint write the template themselves, including control tokens.
         ids = text.tokenizer.encode(given, allow_special=True, check=check)
     else:
         ids = given
@@ -323,7 +323,7 @@ async def _chunks(
 
 
 def _usage(groups: Sequence[Sequence[Choice]]) -> dict[str, Any]:
-    """Each prompt counts once, and every token generated for it, chosen or not."""
+    """Each prompt counts once. All generated tokens count, also those of answers that best_of drops."""
     firsts = [group[0].generation for group in groups]
     return usage(
         sum(len(g.prompt) for g in firsts),

@@ -73,7 +73,7 @@ class SamplingBody(RequestBody):
     `truncate_prompt_tokens`: the prompt's last (`truncation_side` "right": first) tokens to keep; -1: as many as the
     context holds beside max_tokens. `request_id` becomes part of the response's id. `cache_salt`: only requests with
     the same one share cached KV. `priority`: 0 to 100, larger ones are admitted later. `deadline_seconds`: an answer
-    that has not ended by then is ended with finish_reason "deadline".
+    that is not complete by then ends with error 504.
     """
 
     MAX_MEMBERS: ClassVar = {"logit_bias": MAX_BIASED}
@@ -214,10 +214,10 @@ class SamplingBody(RequestBody):
 
 
 class ContinuedBody(RequestBody):
-    """vLLM's fields about the last message: is it the beginning of the answer? text/beginning.py has what else says so.
+    """vLLM's fields that say whether the last message is the beginning of the answer; text/beginning.py has other ways.
 
-    `add_generation_prompt`: true asks for a new message; false goes with `continue_final_message`, and by itself asks
-    /tokenize for the conversation without an answer's beginning. Left out, it follows from the rest.
+    `add_generation_prompt`: true: the answer is a new message. false with `continue_final_message`: the answer goes on
+    with the last message. false alone, for /tokenize: the conversation is rendered without the head of an answer.
     """
 
     add_generation_prompt: bool | None = None
@@ -288,12 +288,12 @@ class ChatBody(SamplingBody, ContinuedBody):
         fields.check_open(self.messages, self.tools or (), lenient=lenient)
 
     def declare_first(self, tools: list[dict[str, Any]]) -> None:
-        """Declares these tools at the head of the prompt; those that can be called are still `tools`."""
+        """Declares only these tools at the head of the prompt; the tools that can be called are still `tools`."""
         self._head = tools
 
     @property
     def head_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt declares. With tool_choice "none" the model sees none, so that it does not try."""
+        """Tools that the prompt declares. None with tool_choice "none", so that the model calls none."""
         return None if self.tool_choice == "none" else (self.tools if self._head is None else self._head) or None
 
     def think(self) -> bool | None:
@@ -369,7 +369,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def scored_prompt(self) -> int | None:
-        """Likeliest tokens to report of each prompt token, for `prompt_logprobs` or for `echo` with `logprobs`."""
+        """How many likeliest tokens to report at each prompt token: `prompt_logprobs`, or `echo` with `logprobs`."""
         if not self.echo or self.logprobs is None:
             return self.prompt_logprobs
         return max(self.logprobs, self.prompt_logprobs or 0)

@@ -1,5 +1,5 @@
-"""Pictures and videos at http(s) addresses, which clients choose: fetched only from hosts that the operator allows,
-never from an address of a private network, and within bounds.
+"""Fetches pictures and videos from http(s) addresses that clients choose: only from hosts that the operator allows,
+never from an address of a private network, and within bounds of size and time.
 
 A name is resolved once. What it resolves to is checked, and the connection goes to the checked address: a second
 answer of the name's server (DNS rebinding) has no effect. Redirects are followed by the same steps.
@@ -22,8 +22,8 @@ FETCH_SECONDS = 20.0  # for one picture, redirects included
 CONNECT_SECONDS = 5.0
 MAX_REDIRECTS = 3
 MAX_URL_CHARS = 8192
-RESOLVERS = 8  # threads
-MAX_ADDRESSES = 3  # of one name that are tried
+RESOLVERS = 8  # threads that resolve names
+MAX_ADDRESSES = 3  # addresses of one name that are tried
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -49,7 +49,7 @@ def public(address: str) -> bool:
     """Whether the address is one of the public internet, and so is the IPv4 address inside it, if it has one."""
     try:
         found: Address = ipaddress.ip_address(address)
-    except ValueError:  # an IPv6 address with a zone: of one link
+    except ValueError:  # an IPv6 address with a zone: valid on one link only
         return False
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo and found.teredo[1])
@@ -109,7 +109,7 @@ class Fetcher:
                 return await self._ask(url, address)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as e:  # the last two: wrong redirects
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as e:  # the last two: malformed redirects
                 raise refused(f"fetching it failed ({type(e).__name__})") from None
         raise refused(f"its host {host[:100]!r} cannot be reached")
 

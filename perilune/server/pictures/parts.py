@@ -1,4 +1,4 @@
-"""Parts of chat messages that are pictures or videos: found as clients send them, replaced when they are decoded."""
+"""Finds the parts of chat messages that are pictures or videos, and replaces them by the decoded ones."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from perilune.text.history import shown
 from perilune.text.tools import show
 
 DETAILS = ("auto", "low", "high", "original")
-_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # the name of a part in another API's request; clients could send any text
+_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # a `where` that `chat_part` made; chat clients could send any
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def chat_part(kind: Literal["image_url", "video_url"], url: str, where: str) -> 
 
 
 def earlier(messages: Sequence[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
-    """Messages of an earlier request; errors name their parts as parts of `where`."""
+    """Messages of an earlier request; in errors, `where` comes before the names of their pictures and videos."""
     made = list(messages)
     for i, message in enumerate(made):
         if isinstance(content := message.get("content"), list):
@@ -78,8 +78,8 @@ def found(messages: Sequence[Any]) -> list[Part]:
 def replaced(
     messages: Sequence[dict[str, Any]], parts: Sequence[Part], media: Sequence[Picture | Video]
 ) -> list[dict[str, Any]]:
-    """The messages with their pictures and videos as the chat template takes them. Those without are the same
-    objects."""
+    """The messages with their pictures and videos as the chat template takes them. Messages without
+    any are not copied."""
     made = list(messages)
     for part, medium in zip(parts, media, strict=True):
         message = made[part.message]
@@ -105,7 +105,7 @@ def is_address(url: str) -> bool:
 
 
 def check_detail(detail: Any, where: str) -> None:
-    """RequestError unless `detail` is None or in DETAILS, which have no effect: the model sees one size."""
+    """RequestError unless `detail` is None or in DETAILS. It has no effect: one rule scales all pictures."""
     if detail is not None and detail not in DETAILS:
         raise RequestError(
             f"{where}: detail must be one of {', '.join(DETAILS)}, not {show(detail)}",

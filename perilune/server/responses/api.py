@@ -1,5 +1,5 @@
-"""The OpenAI Responses API: POST /v1/responses, whole, streamed or in the background, what is asked of a response by
-its id (GET, DELETE, cancel, input_items), and input_tokens, which counts.
+"""The OpenAI Responses API: POST /v1/responses (whole, streamed or in the background), requests about a response by its
+id (GET, DELETE, cancel, input_items), and input_tokens, which only counts the tokens of a prompt.
 
 A request is translated to a chat completion; what differs is the form of an answer (items and their events) and that
 finished responses are kept, so that the next request may continue one by its id.
@@ -51,7 +51,7 @@ class Output:
         self._unwrapped: Unwrapped | None = None  # of the open call of a custom tool with free text
         self._open = False  # whether the last item still grows
         self._text: list[str] = []  # its text or arguments
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: dict[int, dict[str, Any]] = {}  # items of calls, by the call's index in the turn
 
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, ToolStart) and (raw := self._custom_tools.get(event.name)) is not None:
@@ -76,7 +76,7 @@ class Output:
         """Ends the last item, which is incomplete if the token limit cut it off. Calls left incomplete are dropped."""
         cut = turn.finish_reason == "length"
         if not cut and not any(item["type"] != _REASONING for item in self.items):
-            yield from self._begin_text(_MESSAGE)  # the model had nothing to say, which is an answer too
+            yield from self._begin_text(_MESSAGE)  # an answer has at least one message, if only an empty one
         yield from self._end("incomplete" if cut else "completed")
         unfinished = [self._calls[i] for i in turn.stream.incomplete]
         self.items = [item for item in self.items if not any(item is u for u in unfinished)]
@@ -226,12 +226,12 @@ class Answer:
         return response
 
     def state(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response so far, for clients that poll it."""
         status = "in_progress" if self.begun else "queued"
         return self.response(status, output=self.output.complete())
 
     def end(self, status: str, error: str | None = None) -> dict[str, Any]:
-        """Keeps the response as one that was cancelled or failed, with what it has."""
+        """Ends a cancelled or failed response; it is stored with the items that it has."""
         self.output.cut()
         about = None if error is None else {"code": "server_error", "message": error}
         response = self.response(status, error=about, usage=self._usage())

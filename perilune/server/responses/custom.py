@@ -14,9 +14,9 @@ from perilune.server.conversation import string, wrong
 from perilune.text.tools import Form, show
 
 _PREFIX = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_HIGH = r"u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a surrogate pair: another escape may belong to it
+_HIGH = r"u[dD][89abAB][0-9a-fA-F]{2}"  # a high surrogate: the next escape may be its other half
 _ESCAPE = rf"\\(?:[^u]|(?!{_HIGH})u[0-9a-fA-F]{{4}}|{_HIGH}(?:\\u[0-9a-fA-F]{{4}}|(?=[^\\]|\\[^u])))"
-_WHOLE = re.compile(rf'(?:[^"\\]|{_ESCAPE})*')
+_WHOLE = re.compile(rf'(?:[^"\\]|{_ESCAPE})*')  # of a JSON string, up to its end or an escape that is incomplete so far
 _PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},

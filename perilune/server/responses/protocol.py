@@ -25,7 +25,7 @@ FIELDS = (
     ("].function.", "]."),
 )
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-# Encrypted reasoning is for clients that store nothing here; ours comes in plain text with every answer.
+# Accepted without effect: encrypted reasoning is for clients to send back, and every answer has it as plain text.
 _INCLUDABLE = ("reasoning.encrypted_content",)
 
 
@@ -49,7 +49,7 @@ class StreamOptions(Body):
 
 
 class InputBody(RequestBody):
-    """What makes the prompt of a response."""
+    """The fields that make up the prompt of a response."""
 
     PROMPT: ClassVar = ("input",)
     input: Any = None  # a text or a list of items
@@ -61,7 +61,7 @@ class InputBody(RequestBody):
     text: Text | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    conversation: Any = None  # known, not acted on
+    conversation: Any = None  # refused, with a remedy of its own
 
     def check_supported(self) -> None:
         if self.input is not None and not (isinstance(self.input, str | list) and self.input):
@@ -149,7 +149,7 @@ class ResponsesBody(InputBody):
     deadline_seconds: float | None = None
     max_tool_calls: int | None = None  # counts the service's own tools, of which there are none
     background: bool | None = None
-    # Known, not acted on.
+    # Refused, with a remedy of their own.
     prompt: Any = None
     top_logprobs: int | None = None
 

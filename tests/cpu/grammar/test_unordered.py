@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from perilune.grammar.matcher import json_grammar, vocabulary
-from perilune.grammar.unordered import MOST, rules
+from perilune.grammar.unordered import MAX_PROPERTIES, rules
 from perilune.text.tokenizer import Tokenizer
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"$ref": "#/$defs/side"}}, "required": ["x"]}
@@ -68,13 +68,14 @@ def test_no_more_properties_than_an_automaton_holds(nano: Tokenizer) -> None:
     def wide(n: int) -> dict[str, Any]:
         return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(n)}}
 
-    backwards = json.dumps({f"p{i}": i for i in reversed(range(MOST))})
-    assert accepts(nano, wide(MOST), backwards)
-    assert rules(wide(MOST + 1)) is None
-    assert accepts(nano, wide(MOST + 1), '{"p0": 1, "p8": 2}') and not accepts(nano, wide(MOST + 1), backwards)
-    deep = wide(MOST)
+    backwards = json.dumps({f"p{i}": i for i in reversed(range(MAX_PROPERTIES))})
+    assert accepts(nano, wide(MAX_PROPERTIES), backwards)
+    more = wide(MAX_PROPERTIES + 1)
+    assert rules(more) is None
+    assert accepts(nano, more, '{"p0": 1, "p8": 2}') and not accepts(nano, more, backwards)
+    deep = wide(MAX_PROPERTIES)
     for _ in range(8):  # more states than one grammar may have: what is inside keeps its order
-        deep = wide(MOST) | {"properties": wide(MOST)["properties"] | {"p0": deep}}
+        deep = wide(MAX_PROPERTIES) | {"properties": wide(MAX_PROPERTIES)["properties"] | {"p0": deep}}
     assert accepts(nano, deep, '{"p2": 1, "p1": 1}')
 
 
