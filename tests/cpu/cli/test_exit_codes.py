@@ -128,7 +128,17 @@ def test_output_without_room_is_one_line(tmp_path: Path) -> None:
 
 def test_a_ledger_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     done = perilune(tmp_path, "bench", "decode", "/no/such", "--ledger", tmp_path / "stdout")
-    assert done.returncode == 1 and "choose another with --ledger" in done.stderr, done
+    assert done.returncode == 1 and "choose another directory with --ledger" in done.stderr, done
+
+
+@pytest.mark.parametrize("verb", ["collect", "train", "capture", "mine"])
+def test_an_output_that_cannot_be_made_is_said_before_the_work(verb: str, tmp_path: Path) -> None:
+    given = ("--run", tmp_path / "run") if verb == "train" else ()
+    corpus = () if verb == "collect" else ("--corpus", tmp_path)
+    done = perilune(tmp_path, "draft", verb, *given, *corpus, "--out", "/proc/none/x")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("error: cannot write /proc/none/x: No such file"), done
+    assert line.endswith("choose another directory with --out"), done
 
 
 def test_wrong_usage_and_help(tmp_path: Path) -> None:
