@@ -53,6 +53,9 @@ def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
     assert perilune(tmp_path, *one).returncode == 0
     checked = perilune(tmp_path, *one, before=sabotage)
     assert "FAILED" in checked.stdout and checked.returncode == 1, checked
+    refused = perilune(tmp_path, *one, "--impl", "cuda")
+    assert "no case of cuda was checked: for CUDA" in refused.stderr and refused.returncode == 1, refused
+    assert perilune(tmp_path, *one, "--impl", "reference").returncode == 0
     built = perilune(tmp_path, "ops", "--build", before=sabotage)
     assert "does not compile" in built.stdout and built.returncode == 1, built
 
@@ -81,6 +84,8 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
         (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
+        (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
+        (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
     ],
 )
 def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
