@@ -84,6 +84,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
         (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
+        (("bench", "convert", "--stream-gb", "99999", "--scratch", "{}"), "--stream-gb 99999: at most "),
         (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
         (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
     ],
