@@ -7,6 +7,7 @@ layers and experts as sparse files without data, enough for a dry run.
 
 import hashlib
 import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from perilune.bench import ledger
 from perilune.bench.shapes import SHAPES
 from perilune.convert.job import Job, Out
 from perilune.convert.shards import arrange
-from perilune.core.errors import EngineError
+from perilune.core.errors import ConfigError, EngineError
 from perilune.core.jsonfile import write_object
 from perilune.formats import int4
 from perilune.formats.writer import with_quantization
@@ -32,6 +33,8 @@ from perilune.model.names import EXPERT, expected
 
 SHARD_BYTES = 1_000_000_000
 KILLS = (0.2, 0.5, 0.8)  # shares of the result's bytes at which a run is killed
+ROOM = 2.1  # bytes of disk for each byte of the source: the source and one result
+LARGEST_GB = 480  # of the source, which has at most 10,000 experts in a layer
 SAMPLE_SECONDS = 0.2
 TENTHS = 10
 SMALL = {"num_hidden_layers": 3, "vocab_size": 4096, "intermediate_size": 2048}  # all but the experts is reduced
@@ -39,7 +42,8 @@ _RSS = re.compile(r"^Vm(RSS|HWM):\s+(\d+) kB$", re.MULTILINE)
 
 
 def measure(scratch: Path, gb: float, report: Callable[[str], None]) -> dict[str, Any]:
-    """One ledger row. `scratch` needs room for about 2.1 times `gb`; what is made there is removed."""
+    """One ledger row. `scratch` needs room for about ROOM times `gb`; what is made there is removed."""
+    _require_room(scratch, gb)
     folder = scratch / "perilune-stream"
     folder.mkdir(parents=True)
     try:
@@ -73,6 +77,19 @@ def measure(scratch: Path, gb: float, report: Callable[[str], None]) -> dict[str
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_room(scratch: Path, gb: float) -> None:
+    parent = scratch.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free / 1e9
+    fit = math.floor(min(free / ROOM, LARGEST_GB))
+    if gb > fit:
+        raise ConfigError(
+            f"--stream-gb {gb:g}: at most {fit} fit, because {ROOM} times as much is written, {scratch} has {free:.1f} "
+            f"GB free, and a made-up source has at most {LARGEST_GB}: lower it, or name another disk with --scratch"
+        )
 
 
 def make(path: Path, config: dict[str, Any], *, holes: bool = False) -> int:

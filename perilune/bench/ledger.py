@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,15 +47,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value below which lies `share` (0 to 1) of the values, without interpolation; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
-
-
-def check(directory: Path) -> None:
-    """Makes the directory. ConfigError if nothing can be written there."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as e:
-        raise ConfigError(f"cannot write the ledger {directory}: {e.strerror} (choose another with --ledger)") from e
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:

@@ -1,6 +1,7 @@
 """`perilune convert`: a checkpoint in another format, in bounded memory."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -184,12 +185,14 @@ def _show(conversion: Conversion, directory: Path) -> None:
     written = [*(s.file for s in conversion.shards), *(f"{DRAFTER}/{file.name}" for file in conversion.drafter)]
     present = sum((directory / file).stat().st_size for file in written if (directory / file).is_file())
     needed, free = conversion.require_room(directory, present)
-    click.echo(
-        f"  in {len(conversion.shards)} files; {max(needed, 0) / GB:.3f} GB to write, {free / GB:.1f} GB free", err=True
-    )
+    count = len(conversion.shards)
+    files = f"{count:,} file{'s' if count > 1 else ''}"
+    click.echo(f"  in {files}; {max(needed, 0) / GB:.3f} GB to write, {free / GB:.1f} GB free", err=True)
 
 
 def _report(loss: Loss, directory: Path) -> None:
-    click.echo(f"{directory}: {loss.layers:,} layers converted, SQNR {loss.sqnr_db:.2f} dB", err=True)
+    sqnr = "exact" if loss.sqnr_db == math.inf else f"SQNR {loss.sqnr_db:.2f} dB"
+    click.echo(f"{directory}: {loss.layers:,} layers converted, {sqnr}", err=True)
     for name, db in loss.worst[:3]:
-        click.echo(f"  {db:6.2f} dB  {name}", err=True)
+        if db < math.inf:
+            click.echo(f"  {db:6.2f} dB  {name}", err=True)

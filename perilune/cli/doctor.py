@@ -174,7 +174,7 @@ def _drafter(report: Report, path: Path, config: KimiConfig, values: bool) -> st
     try:
         draft = require_draft(folder, config)
     except CheckpointError as e:
-        report.findings.append(Finding("wrong", str(e), f"copy the draft model again, or remove {folder}"))
+        report.findings.append(Finding("wrong", e.text, f"copy the draft model again, or remove {folder}"))
         return f"{DRAFTER}/ cannot be used"
     layers = ", ".join(map(str, draft.aux_layers(config.num_hidden_layers)))
     return f"{DRAFTER}/: EAGLE-3 ({draft.form}) on the inputs of layers {layers}, used unless --draft says otherwise"

@@ -38,7 +38,8 @@ def command(
     """List the operations, or check and time operation NAME.
 
     Every implementation of NAME that runs here is compared with the reference on every case; then the same cases are
-    timed, with the fraction of what this machine's memory and arithmetic allow. A failed check ends with exit code 1.
+    timed, with the fraction of what this machine's memory and arithmetic allow. Exit code 1 if a check fails or an
+    implementation of --impl is checked on no case.
     """
     if build:
         _build()
@@ -62,10 +63,15 @@ def command(
     with workspace.owned():
         checks = _check(op, where, dtypes, pattern, names, as_json)
         failed = sum(row["failed"] is not None for row in checks)
+        ran = {row["impl"] for row in checks if row["refused"] is None}
+        unchecked = [impl for impl in dict.fromkeys(impls) if impl not in {*ran, REFERENCE}]
         times = [] if check_only or failed else _time(op, where, dtypes, pattern, names, as_json)
     if as_json:
         click.echo(json.dumps({"op": name, "device": _describe(where), "checks": checks, "times": times}))
-    if failed:
+    for impl in unchecked:
+        reason = next(row["refused"] for row in checks if row["impl"] == impl)
+        click.echo(f"{name}: no case of {impl} was checked: {reason}", err=True)
+    if failed or unchecked:
         raise click.exceptions.Exit(1)
 
 

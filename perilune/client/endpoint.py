@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import html
 import ipaddress
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0  # silence before the first token of a long prompt may last minutes on a CPU
 MAX_EVENT = 16 << 20  # bytes of one server-sent event
 MAX_MESSAGE = 400  # characters of a server's own error message that are passed on
+_MARKUP = re.compile(r"(?is)<!--.*?(?:-->|$)|<(script|style)\b.*?(?:</\1>|$)|<[^>]*(?:>|$)")
 
 
 class EndpointError(PeriluneError):
@@ -239,7 +242,7 @@ class Endpoint:
             parsed = json.loads(body)
             text = _message(parsed["error"] if isinstance(parsed, dict) and "error" in parsed else parsed)
         except ValueError:
-            text = _shorten(body[: 4 * MAX_MESSAGE].decode(errors="replace")) or "no reason given"
+            text = _text(body[: 4 * MAX_MESSAGE].decode(errors="replace")) or "no reason given"
         remedy = "; give the right key with --api-key-file" if status in (401, 403) else ""
         return EndpointError(f"{self.base} answered {status}: {text}{remedy}", status=status)
 
@@ -370,6 +373,14 @@ def _message(error: Any) -> str:
 def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " ..."
+
+
+def _text(page: str) -> str:
+    """A plain text, or the first line of text of an HTML page; either may be cut off."""
+    if page.lstrip().startswith("<"):
+        lines = html.unescape(_MARKUP.sub("\n", page)).splitlines()
+        page = next((line for line in lines if line.strip()), "")
+    return _shorten(page)
 
 
 def _few(names: Mapping[str, Any]) -> str:

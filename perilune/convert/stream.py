@@ -113,7 +113,7 @@ class Conversion:
         try:
             require_draft(folder, config)
         except CheckpointError as e:
-            raise CheckpointError(f"{e}; repair the draft model, or remove {folder}") from e
+            raise CheckpointError(f"{e.text}; repair the draft model, or remove {folder}") from e
         # Only safetensors, because other formats of weights can contain code.
         return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"))))
 

@@ -22,7 +22,14 @@ class ConfigError(PeriluneError):
 
 
 class CheckpointError(PeriluneError):
-    """A model directory is incomplete, inconsistent or of a kind Perilune does not serve."""
+    """A model directory is incomplete, inconsistent or of a kind Perilune does not serve.
+
+    `text` is the message without its remedy; `remedy` is empty where the message has none, or has one within.
+    """
+
+    def __init__(self, text: str, *, remedy: str = "") -> None:
+        super().__init__(f"{text}: {remedy}" if remedy else text)
+        self.text, self.remedy = text, remedy
 
 
 class EngineError(PeriluneError):

@@ -5,7 +5,10 @@ import errno
 import io
 import os
 import stat
+import tempfile
 from pathlib import Path
+
+from perilune.core.errors import ConfigError
 
 MAX_BYTES = 1 << 28  # of a file that is read whole; the index of Kimi K2.5's NVFP4 checkpoint has 34 MB
 
@@ -53,6 +56,15 @@ def read_regular(path: Path) -> bytes:
         if size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {MAX_BYTES:,} are read", str(path))
         return file.read()
+
+
+def make_writable(directory: Path, option: str) -> None:
+    """Makes the directory that the user named with `option`. ConfigError if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as e:
+        raise ConfigError(f"cannot write {directory}: {e.strerror}; choose another directory with {option}") from e
 
 
 def require_regular(status: os.stat_result, path: Path) -> None:

@@ -48,7 +48,7 @@ def examine(path: Path) -> Shards:
             opened = SafetensorsFile(file)
             opened.close()
         except CheckpointError as e:
-            damaged.append(Finding("wrong", str(e), f"remove {shown(file.name)} and {AGAIN}"))
+            damaged.append(Finding("wrong", e.text, e.remedy or f"remove {shown(file.name)} and {AGAIN}"))
             continue
         found[file] = opened.tensors
     findings += damaged[:NAMED]

@@ -1,9 +1,9 @@
 """Training rows of a drafter: prompts and the target's own answers as token ids, in checksummed shards.
 
-A directory holds `corpus.json` (what was asked for; a second `collect` must ask for the same), `shards.jsonl` (a line
-per finished shard, appended when the shard has its final name) and `rows-NNNNN.safetensors`: ids int32 [tokens],
-ends int64 [rows] (where each row ends in `ids`), given int32 [rows] (length of its prompt), family int16 [rows], greedy
-bool [rows]; weight float32 [rows] where not all of them are 1.
+A directory holds `corpus.json` (what was asked for, written with the first shard; a second `collect` must ask for the
+same), `shards.jsonl` (a line per finished shard, appended when the shard has its final name) and
+`rows-NNNNN.safetensors`: ids int32 [tokens], ends int64 [rows] (where each row ends in `ids`), given int32 [rows]
+(length of its prompt), family int16 [rows], greedy bool [rows]; weight float32 [rows] where not all of them are 1.
 """
 
 import hashlib
@@ -50,21 +50,18 @@ class Corpus:
 
     def __init__(self, directory: Path, about: Mapping[str, Any] | None = None) -> None:
         self.directory = directory
+        self.shards = shards.listed(directory, lambda line: Shard(*line), "collect")
         if about is None:
             self.about = read_object(directory / ABOUT)
-        else:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.about = json.loads(json.dumps(about))
-            if (directory / ABOUT).exists():
-                if (found := read_object(directory / ABOUT)) != self.about:
-                    keys = sorted(k for k in {*found, *self.about} if found.get(k) != self.about.get(k))
-                    raise ConfigError(
-                        f"{directory} holds another corpus (it differs in {', '.join(keys)}): repeat that one, or "
-                        "choose an empty directory"
-                    )
-            else:
-                write_object(directory / ABOUT, self.about)
-        self.shards = shards.listed(self.directory, lambda line: Shard(*line), "collect")
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self.about = json.loads(json.dumps(about))
+        if self.shards and (found := read_object(directory / ABOUT)) != self.about:
+            keys = sorted(k for k in {*found, *self.about} if found.get(k) != self.about.get(k))
+            raise ConfigError(
+                f"{directory} holds another corpus (it differs in {', '.join(keys)}): repeat that one, or choose an "
+                "empty directory"
+            )
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -88,6 +85,8 @@ class Corpus:
         answers = tokens - sum(row.given for row in rows)
         shard = Shard(name, shards.sha256(partial), len(rows), tokens, answers)
         os.replace(partial, self.directory / name)
+        if not self.shards:
+            write_object(self.directory / ABOUT, self.about)
         shards.append(self.directory, [shard.file, shard.sha256, shard.rows, shard.tokens, shard.answers])
         self.shards.append(shard)
         return shard

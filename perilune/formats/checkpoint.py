@@ -39,7 +39,8 @@ class Checkpoint:
             placed = weight_map(path)
             names = sorted(set(placed.values()))
             if missing := [p.name for p in names if not exists(p)]:
-                raise CheckpointError(f"{path} lacks {few(missing, 'shard')}: the download is incomplete")
+                text = f"{path} lacks {few(missing, 'shard')}: the download is incomplete"
+                raise CheckpointError(text, remedy="repeat it, and it goes on where it stopped")
         elif exists(path / SINGLE):
             names = [path / SINGLE]
         else:

@@ -61,7 +61,8 @@ class SafetensorsFile:
         try:
             self._file = open_regular(path)
         except FileNotFoundError as e:
-            raise CheckpointError(f"{path} does not exist: the download is incomplete") from e
+            text = f"{path} does not exist: the download is incomplete"
+            raise CheckpointError(text, remedy="repeat it, and it goes on where it stopped") from e
         except OSError as e:
             raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
         try:
@@ -79,9 +80,7 @@ class SafetensorsFile:
             except OSError as e:
                 raise CheckpointError(f"cannot read {self.path} at byte {offset + done}: {e.strerror}") from e
             if n == 0:
-                raise CheckpointError(
-                    f"{self.path} is truncated: {len(buffer)} bytes expected at byte {offset}, {done} found"
-                )
+                raise self._broken(f" is truncated: {len(buffer)} bytes expected at byte {offset}, {done} found")
             done += n
 
     def read_columns(self, offset: int, width: int, columns: slice, out: NDArray[np.uint8]) -> None:
@@ -109,7 +108,7 @@ class SafetensorsFile:
 
     def _check_end(self, end: int) -> None:
         if (size := os.fstat(self._file.fileno()).st_size) < end:
-            raise CheckpointError(f"{self.path} is truncated: {end} bytes expected, {size} found")
+            raise self._broken(f" is truncated: {end} bytes expected, {size} found")
 
     def close(self) -> None:
         self._file.close()
@@ -117,26 +116,24 @@ class SafetensorsFile:
     def _parse(self) -> dict[str, TensorInfo]:
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
-            raise CheckpointError(f"{self.path} is truncated: {size} bytes, shorter than any safetensors header")
+            raise self._broken(f" is truncated: {size} bytes, shorter than any safetensors header")
         start = bytearray(min(size, len(LFS_POINTER)))
         self.read_into(0, memoryview(start))
         if start == LFS_POINTER:
             raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself: run `git lfs pull`")
         length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER:
-            raise CheckpointError(
-                f"{self.path}: header of {length} bytes exceeds {MAX_HEADER}: not a safetensors file, or damaged"
-            )
+            raise self._broken(f": header of {length} bytes exceeds {MAX_HEADER}: not a safetensors file, or damaged")
         if 8 + length > size:
-            raise CheckpointError(f"{self.path} is truncated: header needs {8 + length} bytes, {size} found")
+            raise self._broken(f" is truncated: header needs {8 + length} bytes, {size} found")
         raw = bytearray(length)
         self.read_into(8, memoryview(raw))
         try:
             header = json.loads(raw)
         except (ValueError, RecursionError) as e:
-            raise CheckpointError(f"{self.path}: damaged header, not valid JSON: {e}") from e
+            raise self._broken(f": damaged header, not valid JSON: {e}") from e
         if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path}: damaged header, not a JSON object")
+            raise self._broken(": damaged header, not a JSON object")
         header.pop("__metadata__", None)
         data = 8 + length
         tensors = {name: self._entry(name, entry, data) for name, entry in header.items()}
@@ -145,12 +142,12 @@ class SafetensorsFile:
         for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
             if info.offset != end:
                 what = "overlap" if info.offset < end else "leave a hole"
-                raise CheckpointError(f"{self.path}: damaged header: {quoted(previous)} and {quoted(info.name)} {what}")
+                raise self._broken(f": damaged header: {quoted(previous)} and {quoted(info.name)} {what}")
             end, previous = info.offset + info.nbytes, info.name
         if end > size:
-            raise CheckpointError(f"{self.path} is truncated: {end} bytes expected, {size} found")
+            raise self._broken(f" is truncated: {end} bytes expected, {size} found")
         if end < size:
-            raise CheckpointError(f"{self.path} is damaged: {end} bytes expected, {size} found")
+            raise self._broken(f" is damaged: {end} bytes expected, {size} found")
         return tensors
 
     def _entry(self, name: str, entry: Any, data: int) -> TensorInfo:
@@ -169,8 +166,11 @@ class SafetensorsFile:
             raise self._damaged(name, text)
         return TensorInfo(name, dtype, tuple(shape), self.path, data + span[0], nbytes)
 
+    def _broken(self, fault: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}{fault}", remedy="remove it and download it again, or convert again")
+
     def _damaged(self, name: str, fault: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: damaged header: tensor {quoted(name)} {fault}")
+        return self._broken(f": damaged header: tensor {quoted(name)} {fault}")
 
 
 def _naturals(values: list[Any]) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from perilune.bench import cycle, decode, microscope
 from perilune.bench.ranks import kv_layouts, over_ranks
@@ -24,6 +25,7 @@ shape_option = click.option(
 layers_option = click.option(
     "--layers", default=9, help="Layers of --shape to run; the difference to fewer is a layer's time."
 )
+ONLY_SHAPE = ("layers", "rest_dtype", "kv_dtype", "draft_dtype", "expert_format", "kernels")
 ep_option = click.option("--ep", default=1, help="As --tp; routed experts lie whole on ranks.")
 gpus_option = click.option("--gpus", help="GPUs of the ranks, numbers separated by commas. [default: the first ones]")
 
@@ -124,6 +126,11 @@ def command(
     two numbers of layers, so that the time of embedding and head cancels.
     """
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in ONLY_SHAPE if source(name) not in (ParameterSource.DEFAULT, None)]
+    if shape is None and given:
+        hint = f"--{given[0].replace('_', '-')}"
+        raise click.BadParameter("goes with --shape: leave it out, or name a shape", param_hint=hint)
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
     # Random prompts may hold the placeholder token of pictures, which an engine that sees pictures refuses.

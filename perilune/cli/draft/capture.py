@@ -12,6 +12,7 @@ import click
 from perilune.cli.draft.train import layer_numbers
 from perilune.cli.shared import display, options
 from perilune.core.config import EngineConfig, build
+from perilune.core.files import make_writable
 from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
@@ -65,6 +66,7 @@ def command(
     JSON.
     """
     path = resolve_model(model)
+    make_writable(out, "--out")
     config = build(EngineConfig, options.engine_values(engine, assignments, {}))
     choices = Choices([])
     device = resolve_device(config, choices)

@@ -17,6 +17,7 @@ from perilune.cli.shared import display, options, targets
 from perilune.client.endpoint import Endpoint
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
+from perilune.core.files import make_writable
 from perilune.core.sampling import SamplingParams
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, collect
@@ -100,6 +101,7 @@ def command(
     if forced and not isinstance(source, Problems):
         raise ConfigError("--forced needs answers that are known, which only generated problems have: leave it out")
     plan = Plan(rows, shard_rows, max_tokens, seed, minutes, workers, forced)
+    make_writable(out, "--out")
     corpus = Corpus(out, about(source, plan, path))
     limit = source.limit()
     wanted = rows if limit is None else min(rows, limit)

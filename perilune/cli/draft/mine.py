@@ -13,6 +13,7 @@ from rich.table import Table
 from perilune.cli.shared import display
 from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.files import make_writable
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row
 from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
@@ -101,6 +102,7 @@ def command(
         raise ConfigError(f"{out} already holds windows: choose an empty directory")
     rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)
     path = resolve_model(model)
+    make_writable(out, "--out")
     found: list[Scored] = []
     domains: list[str] = []
     if corpora:

@@ -11,6 +11,7 @@ import torch
 
 from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import ConfigError
+from perilune.core.files import make_writable
 from perilune.core.jsonfile import read_object
 from perilune.draft import ranks
 from perilune.draft.corpus import Corpus
@@ -173,6 +174,8 @@ def command(
         raise ConfigError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
     options = options_of(given)
     job = Job(resolve_model(model), corpora, windows, states, begin, run, out, shape, own_head, options, device)
+    make_writable(run, "--run")
+    make_writable(out, "--out")
     if ranks.launched():
         with ranks.group():
             _train(job)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from perilune.bench import ledger
+from perilune.core.files import make_writable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,14 +20,15 @@ def ledger_option(bench: str) -> Callable[[F], F]:
         "directory",
         type=click.Path(path_type=Path),
         callback=_writable,
-        help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results).",
+        help=f"Also append what is measured to DIRECTORY/{bench}.jsonl (the project's is bench/results); DIRECTORY is "
+        "made if it does not exist.",
     )
 
 
 def _writable(_: click.Context, __: click.Parameter, directory: Path | None) -> Path | None:
     """The directory; checked now, so that an error does not come after the measurement."""
     if directory is not None:
-        ledger.check(directory)
+        make_writable(directory, "--ledger")
     return directory
 
 

@@ -53,6 +53,9 @@ def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
     assert perilune(tmp_path, *one).returncode == 0
     checked = perilune(tmp_path, *one, before=sabotage)
     assert "FAILED" in checked.stdout and checked.returncode == 1, checked
+    refused = perilune(tmp_path, *one, "--impl", "cuda")
+    assert "no case of cuda was checked: for CUDA" in refused.stderr and refused.returncode == 1, refused
+    assert perilune(tmp_path, *one, "--impl", "reference").returncode == 0
     built = perilune(tmp_path, "ops", "--build", before=sabotage)
     assert "does not compile" in built.stdout and built.returncode == 1, built
 
@@ -81,6 +84,9 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
         (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
+        (("bench", "convert", "--stream-gb", "99999", "--scratch", "{}"), "--stream-gb 99999: at most "),
+        (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
+        (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
     ],
 )
 def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -128,7 +134,17 @@ def test_output_without_room_is_one_line(tmp_path: Path) -> None:
 
 def test_a_ledger_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     done = perilune(tmp_path, "bench", "decode", "/no/such", "--ledger", tmp_path / "stdout")
-    assert done.returncode == 1 and "choose another with --ledger" in done.stderr, done
+    assert done.returncode == 1 and "choose another directory with --ledger" in done.stderr, done
+
+
+@pytest.mark.parametrize("verb", ["collect", "train", "capture", "mine"])
+def test_an_output_that_cannot_be_made_is_said_before_the_work(verb: str, tmp_path: Path) -> None:
+    given = ("--run", tmp_path / "run") if verb == "train" else ()
+    corpus = () if verb == "collect" else ("--corpus", tmp_path)
+    done = perilune(tmp_path, "draft", verb, *given, *corpus, "--out", "/proc/none/x")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("error: cannot write /proc/none/x: No such file"), done
+    assert line.endswith("choose another directory with --out"), done
 
 
 def test_wrong_usage_and_help(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_keys(fake: FakeEndpoint) -> None:
 
 
 def test_refusals_carry_the_servers_words_and_status(fake: FakeEndpoint) -> None:
+    page = "<!DOCTYPE html>\n<head><style>\na {}</style><title>Not &amp; found</title></head><h1>Sorry</h1>"
     for call in (complete, stream):
         fake.answer = lambda body: refusal(404, "the model 'x'\nis not served here")
         with pytest.raises(EndpointError, match=r"answered 404: the model 'x' is not served here$") as caught:
@@ -177,6 +178,10 @@ def test_refusals_carry_the_servers_words_and_status(fake: FakeEndpoint) -> None
         assert caught.value.status == 404
         fake.answer = lambda body: PlainTextResponse("Bad\n<b>Gateway</b> " + "x" * 9999, 502)
         assert "answered 502: Bad <b>Gateway</b> xxx" in error(call, fake.url)
+        fake.answer = lambda body: PlainTextResponse(page, 404)
+        assert error(call, fake.url).endswith("answered 404: Not & found")
+        fake.answer = lambda body: PlainTextResponse("<html><body class='", 500)
+        assert "answered 500: no reason given" in error(call, fake.url)
         fake.answer = lambda body: PlainTextResponse("", 500)
         assert "answered 500: no reason given" in error(call, fake.url)
 

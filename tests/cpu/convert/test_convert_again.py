@@ -60,6 +60,12 @@ def flip(file: Path) -> None:
 # ---- repeating ---------------------------------------------------------------------------------------------------
 
 
+def test_an_exact_conversion_into_one_file(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "n", to="nvfp4", sidecar=False)
+    done = perilune(tmp_path, "convert", tmp_path / "n", tmp_path / "r", "--to", "bf16", "--device", "cpu")
+    assert "  in 1 file; " in done.stderr and done.stderr.endswith(" layers converted, exact\n"), done
+
+
 def test_the_script_repeated(source: Path, tmp_path: Path) -> None:
     again = ("convert", source, tmp_path / "r", "--to", "nvfp4", "--device", "cpu", "--threads", "1")
     first = perilune(tmp_path, *again)

@@ -155,6 +155,8 @@ def test_a_server_answers_as_the_engine_here_would(tmp_path: Path) -> None:
 
     with fake_endpoint.serving() as fake:
         fake.models[0]["max_model_len"], fake.answer = 900, said
+        failed = run("served", "--url", "http://127.0.0.1:9/v1", "--seed", "2")
+        assert "cannot connect" in str(failed.exception) and not any((tmp_path / "served").iterdir())
         result = run("served", "--url", fake.url, "--max-num-seqs", "3", "--seed", "1")
         assert result.exit_code == 0, result.output
         assert 1 < fake.most <= 3, "as many at once as asked for"

@@ -303,7 +303,9 @@ def test_damaged_files(tmp_path):
     save_file({"a": randn(100)}, file)
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
-    refused(tmp_path, SINGLE, "truncated", f"{len(whole)} bytes expected, {len(whole) - 10} found")
+    refused(
+        tmp_path, "truncated", f"expected, {len(whole) - 10} found: remove it and download it again, or convert again"
+    )
     file.write_bytes(whole + b"x")
     refused(tmp_path, "damaged", f"{len(whole) + 1} found")
     file.write_bytes(whole[:20])
@@ -341,7 +343,7 @@ def test_missing_shard(sharded):
     path, index = sharded
     shard = sorted(set(index.values()))[0]
     (path / shard).unlink()
-    refused(path, f"lacks 1 shard ({shard})", "download is incomplete")
+    refused(path, f"lacks 1 shard ({shard})", "download is incomplete: repeat it")
 
 
 def test_index_disagrees(sharded):
