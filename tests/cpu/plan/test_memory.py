@@ -88,7 +88,7 @@ def test_the_fewest_are_those_with_room_for_a_context() -> None:
     assert memory.fewest(asks, [70.0, 20.0, 70.0, 70.0]) == 1  # the second is nearly full
     lines = memory.plan(asks, 2, 70e9).lines()
     assert lines[0] == "memory on each of 2 ranks, 70.00 GB free:" and [line.split()[0] for line in lines[1:]] == [
-        "weights", "drafter", "mailboxes", "kept", "graphs", "workspace", "KV",
+        "weights", "drafter", "mailboxes", "kept", "graphs", "workspace", "left",
     ]  # fmt: skip
 
 
