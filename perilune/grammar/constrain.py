@@ -27,6 +27,11 @@ MAX_GRAMMAR_CHARS = 65_536
 MAX_PATTERN_CHARS = 8_192
 # Of a schema and of each of its definitions, added: as deep as the compiler may recurse, 6 KiB of its stack a level.
 MAX_LEVELS = 8_192
+# Schemas that one value may follow, by references and alternatives. llguidance keeps an item of each in every state and
+# fails beyond 2,000, also in the middle of an answer.
+MAX_SCHEMAS_OF_VALUE = 1_500
+_MAX_VISITED = 2_000_000  # references followed to count them: about a second
+_PLAIN_TYPES = ("string", "number", "integer", "boolean", "null")
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
 # Leaps, see Constraint.leap. JSON: what closes the brackets and quotes that one token opens, and one or two numbers.
 _JSON_LEAP = 96
@@ -273,6 +278,7 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
         plain = resolved(schema)
         _check_levels(plain)
         made, heaviest = bounded(enforceable(plain))
+        _check_schemas_of_values(made)
     except SchemaError as e:
         raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
     longest_key = max((len(k) for node in nodes(made) for k in node), default=0)
@@ -283,6 +289,44 @@ def _check_levels(schema: Any) -> None:
     definitions = (part for word in DEFINITIONS for part in mapping(mapping(schema).get(word)).values())
     if sum(1 + depth(part) for part in (schema, *definitions)) > MAX_LEVELS:
         raise SchemaError(f"it and its definitions have more than {MAX_LEVELS} levels together")
+
+
+def _check_schemas_of_values(schema: Any) -> None:
+    known = {"#": _alternatives(schema)}
+    for word in DEFINITIONS:
+        for name, part in mapping(mapping(schema).get(word)).items():
+            known[f"#/{word}/{name}"] = _alternatives(part)
+    starts: dict[frozenset[str], int] = {}  # references that one value follows first, and its other alternatives
+    for count, found in map(_alternatives, nodes(schema)):
+        starts[found] = max(count, starts.get(found, 0))
+    visited = 0
+    for first, count in starts.items():
+        seen, left = set(first), list(first)
+        while left and count <= MAX_SCHEMAS_OF_VALUE and visited < _MAX_VISITED:
+            more, found = known.get(left.pop(), (0, frozenset()))
+            left += found - seen
+            seen |= found
+            count, visited = count + more, visited + 1
+        if left or count > MAX_SCHEMAS_OF_VALUE:
+            raise SchemaError(
+                f"one of its values may follow more than {MAX_SCHEMAS_OF_VALUE} schemas, by references and alternatives"
+            )
+
+
+def _alternatives(schema: Any) -> tuple[int, frozenset[str]]:
+    """How many schemas a value may follow (alternatives that are plain values are compiled as one), and those of them
+    that are references."""
+    count, found, left = 0, set[str](), [schema]
+    while left:
+        part = left.pop()
+        node = mapping(part)
+        choices = [choice for word in ("anyOf", "oneOf", "allOf") for choice in items(node.get(word))]
+        if isinstance(reference := node.get("$ref"), str):
+            found.add(reference)
+        plain = node.get("type") in _PLAIN_TYPES or "const" in node or "enum" in node
+        count += bool(reference or choices or not plain)
+        left += choices
+    return count, frozenset(found)
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:

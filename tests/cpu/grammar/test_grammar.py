@@ -354,6 +354,19 @@ def test_long_chains_of_references_do_not_overflow_the_stack(nano: Tokenizer) ->
         constrain(nano, answer=AnswerFormat("json_schema", {"$defs": chain | {"d3000": True}}))
 
 
+def nullable(length: int) -> dict[str, Any]:
+    """A property whose schema is a chain of references, each of which may be null instead."""
+    chained = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(length)}
+    return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**chained, f"d{length}": {"type": "object"}}}
+
+
+def test_schemas_that_one_value_may_follow_are_bounded(nano: Tokenizer) -> None:
+    assert constrain(nano, tools=tools({"type": "object", **nullable(700)})) is not None
+    for schema in (nullable(1_000), {"anyOf": [{"type": "array", "items": {"const": i}} for i in range(2_000)]}):
+        with pytest.raises(RequestError, match="may follow more than 1500 schemas"):
+            constrain(nano, answer=AnswerFormat("json_schema", schema))
+
+
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:
     constraint = constrain(nano, answer=AnswerFormat("json_schema", SCHEMAS[13]))
     assert constraint is not None
