@@ -35,6 +35,7 @@ _COUNTS: Mapping[str, float] = {
     "maxContains": 1 << 32,
 }
 _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of number ranges farther from 0 are dropped, nearer ones become 0
+_ENDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _GREATEST = 2**63 - 1  # maximum of an integer without one
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _STARTS = 4  # the item that `contains` needs is one of the first 4; for several needed items see _heads
@@ -78,6 +79,7 @@ class _Rewriter:
             self._not,
             self._contains,
             self._string,
+            self._exact,
             self._integer,
             self._range,
             self._number,
@@ -231,6 +233,24 @@ class _Rewriter:
             wanted["allOf"] = [{"pattern": "^[^@]{1,64}@"}]
         return _and(rest, wanted) if wanted.keys() & rest.keys() else rest | wanted
 
+    def _exact(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Refuses an end of a range that the compiler rounds outwards. An integer's minimum beyond _FARTHEST rises."""
+        whole = _is_whole(node)
+        for word, sign in _ENDS.items():
+            end = node.get(word)
+            if not is_number(end) or abs(end) < MAX_EXACT or sign * end >= 1 << 63:
+                continue
+            if sign > 0 and end <= -_FARTHEST:
+                if whole:
+                    node = {k: v for k, v in node.items() if k != word} | {"minimum": 128 - _FARTHEST}  # exact
+                continue
+            if sign < 0 and end >= _FARTHEST and not (whole and end <= _GREATEST):
+                continue
+            inwards = sign if word.startswith("exclusive") and node.get("type") != "number" else 0
+            if sign * min(int(float(end) + inwards), _GREATEST) < sign * (int(end) + inwards):
+                raise SchemaError(f"{word} {end} cannot be enforced: it is beyond 2^53 and would be rounded")
+        return node
+
     def _integer(self, node: dict[str, Any]) -> dict[str, Any]:
         """Adds the bounds that an integer lacks: a model may write digits for ever, and few parsers take more than 64
         bits."""
@@ -249,7 +269,7 @@ class _Rewriter:
 
         llguidance cannot represent either in 64 bits. An integer's maximum beyond is kept: it is read as 2^63 - 1.
         """
-        for word, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+        for word, sign in _ENDS.items():
             end = node.get(word)
             if not is_number(end):
                 continue
