@@ -94,7 +94,8 @@ MEANINGS: Mapping[str, str] = {
     "tokens": "token ids",
     # responses
     "input": "a text, or a list of items: messages, reasoning, calls and their outputs, with pictures as "
-    "input_image and videos as input_video if the model sees",
+    "input_image and videos as input_video if the model sees; item_reference with the id of an item of a stored "
+    "response stands for that item",
     "instructions": "a system message for this request alone",
     "previous_response_id": "a stored response that this request continues",
     "store": "false: the response is not kept",

@@ -24,8 +24,8 @@ from perilune.server.openai.protocol import ChatBody, json_response
 from perilune.server.responses import custom, items
 from perilune.server.responses.background import Job, Jobs
 from perilune.server.responses.custom import Unwrapped
-from perilune.server.responses.protocol import FIELDS, InputTokensBody, ResponsesBody
-from perilune.server.responses.store import ResponseStore, decoded, encoded
+from perilune.server.responses.protocol import FIELDS, InputBody, InputTokensBody, ResponsesBody
+from perilune.server.responses.store import ResponseStore, decoded, encoded, found, named
 from perilune.server.service import Service
 from perilune.server.sse import EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
@@ -142,12 +142,14 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Read:
     """What a request says, read once. `sent`: the messages it adds to the conversation it continues, of which `last` is
-    the last. `items`: its input as the store keeps it. `forms`: grammars of custom tools by name."""
+    the last. `items`: its input as the store keeps it, with the `ids` of the items. `forms`: grammars of custom tools
+    by name."""
 
     chat: ChatBody
     sent: Sequence[msgspec.Raw]
     last: Mapping[str, Any]
     items: Sequence[msgspec.Raw]
+    ids: Sequence[str]
     forms: Mapping[str, Form]
 
 
@@ -240,7 +242,7 @@ class Answer:
 
     def _keep(self, response: dict[str, Any], added: Sequence[Mapping[str, Any] | msgspec.Raw] | None) -> None:
         body, read = self.body, self.read
-        self.store.put(self.owner, self.head["id"], response, added, body.previous_response_id, read.items)
+        self.store.put(self.owner, self.head["id"], response, added, body.previous_response_id, read.items, read.ids)
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         body, params = self.body, self.turn.generation.params
@@ -309,11 +311,12 @@ async def create_response(request: Request) -> Response:
     body, size = await service.receive(request, ResponsesBody)
     stored = _before(body.previous_response_id, store, jobs)
     size += sum(len(turn) for turn in stored)
+    size += await _resolve(service, store, body, size)
 
     def translate() -> Read:
         chat, added = body.chat(decoded(stored))
         kept = items.as_items(body.input) if body.store is not False else ()
-        return Read(chat, encoded(added), added[-1], kept, body.forms())
+        return Read(chat, encoded(added), added[-1], kept, [id for id, _ in named(kept)], body.forms())
 
     read = await service.offload(size, translate)
     call = current().apart("/v1/responses") if body.background else current()
@@ -337,8 +340,10 @@ async def input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens: how many tokens the prompt of such a request has."""
     service: Service = request.app.state.service
     body, size = await service.receive(request, InputTokensBody)
-    stored = _before(body.previous_response_id, request.app.state.responses, request.app.state.jobs)
+    store: ResponseStore = request.app.state.responses
+    stored = _before(body.previous_response_id, store, request.app.state.jobs)
     size += sum(len(turn) for turn in stored)
+    size += await _resolve(service, store, body, size)
     chat = await service.offload(size, lambda: body.chat(decoded(stored))[0])
     with spelled(FIELDS):
         chat.check_supported()
@@ -358,6 +363,17 @@ def _before(previous: str | None, store: ResponseStore, jobs: Jobs) -> list[byte
             code="response_not_complete",
         )
     return store.conversation(owner, previous)
+
+
+async def _resolve(service: Service, store: ResponseStore, body: InputBody, size: int) -> int:
+    """Replaces references to stored items in the input by these items. Returns the bytes of what was decoded."""
+    places = await service.offload(size, body.references)
+    if not places:
+        return 0
+    holders = store.holding(current().account.name, places)
+    more = sum(entry.size for entry in holders)
+    await service.offload(size + more, lambda: body.resolve(found(holders, places)))
+    return more
 
 
 def _followed(service: Service, job: Job, after: int) -> Response:

@@ -79,6 +79,21 @@ class InputBody(RequestBody):
                 code="unsupported_parameter",
             )
 
+    def references(self) -> dict[str, str]:
+        """By the id of each stored item to which the input refers, where it does."""
+        places: dict[str, str] = {}
+        for i, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            if _is_reference(item):
+                id = string(item, "id", f"input[{i}]", empty=False)
+                if id in places:
+                    raise wrong(f"input[{i}].id", f"refers to item {show(id)} for the second time")
+                places[id] = f"input[{i}].id"
+        return places
+
+    def resolve(self, items: Mapping[str, Any]) -> None:
+        """Replaces the references by the `items`."""
+        self.input = [items[item["id"]] if _is_reference(item) else item for item in self.input]
+
     def chat(self, before: Sequence[Mapping[str, Any]]) -> tuple[ChatBody, list[Mapping[str, Any]]]:
         """The same request to the chat endpoint, and the messages that `input` adds to those `before` it.
 
@@ -192,6 +207,10 @@ class ResponsesBody(InputBody):
         }
 
 
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == "item_reference"
+
+
 def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]) -> None:
     """`raw`: names of custom tools with a grammar."""
     if not isinstance(item, Mapping):
@@ -225,8 +244,8 @@ def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]
     else:
         raise wrong(
             f"{where}.type",
-            f"{show(kind)} is not supported: send message, reasoning, function_call, custom_tool_call and their "
-            "..._output items",
+            f"{show(kind)} is not supported: send message, reasoning, function_call, custom_tool_call, their "
+            "..._output items and item_reference",
             code="unsupported_parameter",
         )
 

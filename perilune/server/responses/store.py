@@ -1,7 +1,7 @@
 """Finished responses, kept in memory so that a client can continue or fetch them by id."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,28 +11,39 @@ from perilune.core.errors import RequestError
 
 MAX_RESPONSES = 8192
 MAX_BYTES = 256 << 20
+_ID_BYTES = 400  # memory of one item's id in the index, about
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response as JSON, the chat messages it added to the conversation (the request's own and the answer) and the
-    request's items. `messages` is None where there is no answer: nothing can continue it."""
+    """A response as JSON, the chat messages it added to the conversation (the request's own and the answer), the
+    request's items, and the ids of all items. `messages` is None where there is no answer: nothing can continue it."""
 
     response: bytes
     messages: bytes | None
     previous: str | None
     items: bytes
+    ids: frozenset[str]
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages or b"") + len(self.items)
+        return len(self.response) + len(self.messages or b"") + len(self.items) + _ID_BYTES * len(self.ids)
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Named(msgspec.Struct):
+    id: Any = None
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """The responses of one owner, least recently used first."""
+    """The responses of one owner, least recently used first, and by an item's id those that have the item."""
 
     entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    holders: dict[str, dict[str, None]] = field(default_factory=dict)
     bytes: int = 0
 
 
@@ -65,13 +76,17 @@ class ResponseStore:
         messages: Sequence[Mapping[str, Any] | msgspec.Raw] | None,
         previous: str | None,
         items: Sequence[msgspec.Raw] = (),
+        ids: Iterable[str] = (),
     ) -> None:
         """Stores a response. `messages`: those that it added to the conversation; `previous`: the id of the response
-        that it continues; `items`: those that the request sent."""
+        that it continues; `items`: those that the request sent, with their `ids`."""
         added = None if messages is None else msgspec.json.encode(messages)
-        entry = Stored(msgspec.json.encode(response), added, previous, msgspec.json.encode(items))
+        named = frozenset((*ids, *(item["id"] for item in response.get("output", ()))))
+        entry = Stored(msgspec.json.encode(response), added, previous, msgspec.json.encode(items), named)
         shelf = self._shelves.setdefault(owner, _Shelf())
         shelf.entries[id] = entry
+        for item in named:
+            shelf.holders.setdefault(item, {})[id] = None
         shelf.bytes += entry.size
         self._touch(owner, id)
         while len(self) > self.max_responses or self.size_bytes > self.max_bytes:
@@ -113,6 +128,23 @@ class ResponseStore:
             at = entry.previous
         return turns[::-1]
 
+    def holding(self, owner: str, places: Mapping[str, str]) -> list[Stored]:
+        """Responses in which the items are, for `found`. `places`: by an item's id, where the request names it;
+        RequestError 404 if the owner has no response with this item."""
+        shelf, ids = self._shelves.get(owner, _Shelf()), dict[str, None]()
+        for item, where in places.items():
+            if item not in shelf.holders:
+                raise RequestError(
+                    f"Item with id {item[:100]!r} not found: never stored (store: false), deleted, or dropped for "
+                    "newer ones. Send the item itself",
+                    param=where,
+                    code="item_not_found",
+                    status=404,
+                )
+            ids[next(reversed(shelf.holders[item]))] = None
+        self._touch(owner, *ids)
+        return [shelf.entries[id] for id in ids]
+
     def _entry(self, owner: str, id: str, param: str) -> Stored:
         shelf = self._shelves.get(owner)
         entry = None if shelf is None else shelf.entries.get(id)
@@ -128,15 +160,46 @@ class ResponseStore:
 
     def _forget(self, owner: str, id: str) -> None:
         shelf = self._shelves[owner]
-        shelf.bytes -= shelf.entries.pop(id).size
+        entry = shelf.entries.pop(id)
+        shelf.bytes -= entry.size
+        for item in entry.ids:
+            del shelf.holders[item][id]
+            if not shelf.holders[item]:
+                del shelf.holders[item]
         if not shelf.entries:
             del self._shelves[owner]
 
-    def _touch(self, owner: str, id: str | None) -> None:
+    def _touch(self, owner: str, *ids: str) -> None:
+        """Marks responses and all that they continue as used, each after those that continue it."""
         entries = self._shelves.get(owner, _Shelf()).entries
-        while id is not None and id in entries:
-            entries.move_to_end(id)
-            id = entries[id].previous
+        chains, seen = list[list[str]](), set[str]()
+        for id in ids:
+            chains.append([])
+            at: str | None = id
+            while at is not None and at in entries and at not in seen:
+                seen.add(at)
+                chains[-1].append(at)
+                at = entries[at].previous
+        for chain in reversed(chains):
+            for id in chain:
+                entries.move_to_end(id)
+
+
+def named(items: Sequence[msgspec.Raw]) -> list[tuple[str, msgspec.Raw]]:
+    """Items as JSON, each with its id; without those that have none."""
+    pairs = ((msgspec.json.decode(item, type=_Named).id, item) for item in items)
+    return [(id, item) for id, item in pairs if isinstance(id, str)]
+
+
+def found(holders: Sequence[Stored], ids: Collection[str]) -> dict[str, Any]:
+    """The items of these ids in the responses that ResponseStore.holding returned."""
+    made = {}
+    for entry in holders:
+        output = msgspec.json.decode(entry.response, type=_Output).output
+        for id, item in named([*msgspec.json.decode(entry.items, type=list[msgspec.Raw]), *output]):
+            if id in ids and id not in made:
+                made[id] = msgspec.json.decode(item)
+    return made
 
 
 def decoded(turns: Sequence[bytes]) -> list[Mapping[str, Any]]:

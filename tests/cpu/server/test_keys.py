@@ -328,7 +328,8 @@ def test_keys_share_compiled_grammars_only_in_a_group(file: Path, monkeypatch: p
 
 def test_stored_responses_do_not_exist_for_other_keys(file: Path) -> None:
     async def test(s: Served) -> None:
-        mine = (await ask(s, "a", RESPONSES)).json["id"]
+        made = (await ask(s, "a", RESPONSES)).json
+        mine, item = made["id"], {"type": "item_reference", "id": made["output"][0]["id"]}
         absent = mine[:-1] + ("0" if mine[-1] != "0" else "1")
         for id in (mine, absent):
             s.client.headers = bearer("b")
@@ -339,9 +340,13 @@ def test_stored_responses_do_not_exist_for_other_keys(file: Path) -> None:
                     "send the conversation as input"
                 )
             assert (await ask(s, "b", RESPONSES, previous_response_id=id)).status == 404
+        refused = await ask(s, "b", RESPONSES, input=[item])
+        assert refused.status == 404 and "not found" in refused.error["message"]
         s.client.headers = bearer("a")
         assert (await s.client.get(f"{RESPONSES}/{mine}")).json["id"] == mine
         assert (await ask(s, "a", RESPONSES, previous_response_id=mine)).status == 200
+        more = {"role": "user", "content": "More"}
+        assert (await ask(s, "a", RESPONSES, input=[item, more])).status == 200
 
     serve(test, answer="</think>Hello", api_key_file=write(file, entry("a"), entry("b", cache_group='"a"')))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from perilune.core.errors import RequestError
-from perilune.server.responses.store import ResponseStore, decoded
+from perilune.server.responses.store import ResponseStore, decoded, found
 from tests.cpu.server.test_responses import PATH, TOOL, told
 from tests.serving import CALL, Served, served
 
@@ -56,6 +56,33 @@ async def test_stored_responses_can_be_fetched_and_deleted(s: Served) -> None:
         assert (await s.client.post(PATH, {"input": "Hi", "previous_response_id": unknown})).status == 404
 
 
+@served(answer="Hm</think>Wait" + CALL.format(0))
+async def test_a_reference_stands_for_the_item_of_a_stored_response(s: Served) -> None:
+    user = {"id": "msg_own", "role": "user", "content": "Weather?"}
+    first = (await s.client.post(PATH, {"input": [user], "tools": [TOOL]})).json
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "rain"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in (user, *first["output"])]
+    second = (await s.client.post(PATH, {"input": [*references, result], "tools": [TOOL]})).json
+    by_reference = s.prompt()
+    await s.client.post(PATH, {"input": [user, *first["output"], result], "tools": [TOOL], "store": False})
+    assert s.prompt() == by_reference and "<think>Hm</think>Wait" in by_reference
+    counted = await s.client.post(f"{PATH}/input_tokens", {"input": [*references, result], "tools": [TOOL]})
+    assert counted.json["input_tokens"] == second["usage"]["input_tokens"]
+    page = (await s.client.get(f"{PATH}/{second['id']}/input_items?order=asc")).json["data"]
+    assert page[1:4] == first["output"]
+
+    await s.client.request("DELETE", f"{PATH}/{first['id']}", [b""])
+    # The second response has the items, too.
+    assert (await s.client.post(PATH, {"input": [*references, result], "tools": [TOOL], "store": False})).status == 200
+    await s.client.request("DELETE", f"{PATH}/{second['id']}", [b""])
+    refused = await s.client.post(PATH, {"input": [user, references[1]], "tools": [TOOL]})
+    assert refused.status == 404 and refused.error["param"] == "input[1].id"
+    assert f"Item with id '{references[1]['id']}' not found" in refused.error["message"]
+    twice = await s.client.post(PATH, {"input": [references[0], user, references[0]]})
+    assert twice.status == 400 and twice.error["param"] == "input[2].id"
+
+
 def filled(store: ResponseStore, *entries: tuple[str, str | None]) -> None:
     for id, previous in entries:
         store.put("", id, {"id": id}, [{"role": "user", "content": id}], previous)
@@ -99,3 +126,25 @@ def test_a_deleted_link_breaks_the_chain_with_a_clear_error() -> None:
     with pytest.raises(RequestError, match="'b' is not stored") as refused:
         store.conversation("", "c")
     assert refused.value.status == 404 and refused.value.param == "previous_response_id"
+
+
+def test_items_are_found_until_the_last_response_that_has_them_is_gone() -> None:
+    store = ResponseStore(max_responses=3)
+    for id, previous in (("a", None), ("b", "a"), ("c", None)):
+        store.put("", id, {"output": [{"id": f"{id}1"}, {"id": f"{id}2"}]}, [], previous)
+    places = {"b1": "input[0].id", "a2": "input[1].id"}
+    assert found(store.holding("", places), places) == {"b1": {"id": "b1"}, "a2": {"id": "a2"}}
+    with pytest.raises(RequestError, match="Item with id 'b1' not found"):
+        store.holding("other", places)
+    store.put("", "d", {}, [], None)  # c was used least recently
+    store.put("", "e", {}, [], None)  # b goes before a, which it continues
+    assert len(store.holding("", {"a1": ""})) == 1
+    for gone in ("c1", "b1"):
+        with pytest.raises(RequestError, match=f"'{gone}' not found"):
+            store.holding("", {gone: ""})
+    store.delete("", "a")
+    with pytest.raises(RequestError, match="'a1' not found"):
+        store.holding("", {"a1": ""})
+    store.delete("", "d")
+    store.delete("", "e")
+    assert store.size_bytes == 0

@@ -281,7 +281,7 @@ async def test_a_last_thought_is_continued(s: Served, status: Any) -> None:
         ({"input": []}, "input", "not empty"),
         ({"input": 5}, "input", "input must be a text or a list"),
         ({"input": ["Hi"]}, "input[0]", "must be an object"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "must be a string"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "'robot'"),
         ({"input": [{"role": "user"}]}, "input[0].content", "string or a list"),
         (
