@@ -80,6 +80,10 @@ def test_responses_tool_loop_by_items_and_by_id(server: Server, called: Problem)
     by_items = server.openai.responses.create(input=history, **ask)
     assert by_id.output_text == by_items.output_text and by_id.usage is not None and by_items.usage is not None
     assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_reference = server.openai.responses.create(input=[question, *references, result], **ask)
+    assert by_reference.output_text == by_items.output_text and by_reference.usage is not None
+    assert by_reference.usage.input_tokens == by_items.usage.input_tokens
     assert by_items.usage.input_tokens_details.cached_tokens > 0, "the turn before is in the prefix cache"
     assert server.openai.responses.retrieve(by_id.id).output_text == by_id.output_text
     server.openai.responses.delete(by_id.id)
