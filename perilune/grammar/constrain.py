@@ -294,14 +294,13 @@ def _check_levels(schema: Any) -> None:
 def _check_schemas_of_values(schema: Any) -> None:
     known = {"#": _alternatives(schema)}
     for word in DEFINITIONS:
-        for name, part in mapping(mapping(schema).get(word)).items():
-            known[f"#/{word}/{name}"] = _alternatives(part)
+        known |= {f"#/{word}/{k}": _alternatives(part) for k, part in mapping(mapping(schema).get(word)).items()}
     starts: dict[frozenset[str], int] = {}  # references that one value follows first, and its other alternatives
     for count, found in map(_alternatives, nodes(schema)):
         starts[found] = max(count, starts.get(found, 0))
     visited = 0
     for first, count in starts.items():
-        seen, left = set(first), list(first)
+        left, seen = list(first), set(first)
         while left and count <= MAX_SCHEMAS_OF_VALUE and visited < _MAX_VISITED:
             more, found = known.get(left.pop(), (0, frozenset()))
             left += found - seen

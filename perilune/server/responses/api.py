@@ -25,7 +25,7 @@ from perilune.server.responses import custom, items
 from perilune.server.responses.background import Job, Jobs
 from perilune.server.responses.custom import Unwrapped
 from perilune.server.responses.protocol import FIELDS, InputBody, InputTokensBody, ResponsesBody
-from perilune.server.responses.store import ResponseStore, decoded, encoded, found, named
+from perilune.server.responses.store import ResponseStore, decoded, encoded, found, ids_of
 from perilune.server.service import Service
 from perilune.server.sse import EventStream, named_event, race
 from perilune.server.turn import Turn, begin, prompt_tokens
@@ -316,7 +316,7 @@ async def create_response(request: Request) -> Response:
     def translate() -> Read:
         chat, added = body.chat(decoded(stored))
         kept = items.as_items(body.input) if body.store is not False else ()
-        return Read(chat, encoded(added), added[-1], kept, [id for id, _ in named(kept)], body.forms())
+        return Read(chat, encoded(added), added[-1], kept, ids_of(kept), body.forms())
 
     read = await service.offload(size, translate)
     call = current().apart("/v1/responses") if body.background else current()

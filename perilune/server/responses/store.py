@@ -30,10 +30,6 @@ class Stored:
         return len(self.response) + len(self.messages or b"") + len(self.items) + _ID_BYTES * len(self.ids)
 
 
-class _Output(msgspec.Struct):
-    output: list[msgspec.Raw]
-
-
 class _Named(msgspec.Struct):
     id: Any = None
 
@@ -185,21 +181,17 @@ class ResponseStore:
                 entries.move_to_end(id)
 
 
-def named(items: Sequence[msgspec.Raw]) -> list[tuple[str, msgspec.Raw]]:
-    """Items as JSON, each with its id; without those that have none."""
-    pairs = ((msgspec.json.decode(item, type=_Named).id, item) for item in items)
-    return [(id, item) for id, item in pairs if isinstance(id, str)]
+def ids_of(items: Sequence[msgspec.Raw]) -> list[str]:
+    ids = (msgspec.json.decode(item, type=_Named).id for item in items)
+    return [id for id in ids if isinstance(id, str)]
 
 
 def found(holders: Sequence[Stored], ids: Collection[str]) -> dict[str, Any]:
     """The items of these ids in the responses that ResponseStore.holding returned."""
-    made = {}
-    for entry in holders:
-        output = msgspec.json.decode(entry.response, type=_Output).output
-        for id, item in named([*msgspec.json.decode(entry.items, type=list[msgspec.Raw]), *output]):
-            if id in ids and id not in made:
-                made[id] = msgspec.json.decode(item)
-    return made
+    parts = (
+        part for h in holders for part in (msgspec.json.decode(h.items), msgspec.json.decode(h.response)["output"])
+    )
+    return {item["id"]: item for part in parts for item in part if isinstance(item["id"], str) and item["id"] in ids}
 
 
 def decoded(turns: Sequence[bytes]) -> list[Mapping[str, Any]]:

@@ -310,10 +310,8 @@ def test_nothing_to_enforce_costs_nothing(nano: Tokenizer) -> None:
         ({"minContains": -1, "contains": {"const": 1}}, "minContains must"),
         ({"not": {"required": [[None]]}}, "required must"),
         ({"if": {"type": {}}, "then": {"maxLength": 3}}, "type must"),
-        ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, "minimum 9007199254740993 .* rounded"),
-        ({"exclusiveMinimum": 2**53}, "exclusiveMinimum 9007199254740992 .* rounded"),
+        ({"minimum": 2**53 + 1, "maximum": 2**53 + 1}, "minimum 9007199254740993 .* rounded"),
         ({"not": {"maximum": 2**53 + 1}}, "exclusiveMinimum 9007199254740993 .* rounded"),
-        ({"type": ["integer", "null"], "maximum": 10**18 - 1}, "maximum 999999999999999999 .* rounded"),
         (False, "nsatisfiable"),
         ("text", "must be a JSON schema"),
     ],
@@ -329,24 +327,19 @@ def test_what_cannot_be_enforced_is_refused_by_name(nano: Tokenizer, schema: Any
 
 
 @pytest.mark.parametrize("end", [2**53 - 1, 2**53, 2**53 + 1, 2**54, 10**16 - 1, 10**18, 2**63 - 2, 2**63 - 1, 2**64])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_ends_of_ranges_beyond_2_53_are_kept_or_refused(nano: Tokenizer, end: int, sign: int) -> None:
-    known, end = vocabulary(nano), sign * end
-    for word, up, equal in (
-        ("minimum", 1, 1),
-        ("maximum", -1, 1),
-        ("exclusiveMinimum", 1, 0),
-        ("exclusiveMaximum", -1, 0),
-    ):
+@pytest.mark.parametrize("word", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_ends_of_ranges_beyond_2_53_are_kept_or_refused(nano: Tokenizer, end: int, word: str) -> None:
+    for least in (end, -end):
         try:
-            made = constrain(nano, answer=AnswerFormat("json_schema", {"type": "integer", word: end}))
-        except RequestError as e:
-            assert abs(end) >= 2**53 + equal, (word, e)
+            made = constrain(nano, answer=AnswerFormat("json_schema", {"type": "integer", word: least}))
+        except RequestError:
+            assert end > 2**53 - word.startswith("ex")
             continue
         assert made is not None and made.answer is not None
-        matcher = known.compile(made.answer)
-        for value in (end + up * by for by in (-2049, -3, -2, -1, 0)):
-            assert (value == end and equal) or not matcher.takes(nano.encode(str(value))), (word, value)
+        matcher = vocabulary(nano).compile(made.answer)
+        for by in (2049, 3, 2, 1, 0)[: 5 if word.startswith("ex") else 4]:
+            beyond = least + by if word.endswith("aximum") else least - by
+            assert not matcher.takes(nano.encode(str(beyond)))
 
 
 def test_bad_requests_are_refused(nano: Tokenizer) -> None:
