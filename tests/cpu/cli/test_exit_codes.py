@@ -54,7 +54,7 @@ def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
     checked = perilune(tmp_path, *one, before=sabotage)
     assert "FAILED" in checked.stdout and checked.returncode == 1, checked
     refused = perilune(tmp_path, *one, "--impl", "cuda")
-    assert "no case of cuda was checked: for CUDA" in refused.stderr and refused.returncode == 1, refused
+    assert "no case of cuda was checked: for CUDA" in refused.stderr and refused.returncode == 0, refused
     assert perilune(tmp_path, *one, "--impl", "reference").returncode == 0
     built = perilune(tmp_path, "ops", "--build", before=sabotage)
     assert "does not compile" in built.stdout and built.returncode == 1, built
