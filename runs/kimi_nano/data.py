@@ -77,7 +77,7 @@ class Codec:
 
 
 def halves(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
-    """For each id all pairs of ids whose bytes together are its bytes; control tokens have none."""
+    """Maps an id to all pairs of ids that have the same bytes together. Control tokens have no pairs."""
     ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.special("[BOS]"))}
     found = {
         i: [(ids[b[:at]], ids[b[at:]]) for at in range(1, len(b)) if b[:at] in ids and b[at:] in ids]
