@@ -65,7 +65,7 @@ def step_seconds(parts: Sequence[tuple[int, int]], layers: int) -> float:
 
 
 class Link:
-    """A Mover whose two directions each copy one block after another at a fixed speed."""
+    """A Mover that copies one block after another in each direction, at a fixed speed."""
 
     def __init__(self, rows: int, block_gb: float, clock: Clock) -> None:
         self.rows, self.clock, self.restored = rows, clock, 0

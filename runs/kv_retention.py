@@ -178,7 +178,7 @@ def lru(given: Sequence[Visit], pages_limit: int, rows: int) -> float:
 
 
 class AtOnce:
-    """A mover whose copies take no time; it counts the files that it writes."""
+    """A mover with copies of 0 s; it counts the files that it writes."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

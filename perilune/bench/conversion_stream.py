@@ -25,6 +25,7 @@ from perilune.bench.shapes import SHAPES
 from perilune.convert.job import Job, Out
 from perilune.convert.shards import arrange
 from perilune.core.errors import ConfigError, EngineError
+from perilune.core.files import free_bytes
 from perilune.core.jsonfile import write_object
 from perilune.formats import int4
 from perilune.formats.writer import with_quantization
@@ -80,10 +81,7 @@ def measure(scratch: Path, gb: float, report: Callable[[str], None]) -> dict[str
 
 
 def _require_room(scratch: Path, gb: float) -> None:
-    parent = scratch.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free / 1e9
+    free = free_bytes(scratch) / 1e9
     fit = math.floor(min(free / ROOM, LARGEST_GB))
     if gb > fit:
         raise ConfigError(

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from perilune.convert.journal import Done, Journal
 from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.core.files import exists, open_regular
+from perilune.core.files import exists, free_bytes, open_regular
 from perilune.core.jsonfile import read_object, spelled, write_object
 from perilune.formats import checksums
 from perilune.formats.checkpoint import INDEX, Checkpoint
@@ -146,10 +145,7 @@ class Conversion:
 
     def require_room(self, directory: Path, present: int = 0) -> tuple[int, int]:
         """(bytes still to write, bytes free). ConfigError if they do not fit."""
-        parent = directory.absolute()
-        while not parent.exists():
-            parent = parent.parent
-        free, needed = shutil.disk_usage(parent).free, self.nbytes - present
+        free, needed = free_bytes(directory), self.nbytes - present
         if needed > free:
             raise ConfigError(
                 f"{directory} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, or choose another "

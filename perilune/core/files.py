@@ -4,6 +4,7 @@ open() waits for a writer without end, or of a device, where open() may act and 
 import errno
 import io
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -56,6 +57,14 @@ def read_regular(path: Path) -> bytes:
         if size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {MAX_BYTES:,} are read", str(path))
         return file.read()
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes of the disk that has `directory`, or its nearest parent that exists."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def make_writable(directory: Path, option: str) -> None:

@@ -62,12 +62,8 @@ def parse_tools(value: Declared) -> tuple[Tool, ...]:
 
 def check_depth(value: Any, where: str) -> None:
     """RequestError if JSON data nests deeper than MAX_DEPTH; everything below may then recurse safely."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent)]
-        if not level:
-            return
-    raise RequestError(f"{where} nests deeper than {MAX_DEPTH} levels", param=where)
+    if depth(value) >= MAX_DEPTH:
+        raise RequestError(f"{where} nests deeper than {MAX_DEPTH} levels", param=where)
 
 
 def depth(value: Any) -> int:

@@ -47,7 +47,7 @@ def sections(text: str) -> set[str]:
 
 
 def wrong_sections(text: str, known: set[str], *, own: bool = False) -> Iterator[str]:
-    """Citations of sections that do not exist or whose page is not named; `own`: of the text's own sections."""
+    """Citations of sections that do not exist, or without the name of their page; `own`: of the text's own sections."""
     flat = re.sub(r"\s*\n\s*(?:#|//)?\s*", " ", text)
     for found in _SECTION.finditer(flat):
         numbers = re.findall(r"\d+(?:\.\d+)?", found[0])

@@ -15,7 +15,7 @@ from perilune.core.config import EngineConfig, build
 from runs.four_gpus.setting import CACHED_SHARE, DECODING, Setting
 
 BEGIN_SECONDS = 120.0  # limit of the time until all users have their first token
-ANSWER_TOKENS = 16  # tokens of an answer whose TTFT is measured. Fewer: random tokens may all have no text
+ANSWER_TOKENS = 16  # tokens of an answer for TTFT. Among fewer random tokens, perhaps none has text
 LONG_PROMPTS = 3  # sent one after the other while users decode
 SHORT_PROMPTS = 8  # likewise
 

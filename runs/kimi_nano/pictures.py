@@ -127,7 +127,7 @@ def marks(canvas: Canvas, grid: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _covered(start: float, stop: float) -> tuple[int, int]:
-    """(first, end) of the cells whose middle is between start and stop; at least the cell around their midpoint."""
+    """(first, end) of the cells with their middle between start and stop; at least the cell around the midpoint."""
     first, end = max(0, round(start)), max(0, round(stop))
     middle = max(0, int((start + stop) / 2))
     return (first, end) if end > first else (middle, middle + 1)

@@ -19,7 +19,7 @@ from runs.kimi_nano.written.stories import GSM8K
 from runs.kimi_nano.written.utterances import DIALOGUES
 
 ORDERS, STORYBOOK, TASKS = "Taskmaster", "asp-source", "self-instruct"
-# Data sets whose licences (MIT, CC BY, CC BY-SA, Apache 2.0) allow what is done here.
+# Data sets under MIT, CC BY, CC BY-SA or Apache 2.0: these licences allow training on the texts.
 P3: Final = (
     "adversarial_qa_dbert", "adversarial_qa_dbidaf", "adversarial_qa_droberta", "common_gen", "commonsense_qa",
     "cosmos_qa", "dbpedia_14", "duorc_ParaphraseRC", "duorc_SelfRC", "kilt_tasks_hotpotqa", "qasc", "quarel", "quartz",

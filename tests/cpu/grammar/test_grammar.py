@@ -373,7 +373,7 @@ def test_long_chains_of_references_do_not_overflow_the_stack(nano: Tokenizer) ->
 
 
 def nullable(length: int) -> dict[str, Any]:
-    """A property whose schema is a chain of references, each of which may be null instead."""
+    """A property with a chain of references; every value in the chain may also be null."""
     chained = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(length)}
     return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**chained, f"d{length}": {"type": "object"}}}
 
