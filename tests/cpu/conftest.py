@@ -65,6 +65,12 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def path() -> Path:
+    """kimi-nano's."""
+    return resolve_model("kimi-nano")
+
+
+@pytest.fixture(scope="session")
 def nano() -> Tokenizer:
     return Tokenizer.from_directory(resolve_model("kimi-nano"))
 

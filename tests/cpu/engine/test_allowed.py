@@ -18,13 +18,12 @@ from perilune.core.messages import Submit
 from perilune.core.sampling import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from perilune.engine.allowed import TokenRules
 from perilune.engine.engine import Engine
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.matcher import Words
 from perilune.text.bad_words import resolved, sequences
 from perilune.text.tokenizer import Tokenizer
 from tests import oracle
-from tests.cpu.engine.test_constraint_engine import ask, batch, check_person, person, run
+from tests.cpu.engine.test_constraint_engine import ask, batch, check_person, person, run, start
 from tests.cpu.engine.test_engine import POISON
 from tests.cpu.speculation.test_speculation import Scripted, alike, speculate
 
@@ -40,14 +39,8 @@ def llm(tiny: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    return resolve_model("kimi-nano")
-
-
-@pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[Engine]:
-    config = dict(device="cpu", max_model_len=512, max_num_seqs=16, threads=1, draft="off")
-    engine = Engine(path, build(EngineConfig, config))
+    engine = start(path, max_num_seqs=16, draft="off")
     yield engine
     engine.close()
 

@@ -18,7 +18,6 @@ from perilune.core.constraint import Constraint
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Submit
 from perilune.engine.engine import Engine
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, Named, ToolChoice, constrain
 from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.matcher import GrammarError
@@ -38,11 +37,6 @@ PERSON = AnswerFormat(
         "additionalProperties": False,
     },
 )
-
-
-@pytest.fixture(scope="module")
-def path() -> Path:
-    return resolve_model("kimi-nano")
 
 
 def start(path: Path, **config: Any) -> Engine:

@@ -88,6 +88,10 @@ class TieredRig(Rig):
         self.scheduler.check_integrity()
         return super().tick(between)
 
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.tick()
+
     def finish(self) -> None:
         ticks = 0
         while self.scheduler.has_work or self.flying is not None or self.scheduler.offload.busy:
@@ -113,6 +117,14 @@ def ask(rig, rid, prompt, **params):
 PROMPTS = [[s * 7 + i % 5 for i in range(20)] for s in range(6)]
 
 
+def served(num_blocks: int, **more) -> TieredRig:
+    """A rig without a disk that has answered PROMPTS."""
+    rig = TieredRig(num_blocks=num_blocks, rows=40, disk=False, **more)
+    for rid, prompt in enumerate(PROMPTS):
+        ask(rig, rid, prompt)
+    return rig
+
+
 def test_what_left_the_pool_comes_back() -> None:
     rig = TieredRig(num_blocks=12, rows=40, disk=False)
     for rid, prompt in enumerate(PROMPTS):
@@ -132,14 +144,11 @@ def test_room_for_a_prompt_is_not_made_of_its_own_hits() -> None:
 
 
 def test_others_go_on_while_a_request_is_being_restored() -> None:
-    rig = TieredRig(num_blocks=16, rows=40, disk=False)
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(16)
     rig.mover.restores = False
     rig.submit(10, PROMPTS[0], max_tokens=4)
     rig.submit(11, [3, 3, 3], max_tokens=4)
-    for _ in range(20):
-        rig.tick()
+    rig.ticks(20)
     rig.expect(11)
     assert not rig.answers[10].tokens and rig.scheduler.stats().waiting == 1
     rig.mover.restores = True
@@ -168,9 +177,7 @@ def test_a_copy_into_blocks_waits_for_the_steps_that_may_still_write_them() -> N
 
 
 def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
-    rig = TieredRig(num_blocks=12, rows=40, disk=False, errors={10: 1})
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(12, errors={10: 1})
     digests: list[bytes] = []
     extend_digests(digests, PROMPTS[0], 4, 4)
     assert all(rig.tiers.match([digest]) for digest in digests)
@@ -182,24 +189,19 @@ def test_values_that_are_not_finite_are_forgotten_in_every_tier() -> None:
 
 
 def test_a_restore_that_fails_is_computed() -> None:
-    rig = TieredRig(num_blocks=12, rows=40, disk=False, faults=1.0)
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(12, faults=1.0)
     assert ask(rig, 10, PROMPTS[0]) < 16
     assert rig.scheduler.stats().blocks_damaged > 0
 
 
 def test_a_disk_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = TieredRig(num_blocks=16, rows=40, disk=False)
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(16)
     rig.mover.restores = False
     rig.submit(10, PROMPTS[0], max_tokens=4)
     while not rig.scheduler.offload.restoring:
         rig.tick()
     monkeypatch.setattr("perilune.engine.kv_tiers.offload.LIMIT_SECONDS", 0.0)
-    for _ in range(30):
-        rig.tick()
+    rig.ticks(30)
     rig.expect(10)
     rig.mover.restores = True  # it answers after all: nothing is lost, nothing is used twice
     rig.finish()
@@ -236,9 +238,7 @@ def test_a_restore_does_not_wait_for_files_longer_than_computing_takes() -> None
 
 
 def test_a_request_cancelled_while_it_is_restored_leaves_nothing() -> None:
-    rig = TieredRig(num_blocks=12, rows=40, disk=False)
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(12)
     rig.mover.restores = False
     rig.submit(10, PROMPTS[0], max_tokens=4)
     while not rig.scheduler.offload.restoring:
@@ -342,13 +342,11 @@ def test_restored_blocks_are_kept_until_the_request_starts() -> None:
     rig.mover.restores = False
     for rid in asked:
         rig.submit(rid, PROMPTS[rid - 11], max_tokens=4)
-        for _ in range(4):
-            rig.tick()
+        rig.ticks(4)
     requests = [rig.scheduler._live[rid] for rid in asked]
     assert [r.restoring for r in requests] == [True, True, False, False, False], "there is room for two"
     rig.mover.restores = True
-    for _ in range(8):
-        rig.tick()
+    rig.ticks(8)
     assert [len(r.kept) for r in requests] == [4, 4, 0, 0, 0]
     pacer.tokens = 64
     rig.finish()
@@ -381,8 +379,7 @@ def test_a_running_request_takes_restored_blocks_of_the_youngest_that_waits() ->
 def test_a_request_cancelled_after_its_restore_keeps_nothing() -> None:
     rig, _ = paused(num_blocks=16, max_tokens=20)
     rig.submit(11, PROMPTS[0], max_tokens=4)
-    for _ in range(10):
-        rig.tick()
+    rig.ticks(10)
     (request,) = rig.scheduler._queue.requests
     assert len(request.kept) == 4
     rig.cancel(11)
@@ -394,8 +391,7 @@ def test_a_request_cancelled_after_its_restore_keeps_nothing() -> None:
 def test_restored_blocks_that_would_not_suffice_stay() -> None:
     rig, _ = paused(num_blocks=16, max_tokens=20)
     rig.submit(11, PROMPTS[0], max_tokens=4)
-    for _ in range(10):
-        rig.tick()
+    rig.ticks(10)
     (request,) = rig.scheduler._queue.requests
     blocks = rig.scheduler.blocks
     assert not blocks.take_kept(lacking=5) and len(request.kept) == 4
@@ -407,8 +403,7 @@ def test_restored_blocks_that_would_not_suffice_stay() -> None:
 def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
     rig, pacer = paused(num_blocks=16, max_tokens=40)
     rig.submit(11, PROMPTS[0], max_tokens=4)
-    for _ in range(20):
-        rig.tick()
+    rig.ticks(20)
     stats = rig.scheduler.stats()
     assert rig.scheduler._queue.requests[0].restored == (16, 0) and stats.waiting == 1 and not rig.answers[11].tokens
     pacer.tokens = 64
@@ -418,9 +413,7 @@ def test_a_restore_begins_while_the_pacer_lets_prompts_wait() -> None:
 
 def test_a_request_whose_kv_is_quicker_computed_asks_once() -> None:
     """Looked at before each step while it waits, it is one refusal: the 64th restores, to measure the tier again."""
-    rig = TieredRig(num_blocks=12, rows=40, disk=False)
-    for rid, prompt in enumerate(PROMPTS):
-        ask(rig, rid, prompt)
+    rig = served(12)
     worth = rig.scheduler.offload.worth
     worth.tiers["host"].seconds, worth.compute.seconds = 1.0, 1e-3
     request = Request(1, 0, PROMPTS[0], 20, SamplingParams(), 0, 30)

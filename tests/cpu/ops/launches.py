@@ -1,49 +1,57 @@
-"""What implementations hand to C launchers, as text, without a GPU: `Recorder` stands in for `build.function`."""
+"""What implementations hand to C launchers, as text, without a GPU: `Recorder` stands in for `build.function`.
 
-import dataclasses
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterator
+Pinned texts have groups, cases (indented by one space) and their launches (by two).
+"""
+
+import contextlib
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
-import perilune.ops
 from perilune.ops.harness import build, workspace
+from perilune.ops.harness.case import tensors
+from perilune.ops.linear import linear_fp8
+
+Pinned = dict[str, dict[str, list[str]]]
+STREAM, PROCESSORS = 77, 132
 
 
-def leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument, those of a record under "argument.field"."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from leaves(f"{name}.{field.name}", getattr(value, field.name))
+def _quantized(w: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(w.shape, dtype=torch.float8_e4m3fn), torch.empty(w.shape[:-1])
+
+
+def _exactly(w: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(w.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape).float().amax(dim, keepdim=True)
+
+
+def _declared(source: str, name: str) -> str:
+    """The parameters of an exported C function, one letter each as for build.function."""
+    text = "".join(path.read_text() for path in build._with_headers(build._paths()[source]))
+    (parameters,) = re.findall(rf"^API int {name}\(([^)]*)\)", text, re.M)
+    kinds = (("*", "p"), ("int64_t ", "l"), ("float ", "f"))
+    return "".join(next(letter for text, letter in kinds if text in p) for p in parameters.split(","))
 
 
 class Recorder:
-    """Lists launches of GPU kernels: "file:function(argument, ...)". A pointer is the name of the argument's tensor, or
-    the type and shape of one that was made meanwhile, numbered in the order in which launches got them, with an offset
-    in bytes; other arguments are their values."""
+    """Stands in for the compiled launchers; `launches` has a line for each launch of a GPU's kernel.
+
+    A line is the function, after its file if that has another name, and its arguments but the stream. A pointer is
+    written as the name of the argument that it points to, as "[1,64]f32" or "zeros[64]i32" if the implementation made
+    that tensor, as "copy" otherwise, with an offset in bytes; ticks tell apart what would have one name. "-" is none.
+    """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._known: list[tuple[str, int, int]] = []  # name, begin, end
-        self._numbers: dict[int, int] = {}  # by where a tensor that was made begins
-        self._alive: list[Tensor] = []  # so that no address is used twice
-
-    def know(self, name: str, value: Any) -> None:
-        for leaf, t in leaves(name, value):
-            self._alive.append(t)
-            self._known.insert(0, (leaf, t.data_ptr(), t.data_ptr() + max(1, t.nbytes)))
-
-    def made(self, t: Tensor) -> Tensor:
-        kind = f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}".replace(" ", "")
-        self._known.append((kind, t.data_ptr(), t.data_ptr() + max(1, t.nbytes)))
-        self._alive.append(t)
-        return t
+        self.launches: list[str] = []
+        self.known: dict[str, Tensor] = {}
+        self.zeros: dict[str, Tensor] = {}  # kept from call to call
 
     def function(self, source: str, name: str, kinds: str) -> Callable[..., int]:
         def launch(*args: Any) -> int:
@@ -51,48 +59,112 @@ class Recorder:
             if name == "widest_row":
                 return 16
             if source.endswith(".cu"):
-                shown = (self._pointer(a) if kind == "p" else self._number(a, kind) for a, kind in zip(args, kinds))
-                self.lines.append(f"{source}:{name}({', '.join(shown)})")
+                assert kinds == _declared(source, name), f"{name}: {kinds} is not what {source} declares"
+                assert args[-1] in (STREAM, 0), args  # 0 is the stream of a workspace on the CPU
+                others: list[int] = []
+                words = (self._word(kind, arg, others) for kind, arg in zip(kinds, args[:-1]))
+                file = source.removesuffix(".cu")
+                self.launches.append(" ".join([name if file == name else f"{file}:{name}", *words]))
             return 0
 
         return launch
 
-    def _number(self, a: Any, kind: str) -> str:
-        assert isinstance(a, int) or (kind == "f" and isinstance(a, float)), f"{a!r} as {kind}"
-        return repr(float(a) if kind == "f" else int(a))
+    def _word(self, kind: str, arg: Any, others: list[int]) -> str:
+        if kind == "f":
+            assert isinstance(arg, float) and math.isfinite(arg), arg
+            return f"{arg:.9g}"
+        if kind == "l":
+            assert isinstance(arg, int) and abs(arg) < 1 << 40, arg  # an address would be larger
+            return str(int(arg))
+        assert arg is None or type(arg) is int, arg
+        if arg is None:
+            return "-"
+        for end in (0, 1):  # what begins where a tensor ends has no values
+            for name, t in (self.known | self.zeros).items():
+                size, offset = t.untyped_storage().nbytes(), arg - t.untyped_storage().data_ptr()
+                if t.numel() and end * size <= offset < size + end:
+                    offset -= t.storage_offset() * t.itemsize
+                    return name if not offset else f"{name}{offset:+}"
+        if arg not in others:
+            others.append(arg)
+        return "copy" + "'" * others.index(arg)
 
-    def _pointer(self, a: int | None) -> str:
-        if not a:
-            return "None"
-        inside = [known for known in self._known if known[1] <= a < known[2]]
-        behind = [known for known in self._known if a == known[2]]  # of what has no values
-        if not inside and not behind:
-            inside = [("other", a, a + 1)]
-            self._known += inside
-        name, begin, _ = (inside or behind)[0]
-        if "[" in name or name == "other":
-            name = f"#{self._numbers.setdefault(begin, len(self._numbers))}:{name}"
-        return name if a == begin else f"{name}+{a - begin}"
+    def _making(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(make)
+        def made(*args: Any, **settings: Any) -> Tensor:
+            t = make(*args, **settings)
+            shape, dtype = ",".join(map(str, t.shape)), str(t.dtype).removeprefix("torch.")
+            for long, short in (("float8_", ""), ("float", "f"), ("uint", "u"), ("int", "i")):
+                dtype = dtype.replace(long, short)
+            zeros = make.__name__ == "zeros"
+            name = f"{'zeros' if zeros else ''}[{shape}]{dtype}"
+            while name in self.known or name in self.zeros:
+                name += "'"
+            (self.zeros if zeros else self.known)[name] = t
+            return t
+
+        return made
+
+    @contextlib.contextmanager
+    def watching(self, args: Mapping[str, Any]) -> Iterator[None]:
+        """Knows the tensors of arguments by their names, before all that it knew, and those that are made within."""
+        self.known = {**(names := tensors(args)), **{k: t for k, t in self.known.items() if k not in names}}
+        with contextlib.ExitStack() as stack:
+            for make in ("empty", "zeros", "empty_like"):
+                stack.enter_context(mock.patch.object(torch, make, self._making(getattr(torch, make))))
+            yield
 
 
-def _forget_kernels() -> None:
-    for module in pkgutil.walk_packages(perilune.ops.__path__, "perilune.ops."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+@contextlib.contextmanager
+def as_on_hopper() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (build, "function", recorder.function),
+            (build, "is_hopper", lambda device: True),
+            (build, "library", lambda source: object()),
+            (build, "sm_count", lambda device: PROCESSORS),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            (build, "stream", lambda device=None: STREAM),
+            (workspace, "_stream", lambda device: STREAM),
+            (linear_fp8, "quantize_rows", _quantized),
+            (linear_fp8, "quantize_exactly", _exactly),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(workspace.owned())
+        _forget()
+        yield recorder
+        _forget()
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """As on a GPU of 132 processors, on its stream 0."""
-    found = Recorder()
-    monkeypatch.setattr(build, "function", found.function)
-    for name in ("empty", "zeros", "empty_like"):
-        real = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, _real=real, **k: found.made(_real(*a, **k)))
-    monkeypatch.setattr(build, "stream", lambda device=None: 0)
-    monkeypatch.setattr(build, "sm_count", lambda device: 132)
-    _forget_kernels()
-    with workspace.owned():
-        yield found
-    _forget_kernels()
+def _forget() -> None:
+    """Launchers and counts of processors are cached by decorators."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("perilune.ops."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def read(path: Path) -> Pinned:
+    found: Pinned = {}
+    group: dict[str, list[str]] = {}
+    case: list[str] = []
+    for line in path.read_text().splitlines():
+        text = line.strip()
+        if line.startswith("  "):
+            case.append(text)
+        elif line.startswith(" "):
+            case = group.setdefault(text, [])
+        else:
+            group = found.setdefault(text, {})
+    return found
+
+
+def write(path: Path, pinned: Pinned) -> None:
+    lines = [
+        line
+        for group, cases in pinned.items()
+        for line in (group, *(w for case, of in cases.items() for w in (f" {case}", *(f"  {w}" for w in of))))
+    ]
+    path.write_text("\n".join(lines) + "\n")

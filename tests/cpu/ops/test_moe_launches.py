@@ -1,4 +1,7 @@
-"""The argument lists of the CUDA launches of moe, drafts and sampling: C takes them by position, unchecked."""
+"""The argument lists of the CUDA launches of moe, drafts and sampling: C takes them by position, unchecked.
+
+After a wanted change: `python -m tests.cpu.ops.test_moe_launches`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +15,8 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, Make
 from perilune.ops.moe import mla_decode_router, moe_int4, router
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.sampling import argmax, sample
-from tests.cpu.ops import launches
-from tests.cpu.ops.launches import Recorder
+from tests.cpu.ops.launches import Recorder, as_on_hopper, read, write
 
-recorder = launches.recorder
 CPU = torch.device("cpu")
 PINNED = Path(__file__).with_name("moe_launches.txt")
 
@@ -24,9 +25,8 @@ def _run(
     seen: Recorder, module: Any, case: Any, impl: str = "cuda", dtype: torch.dtype = BFLOAT16, **other: Any
 ) -> Any:
     args = module.inputs(case, Make(dtype, CPU, 1)) | other
-    for name, value in args.items():
-        seen.know(name, value)
-    return module.op.impls[impl].run(*args.values())
+    with seen.watching(args):
+        return module.op.impls[impl].run(*args.values())
 
 
 def _experts(T: int, **other: Any) -> moe_int4.Case:
@@ -90,13 +90,16 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
 }  # fmt: skip
 
 
-def found(name: str, seen: Recorder) -> str:
-    LAUNCHES[name](seen)
-    return "\n".join([name, *("  " + line for line in seen.lines)])
+def _launches(name: str) -> list[str]:
+    with torch.inference_mode(), as_on_hopper() as seen:
+        LAUNCHES[name](seen)
+    return seen.launches
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_get_the_arguments_they_got(name: str, recorder: Recorder) -> None:
-    pinned = {block.split("\n", 1)[0]: block for block in PINNED.read_text().strip().split("\n\n")}
-    with torch.inference_mode():
-        assert found(name, recorder) == pinned[name]
+def test_launches_get_the_arguments_they_got(name: str) -> None:
+    assert _launches(name) == read(PINNED)["moe"][name]
+
+
+if __name__ == "__main__":
+    write(PINNED, {"moe": {name: _launches(name) for name in LAUNCHES}})

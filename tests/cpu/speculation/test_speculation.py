@@ -21,7 +21,6 @@ from perilune.core.step import LEFT_OUT, MAX_DRAFTS, PENDING, Output, StepPlan, 
 from perilune.engine import sampler
 from perilune.engine.engine import Engine
 from perilune.engine.llm import Completion
-from perilune.formats.hub import resolve_model
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.enforcer import Enforcer
 from perilune.grammar.matcher import GrammarError
@@ -33,7 +32,7 @@ from perilune.speculation.step_cost import Costs, Curve
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 from tests import oracle
-from tests.cpu.engine.test_constraint_engine import ask, function, hot, person, run
+from tests.cpu.engine.test_constraint_engine import ask, function, hot, person, run, start
 from tests.cpu.engine.test_engine import POISON, poison
 from tests.cpu.model.test_eagle3 import MHA, MLA, tensors_of, written
 from tests.schemas import SCHEMAS
@@ -258,14 +257,8 @@ def test_an_error_comes_after_the_tokens_before_it(tiny: Path, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    return resolve_model("kimi-nano")
-
-
-@pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[Engine]:
-    config = dict(device="cpu", max_model_len=512, max_num_seqs=16, threads=1, draft="off")
-    engine = Engine(path, build(EngineConfig, config))
+    engine = start(path, max_num_seqs=16, draft="off")
     yield engine
     engine.close()
 
