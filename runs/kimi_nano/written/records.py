@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
-from runs.kimi_nano.written import intents, prose, questions, statements, stories, utterances
+from runs.kimi_nano.written import functions, intents, prose, questions, statements, stories, utterances
 
 KINDS: Final[Mapping[str, ModuleType]] = {
     "stories": stories, "utterances": utterances, "questions": questions, "statements": statements, "prose": prose,
+    "functions": functions,
 }  # fmt: skip
 FILE: Final = "written.jsonl.xz"
 # Source: what it is, its licence.
@@ -50,6 +51,10 @@ SOURCES: Final[Mapping[str, tuple[str, str]]] = {
     prose.TASKS: (
         "tasks of P3 in [Self-Instruct](https://github.com/yizhongw/self-instruct)'s sample, of sets under MIT, CC BY "
         "or CC BY-SA",
+        "Apache 2.0",
+    ),
+    functions.FUNCTIONS: (
+        "requests of the [Berkeley Function Calling Leaderboard](https://github.com/ShishirPatil/gorilla)",
         "Apache 2.0",
     ),
     utterances.DIALOGUES: (

@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.facts import noted
 from perilune.tasks.problem import Problem, Reply, pick, user
 from perilune.tasks.wordings import phrase
 from perilune.tasks.words import NAMES, made_up
@@ -180,7 +181,7 @@ def problem(record: dict[str, Any], rng: Random, tables: Mapping[str, Any]) -> P
         text, at = text + record["text"][at : place.start()] + shown, place.end()
     text = phrase(rng, _renamed(text + record["text"][at:], rng).replace("{", "("), asking=0.0)
     key = ("expression", "".join(map(str, _tokens(given, drawn))))
-    return Problem("word_problems", "train", key, (user(text),), Reply(solve_trace(steps), str(value)))
+    return noted(Problem("word_problems", "train", key, (user(text),), Reply(solve_trace(steps), str(value))))
 
 
 def _like(rng: Random, number: int) -> int:

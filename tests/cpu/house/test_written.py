@@ -10,7 +10,7 @@ import pytest
 from perilune.tasks.families import FAMILIES, check
 from perilune.tasks.problem import Problem, Reply, answer_of
 from runs.kimi_nano import card as cards
-from runs.kimi_nano.written import intents, prose, questions, records, statements, stories, utterances
+from runs.kimi_nano.written import functions, intents, prose, questions, records, statements, stories, utterances
 from runs.kimi_nano.written.__main__ import main
 
 STORIES = [
@@ -57,9 +57,27 @@ def _action(act: str, slot: str, value: str) -> dict[str, Any]:
     return {"act": act, "slot": slot, "values": [value], "canonical_values": [value]}
 
 
+def _functions(folder: Path) -> None:
+    (folder / "possible_answer").mkdir(parents=True)
+    size = {"type": "integer", "description": "Size. In cm."}
+    tools = [
+        {"name": "shop.order", "description": "Orders it.", "parameters": {"type": "dict", "properties": {
+            "what": {"type": "string"}, "size": size, "fast": {"type": "boolean"}}}},
+        {"name": "find", "parameters": {"type": "dict", "properties": {"near": {"type": "string"}}}},
+    ]  # fmt: skip
+    asked = [("Order a rug of 90 cm.", {"what": ["a rug", "rug"], "size": [90], "fast": ["", False]}),
+             ("Order something nice.", {"what": ["vase"], "size": [""], "fast": [""]})]  # fmt: skip
+    rows = [{"id": str(i), "question": [[{"role": "user", "content": text}]], "function": tools}
+            for i, (text, _) in enumerate(asked)]  # fmt: skip
+    right = [{"id": str(i), "ground_truth": [{"shop.order": given}]} for i, (_, given) in enumerate(asked)]
+    for name, lines in (("", rows), ("possible_answer/", right)):
+        (folder / f"{name}BFCL_v4_multiple.json").write_text("\n".join(map(json.dumps, lines)))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A directory with tiny repositories."""
+    _functions(tmp_path / functions.FUNCTIONS / functions.FOLDER)
     snips = tmp_path / utterances.SNIPS / "2017-06-custom-intent-engines" / "OrderTea"
     snips.mkdir(parents=True)
     sentences = [
@@ -200,6 +218,17 @@ def test_two_requests_give_two_calls_and_some_are_refused(written: records.Writt
     rng = Random(4)
     counts = [len(written.draw("tools_multi", rng).reply.tool_calls) for _ in range(300)]
     assert set(counts) == {0, 2} and 10 <= counts.count(0) <= 60
+
+
+def test_functions_are_called_with_values_that_the_text_has(root: Path) -> None:
+    (record,) = functions.read(root)
+    for seed in range(30):
+        made = functions.problem(record, Random(seed), {})
+        (call,) = made.reply.tool_calls
+        assert call.name == "shop_order" and list(call.arguments) == ["what", "size"]
+        text = made.messages[0]["content"]
+        assert text == f"Order {call.arguments['what']} of {call.arguments['size']} cm." and len(made.tools) == 2
+        assert made.reply.reasoning.endswith(f"size: number {call.arguments['size']}\nfast: -")
 
 
 def test_solutions_with_fractions_or_numbers_from_nowhere_are_left_out(root: Path) -> None:
