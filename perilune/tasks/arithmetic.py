@@ -10,28 +10,14 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed.readings import chain, reading, stated
+from perilune.tasks.composed.expressions import asked
+from perilune.tasks.composed.readings import reading, stated
 from perilune.tasks.composed.sums import in_words_of, more
-from perilune.tasks.forms import (
-    DIVIDE_FORMS,
-    DOUBLE,
-    HALF_FORMS,
-    LARGEST_FORMS,
-    MORE_ADD,
-    MORE_EXPRESSION,
-    MORE_LARGER,
-    MORE_SMALLER,
-    MORE_SUBTRACT,
-    MORE_TIMES,
-    MORE_UNIT,
-    OPERATOR_WORDS,
-    SMALLEST_FORMS,
-    SPOKEN,
-    SUM_OF_FORMS,
-)
+from perilune.tasks.forms import FORMS, OPERATOR_WORDS
 from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.wordings import bare, enumerated, numeral, phrase
+from perilune.tasks.words import listed
 from perilune.tasks.working import (
     TRACES,
     Tokens,
@@ -49,30 +35,8 @@ from perilune.tasks.working import (
 
 # ---- add_sub -----------------------------------------------------------------------------------------------------
 
-ADD_FORMS: Final = (
-    "What is {a} + {b}?", "What is {a}+{b}?", "{a} + {b}", "{a}+{b}=", "{a} + {b} = ?", "{a}+{b}", "{a} + {b} =",
-    "Add {a} and {b}.", "Add {a} to {b}.", "Compute {a} + {b}.", "Calculate {a} + {b}.", "Work out {a} + {b}.",
-    "What is the sum of {a} and {b}?", "How much is {a} plus {b}?", "What is {a} plus {b}?", "Please add {a} and {b}.",
-    "What's {a} + {b}?", "Can you add {a} and {b}?", "Find the sum of {a} and {b}.", "Evaluate {a} + {b}.",
-    "What do you get if you add {a} and {b}?", "{a} plus {b}", "sum of {a} and {b}", "Tell me {a} + {b}.",
-    "How much do {a} and {b} make?", "Give me the sum of {a} and {b}.", "I need {a} + {b}.", "Solve {a} + {b}.",
-)  # fmt: skip
-SUBTRACT_FORMS: Final = (
-    "What is {a} - {b}?", "What is {a}-{b}?", "{a} - {b}", "{a}-{b}=", "{a} - {b} = ?", "{a}-{b}", "{a} - {b} =",
-    "Subtract {b} from {a}.", "Compute {a} - {b}.", "Calculate {a} - {b}.", "Work out {a} - {b}.",
-    "How much is {a} minus {b}?", "What is {a} minus {b}?", "What's {a} - {b}?", "Take {b} away from {a}.",
-    "What is the difference of {a} and {b}?", "Evaluate {a} - {b}.", "{a} minus {b}", "Tell me {a} - {b}.",
-    "What is left of {a} if you take away {b}?", "Please subtract {b} from {a}.", "I need {a} - {b}.",
-    "Can you subtract {b} from {a}?", "Find the difference of {a} and {b}.", "Solve {a} - {b}.",
-)  # fmt: skip
-NEW_ADD_FORMS: Final = (
-    "Please tell me what {a} + {b} is.", "Find {a} plus {b}.", "What number is {a} + {b}?", "The sum of {a} and {b}?",
-    "Can you compute {a} plus {b}?", "I want to know {a} + {b}.",
-)  # fmt: skip
-NEW_SUBTRACT_FORMS: Final = (
-    "Please tell me what {a} - {b} is.", "Find {a} minus {b}.", "What number is {a} - {b}?",
-    "Can you compute {a} minus {b}?", "I want to know {a} - {b}.", "Please take {b} away from {a}.",
-)  # fmt: skip
+ADD_FORMS, SUBTRACT_FORMS = FORMS["add"], FORMS["subtract"]
+NEW_ADD_FORMS, NEW_SUBTRACT_FORMS = FORMS["new add"], FORMS["new subtract"]
 
 _LENGTHS: Final = (
     *[(3, 3)] * 14, *[(4, 4)] * 16, *[(2, 2)] * 8, *[(5, 5)] * 7, *[(4, 2)] * 7, *[(2, 4)] * 5, *[(3, 2)] * 7,
@@ -98,18 +62,7 @@ def spelling(rng: Random, text: str) -> str:
     return text
 
 
-_ADD: Final = MORE_ADD + ASKED["a+b"]
-_SUBTRACT: Final = MORE_SUBTRACT + ASKED["a-b"]
-_EXPRESSION: Final = MORE_EXPRESSION + ASKED["e"]
-_TIMES: Final = MORE_TIMES + ASKED["a*k"]
-_DIVIDE: Final = DIVIDE_FORMS + ASKED["a/k"]
-_DOUBLE: Final = tuple([forms + ASKED[f"a*{n}"] for n, forms in enumerate(DOUBLE, 2)])
-_HALF: Final = HALF_FORMS + ASKED["a/2"]
-_LARGER: Final = MORE_LARGER + ASKED["a>b"]
-_SMALLER: Final = MORE_SMALLER + ASKED["a<b"]
-_LARGEST: Final = LARGEST_FORMS + ASKED[">x"]
-_SMALLEST: Final = SMALLEST_FORMS + ASKED["<x"]
-_SPOKEN: Final = {pattern: SPOKEN.get(pattern, ()) + ASKED.get(pattern, ()) for pattern in (*SPOKEN, *ASKED)}
+_FORMS: Final = {p: FORMS.get(p, ()) + ASKED.get(p, ()) for p in (*FORMS, *ASKED)}
 _KEPT_ADD: Final = tuple(map(bare, NEW_ADD_FORMS))
 _KEPT_SUBTRACT: Final = tuple(map(bare, NEW_SUBTRACT_FORMS))
 _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
@@ -117,7 +70,7 @@ _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
 
 def asked_in(rng: Random, form: str, kept: tuple[str, ...], **numbers: int) -> str:
     """The form as people write it, its numbers in digits mostly."""
-    words = 0.06 if form[-1] in ".?" else 0.0
+    words = (1.0 if rng.random() < 0.08 and "}th" not in form else 0.06) if form[-1] in ".?" else 0.0
     return phrase(rng, form, kept).format(**{name: numeral(rng, n, words) for name, n in numbers.items()})
 
 
@@ -133,9 +86,9 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
         if belongs(key, split):
             break
     forms, more, kept = (
-        (ADD_FORMS, _ADD, NEW_ADD_FORMS)
+        (ADD_FORMS, _FORMS["a+b"], NEW_ADD_FORMS)
         if plus
-        else (SUBTRACT_FORMS, MORE_SUBTRACT if a < b else _SUBTRACT, NEW_SUBTRACT_FORMS)
+        else (SUBTRACT_FORMS, (FORMS if a < b else _FORMS)["a-b"], NEW_SUBTRACT_FORMS)
     )
     if widely(split) and (plus or a > b) and rng.random() < 0.17:
         shown = [a, b] if rng.random() < 0.5 else [b, a]
@@ -158,51 +111,26 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
-EXPRESSION_FORMS: Final = (
-    "What is {e}?", "{e}", "{e} = ?", "{e} =", "Compute {e}.", "Calculate {e}.", "Work out {e}.", "Evaluate {e}.",
-    "What's {e}?", "How much is {e}?", "Please compute {e}.", "Tell me {e}.", "Solve {e}.", "Find {e}.",
-)  # fmt: skip
-NEW_EXPRESSION_FORMS: Final = ("Can you work out {e}?", "I need {e}, please.", "What number is {e}?", "Simplify {e}.")
-TIMES_FORMS: Final = (
-    "What is {a} times {k}?", "Multiply {a} by {k}.", "What is the product of {a} and {k}?", "{a} times {k}",
-    "How much is {a} times {k}?", "Compute {a} times {k}.", "Please multiply {a} by {k}.",
-)  # fmt: skip
-NEW_TIMES_FORMS: Final = ("Find the product of {a} and {k}.", "Can you multiply {a} by {k}?", "Tell me {a} times {k}.")
-LARGER_FORMS: Final = (
-    "Which is larger, {a} or {b}?", "Which number is bigger: {a} or {b}?", "Which is greater, {a} or {b}?",
-    "What is the larger of {a} and {b}?", "Which of {a} and {b} is larger?", "Is {a} or {b} bigger?",
-)  # fmt: skip
-SMALLER_FORMS: Final = (
-    "Which is smaller, {a} or {b}?", "Which number is smaller: {a} or {b}?", "What is the smaller of {a} and {b}?",
-    "Which of {a} and {b} is smaller?", "Is {a} or {b} smaller?", "Which is less, {a} or {b}?",
-)  # fmt: skip
-NEW_LARGER_FORMS: Final = ("Tell me which is bigger: {a} or {b}.", "Of {a} and {b}, which number is larger?")
-NEW_SMALLER_FORMS: Final = ("Tell me which is smaller: {a} or {b}.", "Of {a} and {b}, which number is less?")
-UNIT_FORMS: Final = (
-    "How many {small} are {n} {large}?", "How many {small} are there in {n} {large}?",
-    "Convert {n} {large} to {small}.", "{n} {large} in {small}?", "What is {n} {large} in {small}?",
-    "Express {n} {large} in {small}.",
-)  # fmt: skip
-NEW_UNIT_FORMS: Final = ("Please convert {n} {large} into {small}.", "{n} {large} are how many {small}?")
-UNITS: Final = (
-    ("hours", "minutes", 60), ("minutes", "seconds", 60), ("days", "hours", 24), ("weeks", "days", 7),
-    ("years", "months", 12), ("centuries", "years", 100), ("decades", "years", 10), ("metres", "centimetres", 100),
-    ("kilometres", "metres", 1000), ("metres", "millimetres", 1000), ("kilograms", "grams", 1000),
-    ("tonnes", "kilograms", 1000), ("litres", "millilitres", 1000), ("feet", "inches", 12), ("yards", "feet", 3),
-    ("dozens", "pieces", 12), ("bytes", "bits", 8), ("pounds", "ounces", 16), ("gallons", "quarts", 4),
-    ("euros", "cents", 100), ("centimetres", "millimetres", 10), ("quarters", "months", 3),
-)  # fmt: skip
-_PATTERNS: Final = (
-    "a+b+c", "a+b-c", "a-b+c", "a-b-c", "a*k+b", "a*k-b", "b+a*k", "b-a*k", "(a+b)*k", "(a-b)*k", "a*k+b*m",
-    "a+b+c-d", "a*k+b-c", "(a+b)*k-c", "a-b*k", "(a-b)*k+c", "a+b+c+d",
-)  # fmt: skip
-_MORE_PATTERNS: Final = (
-    "a*k+c*m",
-    "a/k", "a/k+b", "a/k-b", "b+a/k", "b-a/k", "(a+b)/k", "(a-b)/k", "a*k*m", "a-b+c-d", "a-(b+c)", "a+(b-c)",
-    "a-(b-c)",
-    "k*(a+b)", "k*(a-b)", "a*k-b*m", "a+b*k", "(a+b)*(k+m)", "(a-b)*(k-m)",
-    "k*(a+b*m)", "k*(a+b*m)-c", "k*(a-b*m)+c", "(a+b*k)*m", "a-(b+c*k)", "a+b*k-c*m", "(a*k+b)*m-c", "a-k*(b-c)",
-)  # fmt: skip
+EXPRESSION_FORMS, NEW_EXPRESSION_FORMS = FORMS["expression"], FORMS["new expression"]
+TIMES_FORMS, NEW_TIMES_FORMS = FORMS["times"], FORMS["new times"]
+LARGER_FORMS, NEW_LARGER_FORMS = FORMS["larger"], FORMS["new larger"]
+SMALLER_FORMS, NEW_SMALLER_FORMS = FORMS["smaller"], FORMS["new smaller"]
+UNIT_FORMS, NEW_UNIT_FORMS = FORMS["unit"], FORMS["new unit"]
+_UNITS: Final = """
+hours minutes 60|minutes seconds 60|days hours 24|weeks days 7|years months 12|centuries years 100|decades years 10
+metres centimetres 100|kilometres metres 1000|metres millimetres 1000|kilograms grams 1000|tonnes kilograms 1000
+litres millilitres 1000|feet inches 12|yards feet 3|dozens pieces 12|bytes bits 8|pounds ounces 16|gallons quarts 4
+euros cents 100|centimetres millimetres 10|quarters months 3
+"""
+UNITS: Final = [(large, small, int(n)) for large, small, n in re.findall(r"(\w+) (\w+) (\d+)", _UNITS)]
+_PATTERNS: Final = listed("""
+a+b+c a+b-c a-b+c a-b-c a*k+b a*k-b b+a*k b-a*k (a+b)*k (a-b)*k a*k+b*m a+b+c-d a*k+b-c (a+b)*k-c a-b*k (a-b)*k+c
+a+b+c+d
+""")
+_MORE_PATTERNS: Final = listed("""
+a*k+c*m a/k a/k+b a/k-b b+a/k b-a/k (a+b)/k (a-b)/k a*k*m a-b+c-d a-(b+c) a+(b-c) a-(b-c) k*(a+b) k*(a-b) a*k-b*m
+a+b*k (a+b)*(k+m) (a-b)*(k-m) k*(a+b*m) k*(a+b*m)-c k*(a-b*m)+c (a+b*k)*m a-(b+c*k) a+b*k-c*m (a*k+b)*m-c a-k*(b-c)
+""")
 
 
 def sample_arithmetic(rng: Random, split: str, thinking: bool) -> Problem:
@@ -258,6 +186,8 @@ def _expression(rng: Random, split: str) -> Drawn:
     while True:
         pattern = pick(rng, _PATTERNS + _MORE_PATTERNS if widely(split) else _PATTERNS)
         numbers = drawn_numbers(rng, pattern)
+        if widely(split) and not set(pattern) & set("(*/") and rng.random() < 0.2:
+            numbers = {c: number(rng, 4) for c in numbers}
         tokens: Tokens = [numbers.get(c, c) for c in pattern]
         solved = solve(tokens)
         if solved is not None:
@@ -278,21 +208,47 @@ def _put(rng: Random, pattern: str, numbers: dict[str, int], shown: str) -> str:
     if rng.random() < 0.25 and (text := in_words_of(rng, pattern, numbers)):
         return text
     roll = rng.random()
-    if roll < 0.3 and pattern in _SPOKEN:
-        return asked_in(rng, pick(rng, _SPOKEN[pattern]), _KEPT_EXPRESSION, **numbers)
+    if roll < 0.3 and pattern in _FORMS:
+        return asked_in(rng, pick(rng, _FORMS[pattern]), _KEPT_EXPRESSION, **numbers)
     if roll < 0.45 and set(pattern[1::2]) == {"+"} and "(" not in pattern:
         said = [numeral(rng, n, 0.03) for n in numbers.values()]
         listed = enumerated(said, ", " if rng.random() < 0.3 else " and ")
-        return phrase(rng, pick(rng, SUM_OF_FORMS), _KEPT_EXPRESSION).format(x=listed)
-    if roll < 0.68:
-        mixed = set(shown) & set("-*/") != set()  # "9 minus 3 and 2" may take both away
+        return phrase(rng, pick(rng, FORMS["+x"]), _KEPT_EXPRESSION).format(x=listed)
+    return _framed(rng, shown)
+
+
+_SIGNED: Final = re.compile(r"(?<![\w)])-\d")
+_POWERS: Final = {"2": ("^2", "**2", "\u00b2", " squared"), "3": ("^3", "**3", "\u00b3", " cubed")}
+
+
+def _framed(rng: Random, shown: str) -> str:
+    """An expression in a question, its operators in words or in other signs at times."""
+    roll, style = rng.random(), pick(rng, (0, 0, 1, 2, 3))
+    shown = re.sub(r" ?\*\* ?(\d)", lambda m: _POWERS[m[1]][style], shown)
+    if roll < 0.4 and "**" not in shown and not _SIGNED.search(shown):
+        mixed = re.search("[-*/a-z]", shown)  # "9 minus 3 and 2" may take both away
         words = OPERATOR_WORDS | {"+": (" plus ",)} if mixed else OPERATOR_WORDS
         shown = re.sub(" ?([-+*/]) ?", lambda m: pick(rng, words[m[1]]), shown)
-    elif roll < 0.8:
+    elif roll < 0.65 and "**" not in shown:
         shown = shown.replace("*", pick(rng, ("x", "×", "·"))).replace("/", pick(rng, (":", "÷")))
         shown = shown.replace("-", pick(rng, "-\u2212"))
-    form = pick(rng, _EXPRESSION if rng.random() < 0.6 else EXPRESSION_FORMS)
+    form = pick(rng, _FORMS["e"] if rng.random() < 0.6 else EXPRESSION_FORMS)
     return phrase(rng, form, _KEPT_EXPRESSION).format(e=shown)
+
+
+def _composed(rng: Random, split: str) -> Drawn:
+    """composed/expressions.py, in wide wordings only."""
+    solved = None
+    while solved is None:
+        form, shown, worked = asked(rng)
+        if "**" not in worked:
+            parts = re.findall(r"(?<![\d)])-\d+|\d+|.", worked)
+            solved = solve([int(t) if t[-1].isdigit() else t for t in parts], wide=True)
+    value, steps = solved
+    question = "" if form or rng.random() < 0.8 or _SIGNED.search(worked) else in_words_of(rng, worked, {})
+    question = question or (phrase(rng, form).format(e=shown) if form else _framed(rng, shown))
+    content = re.sub(r"(?<=[\d)])([-+*/])", r" \1 ", worked)
+    return ("expression", worked), question, lambda: solve_trace(steps), f"{content} = {value}"
 
 
 def _product(rng: Random, split: str) -> Drawn:
@@ -304,9 +260,9 @@ def _product(rng: Random, split: str) -> Drawn:
         if multipliable(a, k):
             break
     if wide and k < 4 and rng.random() < 0.5:
-        question = asked_in(rng, pick(rng, _DOUBLE[k - 2]), _KEPT_TIMES, a=a)
+        question = asked_in(rng, pick(rng, _FORMS[f"a*{k}"]), _KEPT_TIMES, a=a)
     elif wide and rng.random() < 0.5:
-        form = pick(rng, _TIMES if rng.random() < 0.7 else TIMES_FORMS)
+        form = pick(rng, _FORMS["a*k"] if rng.random() < 0.7 else TIMES_FORMS)
         question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
     elif wide:
         question = _put(rng, "a*k", {"a": a, "k": k}, f"{a} * {k}")
@@ -320,7 +276,7 @@ def _product(rng: Random, split: str) -> Drawn:
 def _quotient(rng: Random, split: str) -> Drawn:
     k = 2 if rng.random() < 0.2 else 2 + int(rng.random() * 8)
     a = k * number(rng, pick(rng, (1, 2, 2, 3)))
-    form = pick(rng, _HALF if k == 2 and rng.random() < 0.5 else _DIVIDE)
+    form = pick(rng, _FORMS["a/2" if k == 2 and rng.random() < 0.5 else "a/k"])
     question = asked_in(rng, form, _KEPT_EXPRESSION, a=a, k=k)
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
 
@@ -331,8 +287,8 @@ def _beside(rng: Random, split: str) -> Drawn:
 
 
 def _read(rng: Random, split: str) -> Drawn:
-    """Numbers with labels, and operations in sentences; in wide wordings only."""
-    return (reading if rng.random() < 0.55 else chain)(rng)
+    """Numbers with labels; in wide wordings only."""
+    return reading(rng)
 
 
 def _comparison(rng: Random, split: str) -> Drawn:
@@ -349,7 +305,7 @@ def _comparison(rng: Random, split: str) -> Drawn:
     larger = rng.random() < 0.5
     if len(found) > 2:
         shown = ", ".join(map(str, found[:-1])) + pick(rng, (" and ", " or ", ", ")) + str(found[-1])
-        question = phrase(rng, pick(rng, _LARGEST if larger else _SMALLEST)).format(x=shown)
+        question = phrase(rng, pick(rng, _FORMS[">x" if larger else "<x"])).format(x=shown)
     elif not wide:
         new = split == "structural"
         forms = (
@@ -357,7 +313,7 @@ def _comparison(rng: Random, split: str) -> Drawn:
         )
         question = pick(rng, forms).format(a=a, b=found[1])
     else:
-        more, forms = (_LARGER, LARGER_FORMS) if larger else (_SMALLER, SMALLER_FORMS)
+        more, forms = (_FORMS["a>b"], LARGER_FORMS) if larger else (_FORMS["a<b"], SMALLER_FORMS)
         form = pick(rng, more if rng.random() < 0.7 else forms)
         question = asked_in(rng, form, _KEPT_LARGER if larger else _KEPT_SMALLER, a=a, b=found[1])
 
@@ -379,7 +335,7 @@ def _units(rng: Random, split: str) -> Drawn:
     while unseen_lengths(n * (factor // 10 * 10), n * (factor % 10)):  # a factor of two digits is added up from parts
         n = max(2, number(rng, pick(rng, (1, 2, 2, 3))))
     if widely(split):
-        form = phrase(rng, pick(rng, MORE_UNIT if rng.random() < 0.7 else UNIT_FORMS), _KEPT_UNIT)
+        form = phrase(rng, pick(rng, FORMS["n"] if rng.random() < 0.7 else UNIT_FORMS), _KEPT_UNIT)
     else:
         form = pick(rng, NEW_UNIT_FORMS if split == "structural" else UNIT_FORMS)
     question = form.format(n=n, large=large, small=small)
@@ -390,7 +346,7 @@ def _units(rng: Random, split: str) -> Drawn:
 _KINDS: Final[tuple[Callable[[Random, str], Drawn], ...]] = (
     _expression, _expression, _expression, _product, _product, _comparison, _units,
 )  # fmt: skip
-_WIDE: Final = (*_KINDS, _expression, _quotient, _beside, _beside, _beside, _beside, *[_read] * 4)
+_WIDE: Final = (*_KINDS, _expression, _quotient, *[_beside] * 4, _read, _read, *[_composed] * 10)
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.chores import PLAIN, chore, there
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import BASES, Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
@@ -63,16 +64,39 @@ def _request(rng: Random, split: str) -> Request:
 
 
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
-    if widely(split) and rng.random() < 0.36 and (made := _of_kit(rng, split, 1)):
+    made = None
+    if widely(split):
+        made = (
+            _of_common(rng, split) if rng.random() < 0.35 else _of_kit(rng, split, 1) if rng.random() < 0.36 else None
+        )
+    if made:
         text, (asked,), declared = made
     else:
         asked = _request(rng, split)
         text = asked.text
         declared = shuffled(rng, [asked.tool, *others(rng, [asked.tool], how_many(rng, split) - 1, split)])
-    text = _remarked(rng, text, split)
-    reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))
+    if asked.tool.spec in declared:
+        text = _remarked(rng, text, split)
+        reply = Reply(asked.trace(text) if thinking else "", "", (asked.call,))
+    else:
+        reply = Reply(f"{asked.quoted(text)}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
     return Problem("tool_call", split, key, (user(text),), reply, declared, thinking)
+
+
+_CLOSE: Final = ("alarm", "currency", "weather")
+
+
+def _of_common(rng: Random, split: str) -> tuple[str, list[Request], tuple[dict[str, Any], ...]] | None:
+    """An everyday request and tools like the one that it asks for, which now and then is not declared."""
+    kit, other = pick(rng, kits(common=True)), pick(rng, kits(common=True))
+    asked = request(rng, kit[int(rng.random() ** 2 * len(kit))], split)
+    if kit[0].noun == other[0].noun or not belongs(("call", *call_key(asked.call)), split):
+        return None
+    refused = rng.random() < 0.12 and kit[0].noun not in _CLOSE
+    declared = [t for t in kit if (rng.random() < 0.7 if t is not asked.tool else not refused)]
+    declared += other[: int(rng.random() * 3) + refused]
+    return asked.text, [asked], shuffled(rng, declared)
 
 
 _REMARKS: Final = (
@@ -142,6 +166,8 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
+    if widely(split) and (roll := rng.random()) < 0.35:
+        return (_stepwise if roll < 0.22 else _at_once)(rng, split, thinking)
     if widely(split) and rng.random() < 0.2:
         return pick(rng, (_again, _again, _contrast, _contrast, _talk))(rng, split, thinking)
     if widely(split) and (roll := rng.random()) < 0.36:
@@ -226,7 +252,7 @@ def _declared(rng: Random, asked: list[Request], split: str) -> tuple[dict[str, 
 def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
     count = 2 if rng.random() < 0.65 else 3
     asked: list[Request] = []
-    text, declared = "", None
+    text, declared = "", tuple[dict[str, Any], ...]()
     if widely(split) and rng.random() < 0.36 and (of_kit := _of_kit(rng, split, count)):
         text, asked, declared = of_kit
     elif widely(split) and (roll := rng.random()) < 0.1:
@@ -243,12 +269,52 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
             text, asked = made
     asked = asked or _several(rng, split, count)
     text = _remarked(rng, text or joined(rng, [a.text for a in asked], [a.call for a in asked], split), split)
+    return _calling(rng, text, asked, split, thinking, declared)
+
+
+def _calling(
+    rng: Random, text: str, asked: list[Request], split: str, thinking: bool, declared: tuple[dict[str, Any], ...] = ()
+) -> Problem:
     # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
     trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
     declared = declared or _declared(rng, asked, split)
     return Problem("tools_multi", split, key, (user(text),), reply, declared, thinking)
+
+
+def _at_once(rng: Random, split: str, thinking: bool) -> Problem:
+    """Plain tools for several values each, or two of them for one place."""
+    while True:
+        if rng.random() < 0.25:
+            asked = there(rng)
+            texts = [a.text for a in asked]
+        else:
+            one = catalog_tool(rng, pick(rng, PLAIN))
+            if not (made := pick(rng, (together, going_on))(rng, one, pick(rng, (2, 2, 3)))):
+                continue
+            more = request(rng, catalog_tool(rng, pick(rng, PLAIN)), split)
+            both = more.tool.noun != one.noun and rng.random() < 0.5
+            texts, asked = [made[0], *[more.text] * both], [*made[1], *[more] * both]
+        text = joined(rng, texts, [a.call for a in asked], split)
+        places = [text.find(a.quoted(text)) for a in asked]
+        if places == sorted(set(places)) and belongs(("call", *call_key(asked[0].call)), split):
+            return _calling(rng, text, asked, split, thinking)
+
+
+def _stepwise(rng: Random, split: str, thinking: bool) -> Problem:
+    """Something is to be done with a result, or all has been done (chores.py)."""
+    while True:
+        text, past, thought, due, answer, asked = chore(rng)
+        if belongs(key := ("call", *call_key(asked[0].call)), split):
+            break
+    messages: tuple[Message, ...] = (user(text),)
+    for step, (calls, results) in enumerate(past):  # no step but the last has several calls
+        made, contents = tuple([a.call for a in calls]), [json.dumps(r, ensure_ascii=False) for r in results]
+        messages += _returned(rng, made, contents, "\n".join([a.trace(text) for a in calls]), step)
+    lines = [thought] * bool(past) + [a.trace(text) for a in due]
+    reply = Reply("\n".join(lines) if thinking else "", answer, tuple([a.call for a in due]))
+    return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
 
 
 def _shown(rng: Random, values: dict[str, Any], split: str) -> str:
@@ -259,9 +325,11 @@ def _shown(rng: Random, values: dict[str, Any], split: str) -> str:
     return pick(rng, ("\n", " | ", "; ", ", ")).join([f"{k}{mark}{said(v)}" for k, v in values.items()])
 
 
-def _returned(rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str) -> tuple[Message, ...]:
+def _returned(
+    rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str, before: int = 0
+) -> tuple[Message, ...]:
     """The assistant's calls and the tools' messages; clients often send the calls back without the thought."""
-    turn = assistant(Reply(thought if rng.random() < 0.6 else "", "", calls))
+    turn = assistant(Reply(thought if rng.random() < 0.6 else "", "", calls), before)
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": content}
         for call, content in zip(turn["tool_calls"], contents)

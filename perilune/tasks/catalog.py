@@ -1,7 +1,7 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
-data/kits.txt has groups of tools of one noun, a row each: `name | description | requests`, with `(one/other)`,
-`{name:kind}` and `<tank {tank}>` for what "it" may stand for.
+data/kits.txt has groups of tools of one noun, below an empty line of everyday tools, by name or a row each:
+`name | description | requests`, with `(one/other)`, `{name:kind}` and `<tank {tank}>` for what "it" may stand for.
 
 data/catalog*.txt have a block per tool: `# verb noun | other names | descriptions`, then
 `= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
@@ -20,8 +20,8 @@ from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines, same
 from perilune.tasks.records import drawn as drawn_for_record
-from perilune.tasks.wordings import capital, enumerated, in_words
-from perilune.tasks.words import NAMES, any_word, listed, made_up
+from perilune.tasks.wordings import capital, enumerated, in_words, lined, parted
+from perilune.tasks.words import NAMES, SURNAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
 _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
@@ -100,7 +100,7 @@ def _spread(form: str) -> list[str]:
     return [made for one in found[1].split("/") for made in _spread(form.replace(found[0], one, 1))]
 
 
-def _sibling(row: str, noun: str) -> Entry:
+def sibling(row: str, noun: str) -> Entry:
     name, description, *forms = row.split(" | ")
     kinds: dict[str, str] = dict(re.findall(r"\{(\w+):([\w,]+)\}", row))
     for key, value in re.findall(r"(\w+)=(\w+)", row):
@@ -113,8 +113,17 @@ def _sibling(row: str, noun: str) -> Entry:
     return replace(made, noun=noun, marked=tuple([form[2:] for form in marked.split("\n") if "<" in form]))
 
 
-_GROUPS: Final = [kit.strip().split("\n") for kit in lines("kits.txt").split("% ")[1:]]
-KITS: Final = tuple([tuple([_sibling(row, noun) for row in rows]) for noun, *rows in _GROUPS])
+_NAMED: Final = {entry.names[0]: entry for entry in reversed(ENTRIES)}
+
+
+def _kits(text: str) -> tuple[tuple[Entry, ...], ...]:
+    found = [kit.strip().split("\n") for kit in text.split("% ")[1:]]
+    return tuple([tuple([sibling(r, noun) if "|" in r else _NAMED[r] for r in rows]) for noun, *rows in found])
+
+
+_RARE, _, _EVERYDAY = lines("kits.txt").partition("\n\n")
+KITS: Final = _kits(_RARE)
+COMMON: Final = _kits(_EVERYDAY)
 _POOLS: Final = {
     name: tuple(values.split("|"))
     for head, *_ in _FILES
@@ -123,40 +132,72 @@ _POOLS: Final = {
 
 # ---- values ------------------------------------------------------------------------------------------------------
 
-_MESSAGES: Final = (
-    "I'm running late", "see you at noon", "the meeting is cancelled", "happy birthday", "thank you for everything",
-    "call me back", "dinner is ready", "I will be there soon", "good luck", "where are you",
-    "the key is under the mat", "we won",
-    "please bring the documents", "I am on my way", "buy milk", "have a nice weekend", "I cannot come today",
-    "the train is delayed", "good morning", "where is the station", "the bill is attached", "can we talk tomorrow",
-    "I found your phone",
-    "the dog is fine", "let's meet at the park", "we need more time", "how are you", "I love this place",
-    "the car is ready", "sorry I missed you",
-)  # fmt: skip
-_CURRENCIES: Final = {"USD": "dollars", "EUR": "euros", "GBP": "pounds", "JPY": "yen", "CHF": "francs",
-    "INR": "rupees", "CAD": "Canadian dollars", "SEK": "Swedish kronor", "PLN": "zloty", "CNY": "yuan",
-    "AUD": "Australian dollars", "MXN": "Mexican pesos"}  # fmt: skip
+_MESSAGES: Final = parted(
+    "I'm running late|see you at noon|the meeting is cancelled|happy birthday|thank you for everything|call me back|"
+    "dinner is ready|I will be there soon|good luck|where are you|the key is under the mat|we won|please bring the "
+    "documents|I am on my way|buy milk|have a nice weekend|I cannot come today|the train is delayed|good morning|"
+    "where is the station|the bill is attached|can we talk tomorrow|I found your phone|the dog is fine|let's meet at "
+    "the park|we need more time|how are you|I love this place|the car is ready|sorry I missed you"
+)
+_CURRENCIES: Final = lined("""
+USD: dollars|US dollars
+EUR: euros
+GBP: pounds|British pounds
+JPY: yen|Japanese yen
+CHF: francs|Swiss francs
+INR: rupees
+CAD: Canadian dollars
+SEK: Swedish kronor
+PLN: zloty
+CNY: yuan
+AUD: Australian dollars
+MXN: Mexican pesos
+NOK: Norwegian kroner
+CZK: Czech koruna
+HUF: forints
+BRL: Brazilian reais
+THB: Thai baht
+ZAR: South African rand
+TRY: Turkish lira
+KRW: Korean won
+""")
 _UNITS: Final = listed("""
     miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours minutes
     acres yards cups
 """)  # fmt: skip
-_BROKEN: Final = ("the {t} is broken", "the {t} does not start", "the {t} crashes", "I cannot log in to the {t}",
-    "the {t} is slow", "the {t} shows an error", "my {t} is gone", "the {t} makes a noise")  # fmt: skip
+_BROKEN: Final = parted(
+    "the {t} is broken|the {t} does not start|the {t} crashes|I cannot log in to the {t}|the {t} is slow|the {t} "
+    "shows an error|my {t} is gone|the {t} makes a noise"
+)
 _THINGS: Final = listed("""
     printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
 """)  # fmt: skip
-_ACCOUNTS: Final = ("savings", "checking", "business", "joint", "holiday", "salary", "credit card", "travel",
-    "main")  # fmt: skip
-_DOORS: Final = ("front", "back", "garage", "cellar", "garden", "side", "balcony", "kitchen")
-_ROOMS: Final = ("the kitchen", "the living room", "the bedroom", "the bathroom", "the office", "the hall",
-    "the garage", "the cellar", "the attic", "the nursery", "the dining room", "the guest room")  # fmt: skip
-_DAYS: Final = ("tomorrow", "today", "Monday", "Tuesday", "Friday", "next Monday", "Saturday", "Sunday")  # fmt: skip
-_ERRANDS: Final = ("call {n}", "buy {o}", "pay the rent", "water the plants", "pick up {n}", "take out the rubbish",
-    "feed the cat", "renew the passport", "book the train", "wash the car", "send the {o}", "visit {n}",
-    "clean the {o}", "take my pills", "back up the laptop", "return the {o}")  # fmt: skip
-_COMMANDS: Final = ("ls -la", "git status", "df -h", "npm install", "pytest -x", "make test", "uptime", "whoami",
-    "docker ps", "cargo build", "git pull", "free -m", "pip list", "ls {w}", "echo {w}", "python {w}.py",
-    "cat {w}.log")  # fmt: skip
+_ACCOUNTS: Final = parted("savings|checking|business|joint|holiday|salary|credit card|travel|main")
+_DOORS: Final = parted("front|back|garage|cellar|garden|side|balcony|kitchen")
+_ROOMS: Final = parted(
+    "the kitchen|the living room|the bedroom|the bathroom|the office|the hall|the garage|the cellar|the attic|the "
+    "nursery|the dining room|the guest room"
+)
+_DAYS: Final = parted("tomorrow|today|Monday|Tuesday|Friday|next Monday|Saturday|Sunday")
+_ERRANDS: Final = parted(
+    "call {n}|buy {o}|pay the rent|water the plants|pick up {n}|take out the rubbish|feed the cat|renew the passport|"
+    "book the train|wash the car|send the {o}|visit {n}|clean the {o}|take my pills|back up the laptop|return the {o}"
+)
+_COMMANDS: Final = parted(
+    "ls -la|git status|df -h|npm install|pytest -x|make test|uptime|whoami|docker ps|cargo build|git pull|free -m|pip "
+    "list|ls {w}|echo {w}|python {w}.py|cat {w}.log"
+)
+
+
+_SENTENCES: Final = parted(
+    "Where is the {w}?|Don't forget the {w}!|How much is this {w}?|Happy birthday, {n}!|We're late, sorry!|Hi {n}, "
+    "can you call me?|I'm out of {w}. Help!|It's {n}'s {w}."
+)
+_VENUES: Final = parted("{n}'s|{n}'s|{s}'s|{n}'s Diner|St. {n}'s|Dr. {s}'s|O'{s}")
+
+
+def _filled(rng: Random, forms: tuple[str, ...]) -> str:
+    return pick(rng, forms).format(n=pick(rng, NAMES), s=pick(rng, SURNAMES), w=any_word(rng))
 
 
 def _message(rng: Random) -> str:
@@ -168,8 +209,8 @@ def _message(rng: Random) -> str:
 
 def _currency(rng: Random, first: bool) -> Shown:
     codes = tuple(_CURRENCIES)
-    code = pick(rng, codes[:6] if first else codes[6:] if rng.random() < 0.4 else codes[1:5])
-    return code, _CURRENCIES[code] if rng.random() < 0.4 else code
+    code = pick(rng, codes[:6] if first and rng.random() < 0.7 else codes[6:] if rng.random() < 0.4 else codes[1:5])
+    return code, pick(rng, _CURRENCIES[code]) if rng.random() < 0.5 else code
 
 
 def _count(rng: Random, high: int) -> Shown:
@@ -181,7 +222,42 @@ def _date(rng: Random) -> Shown:
     return (day := pick(rng, _DAYS), day) if rng.random() < 0.3 else drawn_for_record(rng, "date")
 
 
-_MINUTES: Final = ("00", "15", "30", "45", "10", "20", "05")
+def _mostly(kind: str, draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
+    return lambda rng: drawn_for_record(rng, kind) if rng.random() < 0.65 else same(draw)(rng)
+
+
+# What descriptions ask for, by kind.
+_NOTED: Final = lined("""
+date: YYYY-MM-DD|date as YYYY-MM-DD|ISO date, YYYY-MM-DD
+clock24: HH:MM|24 hour time, HH:MM|time in 24-hour format (HH:MM)
+cur: ISO 4217 code, e.g. EUR|three letter currency code
+lang: two letter language code|ISO 639-1 code, e.g. en
+land: two letter country code|ISO 3166 code, e.g. FR
+""")
+# Other names begin with their codes.
+_CODES: Final = dict(name.split(":") for name in listed("""
+    German:de Spanish:es Polish:pl Dutch:nl Greek:el Turkish:tr Portuguese:pt Chinese:zh Japanese:ja
+    Spain:ES Poland:PL Japan:JP Chile:CL Nepal:NP Portugal:PT Turkey:TR Vietnam:VN Ireland:IE Iceland:IS Morocco:MA
+    """))  # fmt: skip
+_PAST: Final = {0: "{} o'clock", 15: "quarter past {}", 30: "half past {}", 40: "twenty to {}", 45: "quarter to {}"}
+
+
+def _spoken(rng: Random) -> Shown:
+    """A time as HH:MM, and as people say it."""
+    hour, minute = int(rng.random() * 24), pick(rng, (0, 0, 30, 30, 15, 45, 5, 10, 20, 40))
+    time, roll, twelve = f"{hour:02d}:{minute:02d}", rng.random(), (hour + 11) % 12 + 1
+    if roll < 0.2 or hour % 12 + minute == 0:
+        return time, time if roll < 0.2 else "noon" if hour else "midnight"
+    if roll < 0.5 or not 4 < hour < 23:
+        text = f"{twelve}:{minute:02d}" if minute or roll < 0.3 else str(twelve)
+        return time, text + pick(rng, (" {}m", "{}m", " {}.m.")).format("pa"[hour < 12])
+    named = twelve % 12 + (minute > 30) or 12
+    form = "{}" if minute == 0 and roll < 0.6 else _PAST.get(minute, f"{in_words(minute)} past {{}}")
+    text = form.format(in_words(named) if roll > 0.7 else named)
+    return time, f"{text} in the {'morning' if hour < 12 else 'afternoon' if hour < 18 else 'evening'}"
+
+
+_MINUTES: Final = parted("00|15|30|45|10|20|05")
 _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "message": same(_message),
     "first": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng,
@@ -197,14 +273,18 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "place": lambda rng: (bare(room := pick(rng, _ROOMS)), room),
     "noun": same(any_word), "errand": same(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
         o=any_word(rng))),
-    "path": same(lambda rng: pick(rng, ("{a}.txt", "/tmp/{a}", "{a}/{b}.py", "notes/{a}.md", "/home/{a}/{b}.csv",
-        "{a}.json", "docs/{a}.pdf", "/var/log/{a}.log", "src/{a}.rs")).format(a=any_word(rng), b=any_word(rng))),
+    "path": same(lambda rng: pick(rng, parted(
+        "{a}.txt|/tmp/{a}|{a}/{b}.py|notes/{a}.md|/home/{a}/{b}.csv|{a}.json|docs/{a}.pdf|/var/log/{a}.log|src/{a}.rs"
+    )).format(a=any_word(rng), b=any_word(rng))),
     "command": same(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
+    "code": _mostly("code", lambda rng: str(1000 + int(rng.random() * 1e5))),
+    "restaurant": _mostly("restaurant", lambda rng: _filled(rng, _VENUES)),
+    "cm": lambda rng: (n := 150 + int(rng.random() * 50), str(n)),
     "bool": lambda rng: (rng.random() < 0.5, ""),
     "warm": lambda rng: (n := 15 + int(rng.random() * 11), str(n)),
 }  # fmt: skip
 _WHOLE: Final = frozenset(
-    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm")
+    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm cm")
 )
 _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 
@@ -246,7 +326,7 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
 
 
 def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, Any]:
-    """The tool as declared: described mostly, and its parameters now and then. `iso`: dates must be YYYY-MM-DD."""
+    """The tool as declared: described mostly, and its parameters now and then. `iso`: see tools.Tool."""
     properties = {}
     described = pick(rng, (0.0, 0.3, 0.9))
     for p in entry.parameters:
@@ -254,12 +334,11 @@ def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, 
         schema = one.schema(rng, 0.0)
         if p.choices and not one.choices:
             schema["enum"] = list(map(int, p.choices))
-        if iso and p.kind == "date":
-            schema["description"] = pick(
-                rng, ("YYYY-MM-DD", "Date as YYYY-MM-DD", "ISO date, YYYY-MM-DD", f"{p.descriptions[0]}, YYYY-MM-DD")
-            )
-        elif p.descriptions and rng.random() < described:
-            schema["description"] = pick(rng, p.descriptions)
+        about = pick(rng, p.descriptions or (one.label.capitalize(), f"The {one.label}"))
+        if iso and (notes := _NOTED.get(p.kind.rstrip("2"))):
+            schema["description"] = capital(pick(rng, ("", f"{about}, ")) + pick(rng, notes))
+        elif rng.random() < described:
+            schema["description"] = about
         properties[p.name] = schema
     function: dict[str, Any] = {"name": name}
     if rng.random() < 0.9 or name not in entry.names:
@@ -282,6 +361,8 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
     by_name = {p.name: p for p in entry.parameters}
     for name in places:
         values[name], shown[name] = _fresh(rng, by_name[name], iso, values)
+        if by_name[name].kind == "message" and f'"{{{name}}}"' in form and rng.random() < 0.4:
+            values[name] = shown[name] = _filled(rng, _SENTENCES)
     return form, shown, _ordered(entry, values)
 
 
@@ -311,6 +392,11 @@ def _fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Show
     """A value, other than those given if it is a text."""
     while True:
         value, text = _drawn(rng, p)
+        if iso and p.kind == "clock24":
+            return _spoken(rng)
+        if iso and p.kind in ("lang", "land"):
+            code = _CODES.get(text, text[:2])
+            return code.lower() if p.kind == "lang" else code.upper(), text
         if p.kind == "date" and iso:
             if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
                 return value, text
@@ -329,7 +415,7 @@ _SHARED: Final = frozenset(listed("""
     city first person email code path company team noun dish product topic lang cur2 account place errand weekday
     spot device medicine ware garment element planet study lesson service package flaw series stop plate field
     larder sign word_list class land host image appliance symbol road
-    station app gate drink supply street
+    station app gate drink supply street clock24 door small2
     """))  # fmt: skip
 
 
@@ -339,7 +425,9 @@ def asked_together(
     """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and of each call that
     parameter as shown and its arguments; None if it cannot be said."""
     form, shown, arguments = asked(rng, entry, iso)
-    names = [p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown]
+    names = [
+        p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown and not (iso and p.kind == "lang")
+    ]
     if not names or any(p.kind in ("count1", "money") and p.name in shown for p in entry.parameters):
         return None  # "four cups of tea and cocoa" may be two of each
     name = pick(rng, names)
@@ -375,11 +463,13 @@ _MADE: Final = frozenset(
     track plan rent reserve call check find
 """)
 )
-_HEADS: Final = ("{v} {n}: ", "{n}: ", "{v} {n} please. ", "{v} the {n} {c} times: ", "Can you {v} the {n}? ", "")
-_PLURAL_HEADS: Final = ("{p}: ", "{p} please. ", "{c} {p}: ", "{c} {p}, ", "I need {c} {p}: ", "{v} {c} {p}: ",
-    "Please {v} these {p}: ", "{p} for today: ", "{v} {p}, please: ", "I have {c} {p} for you. ")  # fmt: skip
-_PAIRS: Final = ("{0}: {1}", "{0} - {1}", "{1} for {0}", "{0}, {1}", "{0} {1}", "{1} ({0})", "{0} = {1}")
-_ROW_JOINS: Final = (". ", ", ", " and ", "; ", "\n", "\n- ", ", and ", " / ", ", then ")
+_HEADS: Final = parted("{v} {n}: |{n}: |{v} {n} please. |{v} the {n} {c} times: |Can you {v} the {n}? |")
+_PLURAL_HEADS: Final = parted(
+    "{p}: |{p} please. |{c} {p}: |{c} {p}, |I need {c} {p}: |{v} {c} {p}: |Please {v} these {p}: |{p} for today: |{v} "
+    "{p}, please: |I have {c} {p} for you. "
+)
+_PAIRS: Final = parted("{0}: {1}|{0} - {1}|{1} for {0}|{0}, {1}|{0} {1}|{1} ({0})|{0} = {1}")
+_ROW_JOINS: Final = parted(". |, | and |; |\n|\n- |, and | / |, then ")
 
 
 def asked_in_rows(
@@ -425,9 +515,11 @@ def asked_in_rows(
 
 
 _LEAD: Final = r"(?:\b(?:to|in|into|for|from|at|on|of|with|by|about|as|until|the|a|an|my|our) )*[\"'(<]*"
-_TRAIL: Final = r"(?:[\"')>](?!s\b))*(?:%| (?:degrees|minutes|percent|hours|packs|copies|door|lamps?)\b)?"
-_ENDS: Final = (" and ", " and ", ", ", ", and ", " and also ", " & ", ", then ", "; ", " plus ")
-_NEXT: Final = (" Also ", " And ", " Then ", " Oh, and ", " Next: ", "\nand ", " ")
+_TRAIL: Final = (
+    r"(?:[\"')>](?!s\b))*(?:%| (?:degrees|minutes|percent|hours|packs|copies|door|lamps?|balance|account)\b)?"
+)
+_ENDS: Final = parted(" and | and |, |, and | and also | & |, then |; | plus ")
+_NEXT: Final = parted(" Also | And | Then | Oh, and | Next: |\nand | ")
 
 
 def asked_on(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, list[dict[str, Any]]] | None:

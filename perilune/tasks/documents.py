@@ -14,56 +14,13 @@ from typing import Any, Final
 from perilune.core.errors import ConfigError
 from perilune.tasks.fields import fields, value
 from perilune.tasks.problem import partition, pick
+from perilune.tasks.records import lines
 from perilune.tasks.tools import VERBS, random_noun
-from perilune.tasks.words import any_word, made_up
+from perilune.tasks.wordings import lined
+from perilune.tasks.words import any_word, listed, made_up
 
 # Enough that questions can be asked without any file; written for this project.
-BUILT_IN: Final = (
-    "bisect.insort(a, x, lo=0, hi=None, *, key=None)\nPut x into the sorted list a so that it stays sorted. If x is "
-    "already there, the new item goes to the right of it. The search takes logarithmic time, but moving the items "
-    "behind it takes linear time.",
-    "heapq.heappush(heap, item)\nAdd item to the heap. The smallest item stays at index zero, so that it can be read "
-    "without a search.",
-    "math.gcd(*integers)\nReturn the greatest common divisor of the integers. With no arguments the result is zero.",
-    "textwrap.shorten(text, width, placeholder=' [...]')\nCollapse the white space of text and cut it to the given "
-    "width. Words at the end are dropped until the rest and the placeholder fit.",
-    "statistics.fmean(data, weights=None)\nConvert data to floats and return their mean. It runs faster than mean and "
-    "always returns a float.",
-    "shutil.copyfile(src, dst, *, follow_symlinks=True)\nCopy the contents of the file src to a file named dst. "
-    "Permissions are not copied. The two names must not mean the same file.",
-    "random.sample(population, k, *, counts=None)\nReturn a list of k items chosen from the population without "
-    "replacement. The population itself is left unchanged.",
-    "json.dumps(obj, *, indent=None, sort_keys=False)\nWrite obj as a string of JSON. A positive indent puts every "
-    "member on a line of its own.",
-    "itertools.pairwise(iterable)\nReturn successive overlapping pairs of the input. There is one pair less than there "
-    "are items. Added in version 3.10.",
-    "str.removeprefix(prefix, /)\nIf the string starts with prefix, return the rest of it. Otherwise return the string "
-    "as it is. Added in version 3.9.",
-    "functools.lru_cache(maxsize=128, typed=False)\nWrap a function so that recent results are kept. Arguments must be "
-    "hashable, because a dictionary stores the results.",
-    "pathlib.Path.mkdir(mode=0o777, parents=False, exist_ok=False)\nCreate a directory at this path. If parents is "
-    "true, missing directories above it are created as well.",
-    "A list is a mutable sequence. Items may be of different types, though most lists hold items of one type. Slicing "
-    "a list makes a new list.",
-    "A tuple cannot be changed after it was made. It can serve as the key of a dictionary if all of its items are "
-    "hashable.",
-    "A generator function contains a yield expression. Calling it returns an iterator, and its body runs only when the "
-    "iterator is asked for a value.",
-    "The with statement runs a block under the control of a context manager. The manager's exit method is called even "
-    "if the block raises an exception.",
-    "A module is a file with definitions and statements. Its statements run the first time the module is imported. "
-    "Later imports find it in a table of loaded modules.",
-    "Integers have unlimited precision. Division with a single slash gives a float, while a double slash rounds "
-    "towards minus infinity.",
-    "An exception that is not handled ends the program with a traceback. The last line of the traceback names the type "
-    "of the exception and its message.",
-    "Dictionaries keep the order in which keys were inserted. Looking up a key that is absent raises KeyError, unless "
-    "the get method is used.",
-    "Strings are sequences of code points. They are immutable, so methods that seem to change a string return a new "
-    "one.",
-    "A set holds distinct hashable objects. Testing for membership takes constant time on average, and the order of "
-    "the items is not defined.",
-)  # fmt: skip
+BUILT_IN: Final = tuple(lines("scenes.txt").strip().split("\n\n")[3:])
 
 _MIN_CHARS: Final = 80
 _MAX_CHARS: Final = 700
@@ -197,17 +154,14 @@ def _clean(text: str) -> str:
 
 # ---- invented documentation ----------------------------------------------------------------------------------------
 
-_OPENINGS: Final = (
-    "{V} the {n}.", "{V} the {n} and return it.", "{V} a {n}.", "{V} the given {n}.", "{V} every {n}.",
-    "{V} the {n} of the {w}.",
-)  # fmt: skip
-_REMARKS: Final = (
-    "If {p} is missing, {w} is used.", "The {w} is left unchanged.", "{p} must not be empty.",
-    "It raises {E} if the {w} is unknown.", "The result is a {w}.", "Unlike {f}, it does not {v2} the {w}.",
-    "The {p} argument names the {w}.", "It is safe to call it while {w} is open.", "This takes constant time.",
-    "When {p} is given, the {w} comes first.", "See also {f}.", "It returns None if there is no {w}.",
-)  # fmt: skip
-_ERRORS: Final = ("ValueError", "KeyError", "TypeError", "OSError", "IndexError", "LookupError", "RuntimeError")
+_FORMS: Final = lined("""
+opening: {V} the {n}.|{V} the {n} and return it.|{V} a {n}.|{V} the given {n}.|{V} every {n}.|{V} the {n} of the {w}.
+remark: If {p} is missing, {w} is used.|The {w} is left unchanged.|{p} must not be empty.|It raises {E} if the {w} is \
+unknown.|The result is a {w}.|Unlike {f}, it does not {v2} the {w}.|The {p} argument names the {w}.|It is safe to call \
+it while {w} is open.|This takes constant time.|When {p} is given, the {w} comes first.|See also {f}.|It returns None \
+if there is no {w}.
+""")
+_ERRORS: Final = listed("ValueError KeyError TypeError OSError IndexError LookupError RuntimeError")
 
 
 def invented(rng: Random, new: bool) -> str:
@@ -219,10 +173,10 @@ def invented(rng: Random, new: bool) -> str:
     plain = int(rng.random() * (len(parameters) + 1))
     signature = [f.name for f in parameters[:plain]]
     signature += [f"{f.name}={_literal(rng, value(rng, f))}" for f in parameters[plain:]]
-    sentences = [pick(rng, _OPENINGS).format(V=verb.capitalize(), n=noun, w=any_word(rng))]
+    sentences = [pick(rng, _FORMS["opening"]).format(V=verb.capitalize(), n=noun, w=any_word(rng))]
     for _ in range(1 + int(rng.random() * 3)):
         sentences.append(
-            pick(rng, _REMARKS).format(
+            pick(rng, _FORMS["remark"]).format(
                 p=pick(rng, parameters).name,
                 w=any_word(rng),
                 E=pick(rng, _ERRORS),

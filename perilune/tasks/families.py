@@ -15,6 +15,7 @@ from perilune.tasks.arithmetic import last_number, same_number, sample_add_sub, 
 from perilune.tasks.calls import same_calls, sample_tool_call, sample_tools_multi
 from perilune.tasks.documents import BUILT_IN
 from perilune.tasks.extraction import same_object, sample_json_extract
+from perilune.tasks.facts import with_facts
 from perilune.tasks.fields import CHOICES, NEW_BASES
 from perilune.tasks.letters import beyond_ascii
 from perilune.tasks.pictures.problems import MAKERS, NUMBERS, same_words, sampler
@@ -55,15 +56,15 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
     """All families; `doc_questions` asks about these paragraphs (documents.passages) besides invented ones."""
     questions = DocQuestions(passages)
     families = (
-        Family("add_sub", 0.03, 100, True, sample_add_sub, same_number),
-        Family("arithmetic", 0.09, 110, True, sample_arithmetic, same_number),
-        Family("word_problems", 0.16, 135, True, sample_word_problems, same_number),
-        Family("tool_call", 0.12, 295, True, sample_tool_call, same_calls),
-        Family("tools_multi", 0.15, 350, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.19, 170, True, sample_json_extract, same_object),
-        Family("doc_questions", 0.14, 100, True, questions, same_text),
-        Family("programs", 0.11, 65, True, sample_programs, same_result),
-        Family("chat", 0.01, 45, False, sample_chat, same_reply),
+        Family("add_sub", 0.025, 120, True, sample_add_sub, same_number),
+        Family("arithmetic", 0.1, 150, True, sample_arithmetic, same_number),
+        Family("word_problems", 0.165, 180, True, with_facts(sample_word_problems), same_number),
+        Family("tool_call", 0.115, 350, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.145, 395, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.16, 165, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.155, 165, True, questions, same_text),
+        Family("programs", 0.125, 90, True, sample_programs, same_result),
+        Family("chat", 0.01, 75, False, sample_chat, same_reply),
     )
     return {f.name: f for f in families}
 

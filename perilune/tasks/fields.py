@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import enumerated
+from perilune.tasks.wordings import enumerated, lined
 from perilune.tasks.words import (
     ADJECTIVES,
     CITIES,
@@ -28,64 +28,62 @@ from perilune.tasks.words import (
 )
 
 BASES: Final[dict[str, tuple[str, ...]]] = {
-    "person": listed("""
-        name customer author owner recipient sender manager guest patient student driver teacher contact player user
-        assignee speaker buyer seller employee artist director host client winner doctor chef
-    """),
-    "city": listed("city location destination origin town place region birthplace capital station airport"),
-    "word": listed("""
-        category topic product brand label tag team department project species language genre item keyword query
-        model theme channel device service group folder table column plan dish drink sport animal plant material
-    """),
-    "code": listed("""
-        id code reference ticket serial token key account invoice order flight room plate sku case lot batch
-    """),
-    "date": listed("date deadline birthday day due_date departure arrival release_date created updated"),
-    "time": listed("time alarm opening closing start end checkin checkout"),
-    "email": listed("email mail address"),
-    "title": listed("title subject message note summary caption headline book song comment text description"),
-    "small": listed("""
-        count quantity age number limit days hours minutes page level rank seats floor pages points score guests
-        copies priority rooms nights people weeks stars width_px retries
-    """),
-    "big": listed("price amount distance population salary budget total stock year views cost area income"),
-    "decimal": listed("weight height temperature rating latitude rate ratio width length speed longitude depth"),
-    "flag": listed("urgent active public paid available verified verbose express recurring archived member"),
-    "choice": listed("unit size color priority format status mode currency season direction level"),
-    "words": listed("tags items members colors cities names ingredients skills topics keywords labels"),
+    kind: listed(names)
+    for kind, names in re.findall(
+        r"(\w+): ([^;]+)",
+        """
+person: name customer author owner recipient sender manager guest patient student driver teacher contact player user
+assignee speaker buyer seller employee artist director host client winner doctor chef;
+city: city location destination origin town place region birthplace capital station airport;
+word: category topic product brand label tag team department project species language genre item keyword query model
+theme channel device service group folder table column plan dish drink sport animal plant material;
+code: id code reference ticket serial token key account invoice order flight room plate sku case lot batch;
+date: date deadline birthday day due_date departure arrival release_date created updated;
+time: time alarm opening closing start end checkin checkout;
+email: email mail address;
+title: title subject message note summary caption headline book song comment text description;
+small: count quantity age number limit days hours minutes page level rank seats floor pages points score guests copies
+priority rooms nights people weeks stars width_px retries;
+big: price amount distance population salary budget total stock year views cost area income;
+decimal: weight height temperature rating latitude rate ratio width length speed longitude depth;
+flag: urgent active public paid available verified verbose express recurring archived member;
+choice: unit size color priority format status mode currency season direction level;
+words: tags items members colors cities names ingredients skills topics keywords labels;
+""",
+    )
 }
-NEW_BASES: Final[dict[str, tuple[str, ...]]] = {
-    "person": ("curator", "pilot", "landlord", "nominee"),
-    "city": ("harbour", "depot", "province"),
-    "word": ("fabric", "flavour", "cuisine", "habitat"),
-    "code": ("warranty", "barcode", "hallmark"),
-    "date": ("expiry", "renewal", "anniversary"),
-    "time": ("curfew", "sunset"),
-    "email": ("inbox",),
-    "title": ("motto", "inscription", "slogan"),
-    "small": ("altitude", "voltage", "gears", "storeys"),
-    "big": ("mileage", "tuition", "revenue"),
-    "decimal": ("humidity", "viscosity", "thickness"),
-    "flag": ("waterproof", "insured", "vegan"),
-    "choice": ("texture", "orbit", "rank_name"),
-    "words": ("allergens", "sponsors", "hobbies"),
-}
-CHOICES: Final[dict[str, tuple[str, ...]]] = {
-    "unit": ("celsius", "fahrenheit", "kelvin"),
-    "size": ("small", "medium", "large"),
-    "color": ("red", "green", "blue", "black"),
-    "priority": ("low", "normal", "high"),
-    "format": ("pdf", "csv", "json", "html"),
-    "status": ("open", "closed", "pending"),
-    "mode": ("fast", "slow", "auto"),
-    "currency": ("EUR", "USD", "GBP", "JPY"),
-    "season": ("spring", "summer", "autumn", "winter"),
-    "direction": ("north", "south", "east", "west"),
-    "level": ("basic", "advanced", "expert"),
-    "texture": ("smooth", "rough", "grainy"),
-    "orbit": ("polar", "geostationary", "lunar"),
-    "rank_name": ("novice", "captain", "veteran"),
-}
+NEW_BASES: Final = lined("""
+person: curator|pilot|landlord|nominee
+city: harbour|depot|province
+word: fabric|flavour|cuisine|habitat
+code: warranty|barcode|hallmark
+date: expiry|renewal|anniversary
+time: curfew|sunset
+email: inbox
+title: motto|inscription|slogan
+small: altitude|voltage|gears|storeys
+big: mileage|tuition|revenue
+decimal: humidity|viscosity|thickness
+flag: waterproof|insured|vegan
+choice: texture|orbit|rank_name
+words: allergens|sponsors|hobbies
+""")
+CHOICES: Final = lined("""
+unit: celsius|fahrenheit|kelvin
+size: small|medium|large
+color: red|green|blue|black
+priority: low|normal|high
+format: pdf|csv|json|html
+status: open|closed|pending
+mode: fast|slow|auto
+currency: EUR|USD|GBP|JPY
+season: spring|summer|autumn|winter
+direction: north|south|east|west
+level: basic|advanced|expert
+texture: smooth|rough|grainy
+orbit: polar|geostationary|lunar
+rank_name: novice|captain|veteran
+""")
 PREFIXES: Final = listed("""
     start end new old min max first last main home work source target current next previous total default local
     primary backup base final parent public private short full other
@@ -97,19 +95,29 @@ JSON_TYPES: Final = {
 _TRACE_TYPES: Final = {
     "small": "number", "big": "number", "decimal": "number", "flag": "boolean", "words": "list",
 }  # fmt: skip
-_MEANINGS: Final = {
-    "person": "a person's name", "city": "a city", "word": "a word", "code": "an identifier", "date": "YYYY-MM-DD",
-    "time": "HH:MM", "email": "an email address", "title": "a text", "small": "a whole number",
-    "big": "a whole number", "decimal": "a number", "flag": "yes or no", "choice": "one of the values",
-    "words": "a list of words",
-}  # fmt: skip
+_MEANINGS: Final = lined("""
+person: a person's name
+city: a city
+word: a word
+code: an identifier
+date: YYYY-MM-DD
+time: HH:MM
+email: an email address
+title: a text
+small: a whole number
+big: a whole number
+decimal: a number
+flag: yes or no
+choice: one of the values
+words: a list of words
+""")
 # The kinds that values are drawn from; names of people, places and things are the most frequent.
-KINDS: Final = (
-    "person", "person", "city", "city", "word", "word", "word", "code", "code", "date", "time", "email", "title",
-    "title", "small", "small", "small", "big", "big", "decimal", "flag", "choice", "choice", "words",
-)  # fmt: skip
-_MADE_UP_KINDS: Final = ("word", "word", "code", "small", "big", "person", "decimal", "date", "flag", "title")
-_DOMAINS: Final = ("mail.com", "example.org", "post.net", "web.io", "office.eu")
+KINDS: Final = listed("""
+    person person city city word word word code code date time email title title small small small big big decimal flag
+    choice choice words
+""")
+_MADE_UP_KINDS: Final = listed("word word code small big person decimal date flag title")
+_DOMAINS: Final = listed("mail.com example.org post.net web.io office.eu")
 _LETTERS: Final = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 
 
@@ -147,8 +155,8 @@ class Field:
 _DESCRIPTIONS: Final[tuple[Callable[[Field], str], ...]] = (
     lambda f: f"The {f.label}",
     lambda f: f"{f.label.capitalize()}",
-    lambda f: f"The {f.label}, {_MEANINGS[f.kind]}",
-    lambda f: _MEANINGS[f.kind].capitalize(),
+    lambda f: f"The {f.label}, {_MEANINGS[f.kind][0]}",
+    lambda f: _MEANINGS[f.kind][0].capitalize(),
 )
 
 

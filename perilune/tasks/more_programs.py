@@ -1,6 +1,6 @@
 """More small programs for training, worked as those of programs.py: by index, or by a running value."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, timedelta
 from functools import lru_cache
 from random import Random
@@ -47,6 +47,28 @@ def counted(w: str, wanted: str) -> str:
         seen += c in wanted
         trace += f"{c}{seen}"
     return f"{indexed(w)}\n{trace}"
+
+
+def spelled(text: str) -> str:
+    """The letters of each word with their places."""
+    return " ".join(map(indexed, text.split(" ")))
+
+
+def lettered(words: Sequence[str], down: bool = False) -> str:
+    """The trace of sorting: the words left, their first letters, the next ones of those that tie, and the one taken.
+
+    `pear,fig,plum:p,f,p:fig`, then `pear,plum:p,p;e,l:pear`.
+    """
+    lines, left = [], list(words)
+    for best in sorted(words, reverse=down):
+        columns, tied = [",".join([w[0] for w in left])], [w for w in left if w[0] == best[0]]
+        while len(set(tied)) > 1:
+            n = len(columns)
+            columns.append(",".join([w[n : n + 1] or "-" for w in tied]))
+            tied = [w for w in tied if w[: n + 1] == best[: n + 1]]
+        lines.append(f"{','.join(left)}:{';'.join(columns)}:{best}")
+        left.remove(best)
+    return "\n".join(lines)
 
 
 def ordinal(rng: Random, n: int) -> str:
@@ -187,11 +209,7 @@ def _text(rng: Random) -> Made:
             lines.append(f"{indexed(w)} {len(w)}:{best}")
         trace, answer = "\n".join(lines), best
     elif kind == "alphabet":
-        rest, lines = list(found), []
-        while rest:
-            lines.append(f"{' '.join(rest)}:{min(rest)}")
-            rest.remove(min(rest))
-        trace, answer = "\n".join(lines), " ".join(sorted(found))
+        trace, answer = lettered(found), " ".join(sorted(found))
     return kind, (kind, text), {"t": text, "l": str(found).replace("'", '"')}, trace, answer
 
 

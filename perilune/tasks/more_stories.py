@@ -1,9 +1,10 @@
 """Stories and questions in many people's wordings, from data/stories.txt and data/asked.txt.
 
-A line of stories.txt is `pattern|unit|text`; one of asked.txt is `pattern|text`, where the pattern `e` is any
-expression, `p*n` a part, `a?b` the larger one and by how much, `/x` an average. Places are those of stories.py and
-forms.py, and in stories also {r} {q} {t} names, {x} a number that does not matter, {cur} a currency, {day} and {city};
-`\\n` begins a new line. A number in a pattern is itself (12 of a dozen); `^` `_` `%` divide as in working.py.
+A line of stories.txt (in three parts) is `pattern|unit|text`; no pattern: that of the line before; no unit: {o}. One
+of asked.txt is `pattern|text`, where the pattern `e` is any expression, `p*n` a part, `a?b` the larger one and by how
+much, `/x` an average. Places are those of stories.py and forms.py, and in stories also {r} {q} {t} names, {x} a number
+that does not matter, {cur} a currency, {day} and {city}; `\\n` begins a new line. A number in a pattern is itself (12
+of a dozen); `^` `_` `%` divide as in working.py.
 """
 
 from random import Random
@@ -15,13 +16,20 @@ from perilune.tasks.records import lines
 from perilune.tasks.words import CITIES, listed
 
 
-def _rows(name: str) -> list[list[str]]:
-    return [row.replace("\\n", "\n").split("|") for row in lines(name).strip().split("\n")]
+def _rows(text: str) -> list[list[str]]:
+    return [row.replace("\\n", "\n").split("|") for row in text.strip().split("\n")]
 
 
-STORIES: Final = tuple([(pattern, text, unit) for pattern, unit, text in _rows("stories.txt")])
+def _stories(text: str) -> tuple[tuple[str, str, str], ...]:
+    found: list[tuple[str, str, str]] = []
+    for pattern, unit, form in _rows(text):
+        found.append((pattern or found[-1][0], form, unit or "{o}"))
+    return tuple(found)
+
+
+STORIES, FIXED, PLAIN = map(_stories, lines("stories.txt").split("\n\n"))
 _ROUNDED: Final = tuple([story for story in STORIES if set(story[0]) & set("^_%")])  # few
-_QUESTIONS: Final = _rows("asked.txt")
+_QUESTIONS: Final = _rows(lines("asked.txt"))
 ASKED: Final = {
     pattern: tuple([text for of, text in _QUESTIONS if of == pattern])
     for pattern in sorted({of for of, _ in _QUESTIONS})

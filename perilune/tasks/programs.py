@@ -14,7 +14,8 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.instructions import instruction
-from perilune.tasks.composed.procedures import procedure
+from perilune.tasks.composed.phrases import task
+from perilune.tasks.composed.procedures import coded, procedure
 from perilune.tasks.composed.readings import compared
 from perilune.tasks.composed.sums import ordered, whether
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, any_day, counted, indexed
@@ -302,6 +303,8 @@ _KINDS: Final[tuple[Callable[[Random, str, bool], Run], ...]] = (
 )  # fmt: skip
 
 
+_SYSTEM: Final = ("You are a Python interpreter.", "Reply with what the code prints and nothing more.",
+    "You run programs. Write what they print, without comments.", "Output only, no explanation.")  # fmt: skip
 _BARE: Final = re.compile(r"(.?)(?<!\d)\d+(; |, ?|;| and | )\d+")
 
 
@@ -317,8 +320,10 @@ def _alike(question: str, content: str) -> str:
 def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
-        roll = rng.random() if widely(split) else 1.0
-        if roll < 0.62:
+        plain, roll = (rng.random(), rng.random()) if widely(split) else (1.0, 1.0)
+        if plain < 0.31:
+            key, question, trace, content = (coded if plain < 0.19 else task)(rng)
+        elif roll < 0.62:
             if roll < 0.12:
                 key, question, worked, content = (whether if roll < 0.02 else ordered if roll < 0.04 else compared)(rng)
                 trace = worked()
@@ -336,8 +341,10 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
             break
     if content.startswith("["):
         content = _alike(question, content)
-    reply = Reply(trace if thinking else "", content)
-    return Problem("programs", split, key, (user(question),), reply, thinking=thinking)
+    messages: tuple[dict[str, Any], ...] = (user(question),)
+    if key[0] == "code" and rng.random() < 0.12:
+        messages = ({"role": "system", "content": pick(rng, _SYSTEM)}, *messages)
+    return Problem("programs", split, key, messages, Reply(trace if thinking else "", content), thinking=thinking)
 
 
 def same_result(problem: Problem, answer: Answer) -> bool:

@@ -19,7 +19,7 @@ from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_sp
 from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
 from perilune.tasks.records import question as ask
 from perilune.tasks.records import record
-from perilune.tasks.wordings import careless, phrase
+from perilune.tasks.wordings import careless, lined, phrase
 
 Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
 Asker = Callable[[Random, str, bool], Asked | None]  # None: this paragraph cannot be asked that
@@ -29,66 +29,49 @@ _DEFAULT: Final = re.compile(r"(\w+)=('[^']*'|[^,()\s]+)(?=,|$)")
 _ADDED: Final = re.compile(r"Added in version (\d+(?:\.\d+)*)")
 _WORD: Final = re.compile(r"[\w.'/-]*\w")
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+_SENTENCES: Final = re.compile(r"(?<=[.!?])(?<![MD][rs]\.) (?=[A-Z])|\n+")
 
 PROMPTS: Final = (
     "{p}\n\n{q}", "{p}\n\n{q}", "{p}\n\nQuestion: {q}", "Read this:\n{p}\n\n{q}", "{q}\n\n{p}",
-    "Text:\n{p}\n\nQuestion: {q}",
-    "Answer from the text.\n\n{p}\n\n{q}", "Documentation:\n{p}\n\n{q}", "\"{p}\"\n\n{q}",
+    "Text:\n{p}\n\nQuestion: {q}", "Answer from the text.\n\n{p}\n\n{q}", "Documentation:\n{p}\n\n{q}",
+    "\"{p}\"\n\n{q}",
 )  # fmt: skip
 _MORE_PROMPTS: Final = (
     "{p} {q}", "{p}\n{q}", "{q}\n{p}", "{q} {p}", "Here is a text: {p}\n\n{q}", "{p}\n\nQ: {q}\nA:",
     "I read this: \"{p}\" {q}", "Text: {p}\nQuestion: {q}\nAnswer:", "{q}\n\nText: {p}",
-    "Based on the text, {q}\n\n{p}",
-    "According to this paragraph: {p}\n\n{q}", "{p}\n\nMy question: {q}", "Someone wrote:\n{p}\n\n{q}",
-    "From the mail below: {q}\n\n{p}", "{p}\n---\n{q}", "Context: {p}\n\nQuestion: {q}", "{q} Here's the text: {p}",
-    "Please read: {p}\n\nNow tell me: {q}",
-    "Answer with a few words. {p} {q}", "Use only this text.\n\n{p}\n\n{q}", "Paragraph:\n{p}\n\n{q} Answer briefly.",
-    "{p}\n\n{q} Only the answer please.", "> {p}\n\n{q}",
+    "Based on the text, {q}\n\n{p}", "According to this paragraph: {p}\n\n{q}", "{p}\n\nMy question: {q}",
+    "Someone wrote:\n{p}\n\n{q}", "From the mail below: {q}\n\n{p}", "{p}\n---\n{q}", "Context: {p}\n\nQuestion: {q}",
+    "{q} Here's the text: {p}", "Please read: {p}\n\nNow tell me: {q}", "Answer with a few words. {p} {q}",
+    "Use only this text.\n\n{p}\n\n{q}", "Paragraph:\n{p}\n\n{q} Answer briefly.", "{p}\n\n{q} Only the answer please.",
+    "> {p}\n\n{q}", "I got this mail: '{p}' {q}", "So my landlord wrote: {p}\n\n{q}",
+    "read this and answer: \"{p}\" {q}", "{q} Here's the article:\n\n{p}", "{p}\n\nBased on the text above, {q}",
+    "Read this and answer the question with a short phrase from the text.\n\n{p}\n\n{q}", "Passage:\n{p}\n\n{q}",
 )  # fmt: skip
-_FORMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # question: (trained wordings, new ones)
-    "signature": (
-        ("What is the signature of {x}?", "How is {x} called?", "Give the signature of {x}.",
-         "Which arguments does {x} take?"),
-        ("Copy the signature of {x}.", "What signature does {x} have?"),
-    ),
-    "default": (
-        ("What is the default of {y} in {x}?", "Which default value does {y} have?",
-         "What is the default value of {y}?",
-         "What does {y} default to?"),
-        ("Give the default value of {y}.", "In {x}, what is the default of {y}?"),
-    ),
-    "module": (
-        ("Which module is {y} in?", "What module provides {y}?", "In which module is {y}?", "Where does {y} live?"),
-        ("Name the module of {y}.", "Which module provides {y}?"),
-    ),
-    "first": (
-        ("What is the first parameter of {x}?", "Which argument of {x} comes first?",
-         "Name the first argument of {x}."),
-        ("Name the first parameter of {x}.", "Which is the first argument of {x}?"),
-    ),
-    "version": (
-        ("In which version was {x} added?", "Since which version is there {x}?", "When was {x} added?"),
-        ("Which version added {x}?", "In which version did {x} come?"),
-    ),
-    "next": (
-        ("Which word comes after \"{y}\"?", "What is the next word after \"{y}\"?", "Which word follows \"{y}\"?",
-         "What comes right after \"{y}\"?"),
-        ("Name the word after \"{y}\".", "What word follows \"{y}\" in the text?"),
-    ),
-    "before": (
-        ("Which word comes before \"{y}\"?", "What is the word right before \"{y}\"?", "Which word precedes \"{y}\"?"),
-        ("Name the word before \"{y}\".", "What word comes right before \"{y}\"?"),
-    ),
-    "sentence": (
-        ("Copy the sentence that begins with \"{y}\".", "Which sentence begins with \"{y}\"?",
-         "Quote the sentence starting with \"{y}\"."),
-        ("Give the sentence that begins with \"{y}\".", "Which sentence starts with \"{y}\"?"),
-    ),
-}  # fmt: skip
+_FORMS: Final = lined("""
+signature: What is the signature of {x}?|How is {x} called?|Give the signature of {x}.|Which arguments does {x} take?
+signature new: Copy the signature of {x}.|What signature does {x} have?
+default: What is the default of {y} in {x}?|Which default value does {y} have?|What is the default value of {y}?|What \
+does {y} default to?
+default new: Give the default value of {y}.|In {x}, what is the default of {y}?
+module: Which module is {y} in?|What module provides {y}?|In which module is {y}?|Where does {y} live?
+module new: Name the module of {y}.|Which module provides {y}?
+first: What is the first parameter of {x}?|Which argument of {x} comes first?|Name the first argument of {x}.
+first new: Name the first parameter of {x}.|Which is the first argument of {x}?
+version: In which version was {x} added?|Since which version is there {x}?|When was {x} added?
+version new: Which version added {x}?|In which version did {x} come?
+next: Which word comes after "{y}"?|What is the next word after "{y}"?|Which word follows "{y}"?|What comes right \
+after "{y}"?
+next new: Name the word after "{y}".|What word follows "{y}" in the text?
+before: Which word comes before "{y}"?|What is the word right before "{y}"?|Which word precedes "{y}"?
+before new: Name the word before "{y}".|What word comes right before "{y}"?
+sentence: Copy the sentence that begins with "{y}".|Which sentence begins with "{y}"?|Quote the sentence starting with \
+"{y}".
+sentence new: Give the sentence that begins with "{y}".|Which sentence starts with "{y}"?
+""")  # by kind; "new": not in training
 
 
 def _ask(rng: Random, kind: str, new: bool, **words: str) -> str:
-    return pick(rng, _FORMS[kind][1 if new else 0]).format(**words)
+    return pick(rng, _FORMS[f"{kind} new" if new else kind]).format(**words)
 
 
 def _head(text: str) -> re.Match[str] | None:
@@ -206,8 +189,9 @@ def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
         if content in stated.text:
             break
     content = _with_unit(stated.text, question, content)
+    found = [s for s in _SENTENCES.split(stated.text) if re.search(rf"(?<!\w){re.escape(content)}(?!\w)", s)]
     prompt = _form(rng).format(p=stated.text, q=careless(rng, question))
-    reply = Reply(content if thinking else "", content)
+    reply = Reply("\n".join([content, *found[:1]]) if thinking else "", content)
     return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
 
 
@@ -242,8 +226,8 @@ class DocQuestions:
     def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
         if widely(split):
             roll = rng.random()
-            if roll < 0.78:
-                kind = _about_paragraph if roll < 0.53 else _about_record
+            if roll < 0.85:
+                kind = _about_paragraph if roll < 0.68 else _about_record
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

@@ -14,18 +14,18 @@ from typing import Any, Final
 from perilune.tasks import catalog
 from perilune.tasks.fields import Field, fields, named, said, value, written
 from perilune.tasks.problem import SEED, ToolCall, pick, widely
-from perilune.tasks.wordings import agreeing, bare, enumerated, phrase
+from perilune.tasks.wordings import agreeing, bare, enumerated, lined, parted, phrase
 from perilune.tasks.words import NEW_NOUNS, NOUNS, invents_more, made_up
 
 VERBS: Final = (
-    ("get", "fetch", "show", "find", "look up", "retrieve", "check", "view", "read"),
-    ("create", "add", "make", "register", "insert"),
-    ("delete", "remove", "erase", "drop", "discard"),
-    ("update", "change", "edit", "modify", "adjust"),
-    ("send", "share", "forward", "deliver", "mail"),
+    parted("get|fetch|show|find|look up|retrieve|check|view|read"),
+    parted("create|add|make|register|insert"),
+    parted("delete|remove|erase|drop|discard"),
+    parted("update|change|edit|modify|adjust"),
+    parted("send|share|forward|deliver|mail"),
     ("list", "enumerate", "browse"),
-    ("start", "launch", "run", "begin"),
-    ("stop", "halt", "end", "terminate"),
+    parted("start|launch|run|begin"),
+    parted("stop|halt|end|terminate"),
     ("book", "reserve"),
     ("count", "measure"),
     ("copy", "duplicate", "clone"),
@@ -39,53 +39,74 @@ VERBS: Final = (
 _CLASSES: Final = (0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 # Classes far from every verb of the catalog that has no class ("log sample" and "create sample" are too close).
 _APART: Final = (5, 9, 10, 12, 15)
-REQUESTS: Final = (
-    "{v} the {n}{c}.", "{v} the {n}{c}.", "Please {v} the {n}{c}.", "Can you {v} the {n}{c}?",
-    "I want to {v} the {n}{c}.", "{v} a {n}{c}.", "I need to {v} the {n}{c}.", "Could you {v} the {n}{c}?",
-    "{v} the {n}{c}", "{v} {n}{c}.", "I would like to {v} the {n}{c}.", "{v} the {n}{c}, please.",
-    "Help me {v} the {n}{c}.", "Now {v} the {n}{c}.",
-)  # fmt: skip
-NEW_REQUESTS: Final = (
-    "Could you please {v} the {n}{c}?", "Please help me {v} the {n}{c}.", "I need you to {v} the {n}{c}.",
-    "Now I want to {v} the {n}{c}.",
-)  # fmt: skip
+REQUESTS: Final = parted(
+    "{v} the {n}{c}.|{v} the {n}{c}.|Please {v} the {n}{c}.|Can you {v} the {n}{c}?|I want to {v} the {n}{c}.|{v} a "
+    "{n}{c}.|I need to {v} the {n}{c}.|Could you {v} the {n}{c}?|{v} the {n}{c}|{v} {n}{c}.|I would like to {v} the "
+    "{n}{c}.|{v} the {n}{c}, please.|Help me {v} the {n}{c}.|Now {v} the {n}{c}."
+)
+NEW_REQUESTS: Final = parted(
+    "Could you please {v} the {n}{c}?|Please help me {v} the {n}{c}.|I need you to {v} the {n}{c}.|Now I want to {v} "
+    "the {n}{c}."
+)
 # For the first class of verbs, without a verb; the need is then "get".
-QUESTIONS: Final = ("What is the {n}{c}?", "What's the {n}{c}?", "Tell me the {n}{c}.", "How is the {n}{c}?",
-    "{n}{c}?")  # fmt: skip
+QUESTIONS: Final = parted("What is the {n}{c}?|What's the {n}{c}?|Tell me the {n}{c}.|How is the {n}{c}?|{n}{c}?")
 # Without the tool's verb, by class of verbs; the need is then the class's first verb.
 INDIRECT: Final[dict[int, tuple[str, ...]]] = {
-    0: ("I'd like to know the {n}{c}.", "Let me see the {n}{c}.", "What about the {n}{c}?", "Do you have the {n}{c}?",
-        "Give me the {n}{c}.", "I need the {n}{c}.", "Can I have the {n}{c}?", "How does the {n} look{c}?",
-        "What do you know about the {n}{c}?",
-        "I'm interested in the {n}{c}.", "I wonder about the {n}{c}.", "Is there a {n}{c}?", "What {n} do we have{c}?",
-        "Where can I find the {n}{c}?"),
+    0: parted(
+        "I'd like to know the {n}{c}.|Let me see the {n}{c}.|What about the {n}{c}?|Do you have the {n}{c}?|Give me "
+        "the {n}{c}.|I need the {n}{c}.|Can I have the {n}{c}?|How does the {n} look{c}?|What do you know about the "
+        "{n}{c}?|I'm interested in the {n}{c}.|I wonder about the {n}{c}.|Is there a {n}{c}?|What {n} do we have{c}?|"
+        "Where can I find the {n}{c}?"
+    ),
     1: ("I need a new {n}{c}.", "There should be a {n}{c}.", "We need a {n}{c}.", "Set up a {n}{c}.",
         "A new {n} please{c}.", "Save a {n}{c}.", "I'd like to have a new {n}{c}.", "Please put in a {n}{c}."),
     2: ("Get rid of the {n}{c}.", "I don't need the {n}{c} any more.", "The {n} can go{c}.", "Take the {n} out{c}.",
         "We no longer want the {n}{c}.", "Clear the {n}{c}.", "Throw away the {n}{c}."),
     3: ("The {n} needs new data{c}.", "The {n} is wrong{c}, correct it.", "Set the {n}{c}.", "Correct the {n}{c}.",
         "The {n} should be different{c}."),
-    4: ("Pass on the {n}{c}.", "The {n} has to go out{c}.", "Get the {n} out{c}.", "Let them have the {n}{c}."),
-    5: ("Which {n}s are there{c}?", "Show all {n}s{c}.", "Give me every {n}{c}.", "I want to see all the {n}s{c}."),
+    4: parted("Pass on the {n}{c}.|The {n} has to go out{c}.|Get the {n} out{c}.|Let them have the {n}{c}."),
+    5: parted("Which {n}s are there{c}?|Show all {n}s{c}.|Give me every {n}{c}.|I want to see all the {n}s{c}."),
     8: ("I want a {n}{c}.", "Get me a {n}{c}.", "Hold a {n}{c}."),
     9: ("How many {n}s are there{c}?", "What is the number of {n}s{c}?"),
 }  # fmt: skip
 _KEPT: Final = tuple([bare(form.split("{v}")[0]) for form in NEW_REQUESTS])
-_OPENINGS: Final = (" with ", " with the ", ", ", " for ", ": ", " using ", " where the ", " - ")
-_CLAUSES: Final = ("{l} {s}", "{l} {s}", "{l} {s}", "{l}: {s}", "{l} = {s}", "{l} set to {s}",
-    "{l} is {s}")  # fmt: skip
-_NATURAL: Final[dict[str, tuple[str, ...]]] = {
-    "city": (" in {s}", " for {s}", " of {s}"), "location": (" in {s}", " at {s}"), "place": (" in {s}", " at {s}"),
-    "town": (" in {s}",), "destination": (" to {s}",), "origin": (" from {s}",), "recipient": (" to {s}",),
-    "sender": (" from {s}",), "name": (" of {s}", " called {s}", " named {s}"), "customer": (" for {s}", " of {s}"),
-    "user": (" for {s}", " of {s}"), "owner": (" of {s}", " owned by {s}"), "author": (" by {s}",),
-    "date": (" on {s}", " for {s}"), "day": (" on {s}",), "time": (" at {s}",), "deadline": (" until {s}",),
-    "email": (" to {s}",), "title": (' titled "{s}"', ' called "{s}"'), "message": (' saying "{s}"',),
-    "topic": (" about {s}",), "language": (" in {s}",), "price": (" for {s}",), "days": (" for {s} days",),
-    "hours": (" for {s} hours",), "guests": (" for {s} guests",), "people": (" for {s} people",),
-    "nights": (" for {s} nights",), "id": (" {s}", " number {s}"), "code": (" {s}",), "unit": (" in {s}",),
-    "format": (" as {s}",), "currency": (" in {s}",),
-}  # fmt: skip
+_OPENINGS: Final = parted(" with | with the |, | for |: | using | where the | - ")
+_CLAUSES: Final = parted("{l} {s}|{l} {s}|{l} {s}|{l}: {s}|{l} = {s}|{l} set to {s}|{l} is {s}")
+_NATURAL: Final = lined("""
+city:  in {s}| for {s}| of {s}
+location:  in {s}| at {s}
+place:  in {s}| at {s}
+town:  in {s}
+destination:  to {s}
+origin:  from {s}
+recipient:  to {s}
+sender:  from {s}
+name:  of {s}| called {s}| named {s}
+customer:  for {s}| of {s}
+user:  for {s}| of {s}
+owner:  of {s}| owned by {s}
+author:  by {s}
+date:  on {s}| for {s}
+day:  on {s}
+time:  at {s}
+deadline:  until {s}
+email:  to {s}
+title:  titled "{s}"| called "{s}"
+message:  saying "{s}"
+topic:  about {s}
+language:  in {s}
+price:  for {s}
+days:  for {s} days
+hours:  for {s} hours
+guests:  for {s} guests
+people:  for {s} people
+nights:  for {s} nights
+id:  {s}| number {s}
+code:  {s}
+unit:  in {s}
+format:  as {s}
+currency:  in {s}
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,7 @@ class Tool:
     """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared.
 
     `entry`: where it comes from if it is one of the catalog: its verbs need not have a class (then `verbs` is -1);
-    `iso`: its dates must be YYYY-MM-DD.
+    `iso`: its dates must be YYYY-MM-DD, times HH:MM, languages and the like codes.
     """
 
     name: str
@@ -143,22 +164,20 @@ def tool(rng: Random, split: str, *, verbs: int | None = None, noun: str | None 
     return Tool(name, verbs, verb, noun, required, optional, {"type": "function", "function": function})
 
 
-_DESCRIPTIONS: Final = (
-    "{V} the {n}", "{V} a {n}", "{V} the {n}.", "{V} {n}", "Use this to {v} the {n}", "Tool to {v} the {n}.",
-    "{V} the {n} of a user",
-)  # fmt: skip
+_DESCRIPTIONS: Final = parted(
+    "{V} the {n}|{V} a {n}|{V} the {n}.|{V} {n}|Use this to {v} the {n}|Tool to {v} the {n}.|{V} the {n} of a user"
+)
 _MORE_DESCRIPTIONS: Final[dict[int, tuple[str, ...]]] = {  # by class of verbs; {p} is a parameter's label
-    0: ("Current {n}", "Current {n} by {p}", "Returns the {n}", "Returns the {n} for a {p}",
-        "Information about the {n}", "{N} lookup", "{N} by {p}", "Gives access to the {n}", "Details of a {n}",
-        "The {n} as it is now", "Gets {n} data"),
+    0: parted(
+        "Current {n}|Current {n} by {p}|Returns the {n}|Returns the {n} for a {p}|Information about the {n}|{N} "
+        "lookup|{N} by {p}|Gives access to the {n}|Details of a {n}|The {n} as it is now|Gets {n} data"
+    ),
     1: ("Creates a new {n}", "Adds a {n} to the system", "Makes a {n}", "Sets up a {n} with the given {p}", "New {n}",
         "Saves a new {n}", "Used to put a {n} into the system"),
-    2: ("Deletes a {n}", "Removes the {n} for good", "Takes a {n} away", "Erases the {n} with the given {p}",
-        "{N} removal"),
-    3: ("Changes a {n}", "Updates the data of a {n}", "Edits an existing {n}", "Sets new values of the {n}",
-        "{N} update"),
-    4: ("Sends the {n} to somebody", "Delivers a {n}", "Hands the {n} on by mail", "{N} delivery"),
-    5: ("All {n}s", "Lists every {n}", "Overview of {n}s", "Shows all {n}s of a {p}"),
+    2: parted("Deletes a {n}|Removes the {n} for good|Takes a {n} away|Erases the {n} with the given {p}|{N} removal"),
+    3: parted("Changes a {n}|Updates the data of a {n}|Edits an existing {n}|Sets new values of the {n}|{N} update"),
+    4: parted("Sends the {n} to somebody|Delivers a {n}|Hands the {n} on by mail|{N} delivery"),
+    5: parted("All {n}s|Lists every {n}|Overview of {n}s|Shows all {n}s of a {p}"),
 }  # fmt: skip
 
 
@@ -184,15 +203,15 @@ def _pool(plain: bool, split: str) -> tuple[Tool, ...]:
     return tuple([tool(rng, split, plain=plain) for _ in range(600 if new else 5000)])
 
 
-def catalog_tool(rng: Random, entry: catalog.Entry | None = None) -> Tool:
-    """One of the catalog's tools, under one of its names."""
+def catalog_tool(rng: Random, entry: catalog.Entry | None = None, iso: bool = False) -> Tool:
+    """One of the catalog's tools, under one of its names; some are `iso` (see Tool) anyway."""
     entry = entry or pick(rng, catalog.ENTRIES)
     name = pick(rng, entry.names) if rng.random() < 0.5 else entry.names[0]
     if (roll := rng.random()) < 0.06:
         name = made_up(rng)
     elif roll < 0.18:
         name = named(name.replace("_", " "), camel=True)
-    iso = rng.random() < 0.4
+    iso = iso or rng.random() < 0.4
     required, optional = catalog.declared_fields(entry)
     verbs = next((i for i, known in enumerate(VERBS) if entry.verb in known), -1)
     spec = catalog.specification(rng, entry, name, iso)
@@ -205,11 +224,11 @@ def _catalog_pool() -> tuple[Tool, ...]:
     return tuple([catalog_tool(rng, entry) for entry in catalog.ENTRIES for _ in range(25)])
 
 
-@lru_cache(maxsize=1)
-def kits() -> tuple[tuple[Tool, ...], ...]:
-    """Tools of one noun that prompts declare together."""
-    rng = Random(f"{SEED}:kits")
-    return tuple([tuple([catalog_tool(rng, e) for e in kit]) for kit in catalog.KITS for _ in range(25)])
+@lru_cache(maxsize=2)
+def kits(common: bool = False) -> tuple[tuple[Tool, ...], ...]:
+    """Tools of one noun that prompts declare together, or everyday ones."""
+    rng, known = Random(f"{SEED}:kits"), catalog.COMMON if common else catalog.KITS
+    return tuple([tuple([catalog_tool(rng, e, common) for e in kit]) for kit in known for _ in range(25)])
 
 
 def forget_pools() -> None:
@@ -370,16 +389,13 @@ def going_on(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] |
     return text, requests
 
 
-_LISTED: Final = (
-    "{V} the {n}s {x}.", "{V} {n}s {x}, please.", "{V} the {n} for {x}.", "{V} these {n}s: {x}",
-    "The {n}s {x}, please {v} them.", "I want to {v} the {n}s with the {l} {x}.", "{N}s {x}: {v}.",
-    "Can you {v} {n} {x}?",
-    "{V} all of these {n}s, {l} {x}.", "I have several {n}s ({x}). {V} each of them.", "{V} a {n} for {x}.",
-    "{N} {x}, {v} please.", "Could you {v} the {n}s where the {l} is {x}?", "{V} {n} once for {x}.",
-    "{V} {l} {x}.", "{l}s {x}: {v} the {n}",
-)  # fmt: skip
-_LIST_ENDS: Final = (" and ", " and ", " and ", ", ", " & ", " and also ", ", and ", " plus ", " and then ",
-    " as well as ")  # fmt: skip
+_LISTED: Final = parted(
+    "{V} the {n}s {x}.|{V} {n}s {x}, please.|{V} the {n} for {x}.|{V} these {n}s: {x}|The {n}s {x}, please {v} them.|"
+    "I want to {v} the {n}s with the {l} {x}.|{N}s {x}: {v}.|Can you {v} {n} {x}?|{V} all of these {n}s, {l} {x}.|I "
+    "have several {n}s ({x}). {V} each of them.|{V} a {n} for {x}.|{N} {x}, {v} please.|Could you {v} the {n}s where "
+    "the {l} is {x}?|{V} {n} once for {x}.|{V} {l} {x}.|{l}s {x}: {v} the {n}"
+)
+_LIST_ENDS: Final = parted(" and | and | and |, | & | and also |, and | plus | and then | as well as ")
 
 
 def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
@@ -402,10 +418,11 @@ def listed(rng: Random, count: int) -> tuple[str, list[Request]]:
     return _separated(Request(made, text, opening(text, core), ToolCall(made.name, calls[0][1])), calls)
 
 
-_WISHES: Final = ("I need {x}.", "I'd like {x}.", "Can I have {x}?", "Please arrange {x}.", "Get me {x}.",
-    "{x}, please.", "I want {x}", "Could you see to {x}?", "We need {x}.", "There should be {x}.",
-    "What I need is {x}.", "{x} pls",
-    "Would you sort out {x} for me?", "I could use {x}.", "I'm after {x}.", "Let me have {x}.")  # fmt: skip
+_WISHES: Final = parted(
+    "I need {x}.|I'd like {x}.|Can I have {x}?|Please arrange {x}.|Get me {x}.|{x}, please.|I want {x}|Could you see "
+    "to {x}?|We need {x}.|There should be {x}.|What I need is {x}.|{x} pls|Would you sort out {x} for me?|I could use "
+    "{x}.|I'm after {x}.|Let me have {x}."
+)
 
 
 def wishes(rng: Random, count: int) -> tuple[str, list[Request]]:

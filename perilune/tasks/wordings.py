@@ -13,57 +13,57 @@ from typing import Final
 
 from perilune.tasks.problem import pick
 
+
+def parted(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
 # Before and after any request.
-_BEFORE: Final = (
-    "Hi, ", "Hi! ", "Hello, ", "Hello! ", "Hey, ", "hey ", "Hey there, ", "Good morning! ", "Good evening, ",
-    "Dear assistant, ", "Quick question: ", "One question: ", "A question: ", "Excuse me, ", "Sorry to bother you, ",
-    "ok, ", "Ok so ", "So, ", "Right, ", "Well, ", "Now, ", "Next: ", "Also, ", "Question: ", "Task: ", "Hmm, ",
-    "I need some help. ", "Help me please. ", "Can you help me? ", "Could you help me with this? ", "I am stuck. ",
-    "My homework says: ", "My son asks: ", "Just checking: ", "For my records: ", "This is urgent. ", "Morning, ",
-    "Hi there! ", "Hey kimi, ", "Quickly: ", "I was wondering: ", "Tell me, ", "Be so kind: ", "Be quick: ",
-    "I'm in a hurry. ", "Let's see. ", "First of all, ", "No long talk please. ", "Small favour: ", "pls ", "yo, ",
-)  # fmt: skip
-_AFTER: Final = (
-    " Thanks!", " Thanks.", " Thank you!", " Thank you very much.", " thanks", " thx", " Thanks a lot!", " Cheers!",
-    " Many thanks.", " Thanks in advance.", " Please.", " please", " Please be quick.", " It is urgent.", " asap",
-    " Take your time.", " I need it today.", " I am in a hurry.", " No explanation needed.", " Just the answer.",
-    " Only the answer, please.", " Please be careful.", " Please check it twice.", " I would be grateful.", " :)",
-    " That would help me a lot.", " I am not sure myself.", " Best regards, Tom", "\n\nThanks\nAnna", " Cheers, Max",
-    " I cannot do it in my head.", " Nothing else.", " ok?", " Appreciate it.", " If you can.", " ty", " Ta!",
-)  # fmt: skip
+_BEFORE: Final = parted(
+    "Hi, |Hi! |Hello, |Hello! |Hey, |hey |Hey there, |Good morning! |Good evening, |Dear assistant, |Quick question: "
+    "|One question: |A question: |Excuse me, |Sorry to bother you, |ok, |Ok so |So, |Right, |Well, |Now, |Next: "
+    "|Also, |Question: |Task: |Hmm, |I need some help. |Help me please. |Can you help me? |Could you help me with "
+    "this? |I am stuck. |My homework says: |My son asks: |Just checking: |For my records: |This is urgent. |Morning, "
+    "|Hi there! |Hey kimi, |Quickly: |I was wondering: |Tell me, |Be so kind: |Be quick: |I'm in a hurry. |Let's see. "
+    "|First of all, |No long talk please. |Small favour: |pls |yo, "
+)
+_AFTER: Final = parted(
+    " Thanks!| Thanks.| Thank you!| Thank you very much.| thanks| thx| Thanks a lot!| Cheers!| Many thanks.| Thanks "
+    "in advance.| Please.| please| Please be quick.| It is urgent.| asap| Take your time.| I need it today.| I am in "
+    "a hurry.| No explanation needed.| Just the answer.| Only the answer, please.| Please be careful.| Please check "
+    "it twice.| I would be grateful.| :)| That would help me a lot.| I am not sure myself.| Best regards, Tom|"
+    "\n\nThanks\nAnna| Cheers, Max| I cannot do it in my head.| Nothing else.| ok?| Appreciate it.| If you can.| ty|"
+    " Ta!"
+)
 # Sentences that do not matter.
-_CHATTER: Final = (
-    "I'm at work right now.", "My phone is almost dead.", "It has been a long day.", "I hope you are well.",
-    "We are moving house this week.", "My sister told me to ask you.", "I never was good at this.",
-    "The children are asleep already.",
-    "I have been thinking about it all morning.", "We are planning a trip.", "I'm writing this on the train.",
-    "My boss needs it by five.", "There is so much to do today.", "I asked my colleague but no one knew.",
-    "It's for a school project.",
-    "I just got back from lunch.", "My husband thinks I'm wrong.", "We had a little argument about it.",
-    "I want to be sure.", "I lost my calculator.", "I'm new here.", "This is my first time here.",
-    "I'm helping a friend.", "It is for the office.",
-    "I need to know it before the meeting.", "The weather is awful here.", "My dog is barking, sorry.",
-    "I'm cooking at the same time.", "I'm not in the mood for long answers.", "I promised to sort this out today.",
-    "It keeps bothering me.", "Long story short.",
-    "You helped me last week as well.", "I'd rather do it today than tomorrow.", "We are a small team.",
-    "I tried it twice already.", "I keep getting different results.", "It's nothing urgent.", "It is getting late.",
-    "I've got five minutes.",
-)  # fmt: skip
+_CHATTER: Final = parted(
+    "I'm at work right now.|My phone is almost dead.|It has been a long day.|I hope you are well.|We are moving house "
+    "this week.|My sister told me to ask you.|I never was good at this.|The children are asleep already.|I have been "
+    "thinking about it all morning.|We are planning a trip.|I'm writing this on the train.|My boss needs it by five.|"
+    "There is so much to do today.|I asked my colleague but no one knew.|It's for a school project.|I just got back "
+    "from lunch.|My husband thinks I'm wrong.|We had a little argument about it.|I want to be sure.|I lost my "
+    "calculator.|I'm new here.|This is my first time here.|I'm helping a friend.|It is for the office.|I need to know "
+    "it before the meeting.|The weather is awful here.|My dog is barking, sorry.|I'm cooking at the same time.|I'm "
+    "not in the mood for long answers.|I promised to sort this out today.|It keeps bothering me.|Long story short.|"
+    "You helped me last week as well.|I'd rather do it today than tomorrow.|We are a small team.|I tried it twice "
+    "already.|I keep getting different results.|It's nothing urgent.|It is getting late.|I've got five minutes."
+)
 # Before an imperative ("add 3 and 4"), the first letter made small.
-_ASKING: Final = (
-    "Please {}", "please {}", "Can you {}?", "Could you {}?", "Would you {}?", "Can you please {}?", "can u {}",
-    "Would you please {}?", "Could you kindly {}?", "Kindly {}", "I'd like you to {}", "I want you to {}",
-    "Would you mind helping me to {}?", "Would you be able to {}?", "Go ahead and {}", "You should {}", "Help me to {}",
-    "I need you to please {}", "Let's {}", "Is it possible to {}?", "Try to {}", "pls {}", "{} please", "{}, please",
-    "{} for me", "{} for me please", "{}, would you?", "{}, thanks", "{} now", "My boss wants me to {}",
-    "I have to {}", "I must {}", "I was asked to {}", "I'm trying to {}", "Could you possibly {}?", "just {}",
-)  # fmt: skip
+_ASKING: Final = parted(
+    "Please {}|please {}|Can you {}?|Could you {}?|Would you {}?|Can you please {}?|can u {}|Would you please {}?|"
+    "Could you kindly {}?|Kindly {}|I'd like you to {}|I want you to {}|Would you mind helping me to {}?|Would you be "
+    "able to {}?|Go ahead and {}|You should {}|Help me to {}|I need you to please {}|Let's {}|Is it possible to {}?|"
+    "Try to {}|pls {}|{} please|{}, please|{} for me|{} for me please|{}, would you?|{}, thanks|{} now|My boss wants "
+    "me to {}|I have to {}|I must {}|I was asked to {}|I'm trying to {}|Could you possibly {}?|just {}"
+)
 _PLACE: Final = re.compile(r"\{[^}]*\}")
 _WORD: Final = re.compile(r"(?<![\w{\"'`])[A-Za-z]{4,}(?![\w}\"'`])")
 _NEAR: Final = dict(zip("abcdefghijklmnopqrstuvwxyz", "svxsdfghujklnbipqeftyicysx"))
-_ONES: Final = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
-    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]  # fmt: skip
-_TENS: Final = ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_ONES: Final = parted(
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|"
+    "eighteen|nineteen"
+)
+_TENS: Final = parted("-|-|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety")
 
 
 _SYMBOL: Final = re.compile(r"<(\w+)>")
@@ -88,7 +88,7 @@ def bare(form: str) -> str:
 def lined(text: str) -> dict[str, tuple[str, ...]]:
     """Forms by kind: a line for each, its forms parted by `|`."""
     rows = [line.partition(": ") for line in text.strip().split("\n")]
-    return {kind: tuple(forms.split("|")) for kind, _, forms in rows}
+    return {kind: parted(forms) for kind, _, forms in rows}
 
 
 def typo(rng: Random, form: str) -> str:

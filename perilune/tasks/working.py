@@ -72,11 +72,25 @@ def subtract_trace(a: int, b: int) -> str:
     return "\n".join([*lines, labelled(str(a - b).zfill(len(x))), f"={sign}{a - b}"])
 
 
+def divisor(k: int) -> int:
+    """What a division by k begins with: 10 or 100 if k ends with it, else the largest digit up to its root, or k."""
+    zeros = len(str(k)) - len(str(k).rstrip("0"))
+    return 10**zeros if zeros else next((n for n in range(9, 1, -1) if k % n == 0 and n * n <= k), k)
+
+
+DIVISORS: Final = (*[k for k in range(10, 100) if max(divisor(k), k // divisor(k)) < 20], 100)
+
+
 def divide_trace(a: int, k: int, sign: str = "/") -> str:
-    """k: one digit; from the left, the rest before each digit, e.g. `b14/6=2r2`.
+    """k: one digit or a prime; from the left, the rest before each digit, e.g. `b14/6=2r2`. 96/12 as 96/3/4.
 
     `/`: there is no rest in the end; `_` leaves it out, `^` counts it as one more, `%` is the rest.
     """
+    if k > 9 and (first := divisor(k)) < k:
+        parts = f"{a}{sign}{k}\n{a}{sign}{first}{sign}{k // first}\n{divide_trace(a, first, sign)}"
+        return f"{parts}\n{divide_trace(_RESULTS[sign](a, first), k // first, sign)}"
+    if k > 9 and k % 10 == 0:
+        return f"{a}{sign}{k}\n={_RESULTS[sign](a, k)}"
     digits = str(a)
     rest, lines, quotient = 0, [f"{a}{sign}{k}", labelled(a)], ""
     for place, p in zip(PLACES[len(digits) - 1 :: -1], digits):
@@ -127,7 +141,7 @@ _RESULTS: Final[dict[str, Callable[[int, int], int]]] = {
 
 
 def unseen_lengths(a: int, b: int) -> bool:
-    return tuple(sorted((len(str(a)), len(str(b))))) == _UNSEEN_LENGTHS
+    return tuple(sorted((len(str(abs(a))), len(str(abs(b)))))) == _UNSEEN_LENGTHS
 
 
 def multipliable(a: int, b: int) -> bool:
@@ -136,11 +150,25 @@ def multipliable(a: int, b: int) -> bool:
     return k < 10 or (k < 100 and not unseen_lengths(a * (k // 10 * 10), a * (k % 10)))
 
 
-def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
+def signed_trace(operator: str, a: int, b: int) -> str:
+    """A step with a number below 0: by the digits, -8+24 as 24-8, and the sign of the result last."""
+    x, y = abs(a), abs(b)
+    plus = (b < 0) is (operator == "-")
+    if operator in "*/":
+        block = TRACES[operator](x, y)
+    elif (a < 0) is plus:
+        block = subtract_trace(y, x) if plus else subtract_trace(x, y)
+    else:
+        block = add_trace(x, y)
+    result = f"={_RESULTS[operator](a, b)}"
+    return block if block.endswith("\n" + result) else f"{block}\n{result}"
+
+
+def solve(tokens: Tokens, wide: bool = False) -> tuple[int, list[Step]] | None:
     """The value and the steps: parentheses, then `*`, `/` and the divisions with a rest, then from the left.
 
-    None if a step would be negative, too long, or a division by more than one digit or with a rest, or would add or
-    subtract numbers of the lengths kept from training.
+    None if a step would be negative or a division by more than one digit (both: unless `wide`), too long, or a division
+    with a rest, or would add or subtract numbers of the lengths kept from training.
     """
     steps: list[Step] = []
     rest = list(tokens)
@@ -157,12 +185,15 @@ def solve(tokens: Tokens) -> tuple[int, list[Step]] | None:
             at = low
         left, operator, right = rest[at : at + 3]
         assert isinstance(left, int) and isinstance(right, int) and isinstance(operator, str)
-        if operator == "*" and not multipliable(left, right):
+        if operator == "*" and not multipliable(abs(left), abs(right)):
             return None
-        if operator in "/_^%" and (not 1 < right < 10 or (operator == "/" and left % right)):
+        if operator in "/_^%" and (
+            not (1 < right < 10 or (wide and right in DIVISORS and operator != "%"))
+            or (operator == "/" and left % right)
+        ):
             return None
         value = _RESULTS[operator](left, right)
-        if not 0 <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):
+        if not (-100_000 if wide else 0) <= value < 100_000 or (operator in "+-" and unseen_lengths(left, right)):
             return None
         steps.append((operator, left, right, "".join(map(str, rest))))
         alone = low and end - low == 3  # the parentheses go too
@@ -175,6 +206,7 @@ def solve_trace(steps: list[Step]) -> str:
     """Each step's work under the expression it is taken from (which is left out where it is the step itself)."""
     blocks = []
     for operator, left, right, whole in steps:
-        block = TRACES[operator](left, right)
-        blocks.append(block if whole == f"{left}{operator}{right}" else f"{whole}\n{block}")
+        signed = left < 0 or right < 0
+        block = signed_trace(operator, left, right) if signed else TRACES[operator](left, right)
+        blocks.append(block if whole == f"{left}{operator}{right}" and not signed else f"{whole}\n{block}")
     return "\n".join(blocks)

@@ -30,7 +30,8 @@ from perilune.tasks.composed.clauses import (
 from perilune.tasks.composed.subjects import ASIDES
 from perilune.tasks.composed.turns import turned
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, enumerated
+from perilune.tasks.records import lines
+from perilune.tasks.wordings import capital, enumerated, lined
 from perilune.tasks.words import ADJECTIVES, OBJECTS, made_up
 
 Account = tuple[str, str, str, str]  # paragraph, question, answer, the sentence or row that has it
@@ -81,13 +82,9 @@ def _agent_asked(rng: Random, made: Clause) -> str:
     return " ".join([who, finite(mood), *what, *kept])
 
 
-_PLAIN: Final = ("{Q}?", "{Q}?", "{Q}?", "{Q}?", "{q}?", "{q}", "So {q}?", "And {q}?", "Question: {q}?",
-    "My question: {q}?",
-    "{Q}? Answer briefly.", "{Q}? A few words will do.", "I wonder: {q}?", "Now: {q}?")  # fmt: skip
-_INDIRECT: Final = ("Can you tell me {q}?", "Do you know {q}?", "Tell me {q}.", "I want to know {q}.", "Say {q}.",
-    "I'd like to know {q}.", "Please find out {q}.", "Does it say {q}?", "Could you check {q}?", "I need to know {q}",
-    "Find {q}.", "Look up {q}, please.", "Any idea {q}?", "please tell me {q}", "Explain {q}.",
-    "Remind me {q}.")  # fmt: skip
+# Scenes, reports, words and forms by kind; then paragraphs of documentation (documents.py).
+SCENES, REPORTS, _WORDS, *_ = lines("scenes.txt").split("\n\n")
+FORMS: Final = lined(_WORDS)
 
 
 def question(rng: Random, made: Clause) -> tuple[str, str]:
@@ -105,7 +102,7 @@ def question(rng: Random, made: Clause) -> tuple[str, str]:
         text, indirect = _asked(rng, made, words, [t for w, t in made.parts if w != words])
         if answer.startswith(("in ", "on ", "at ")) and rng.random() < 0.5 and words not in ("where", "how"):
             answer = answer[3:]
-    form = pick(rng, _INDIRECT if indirect else _PLAIN)
+    form = pick(rng, FORMS["indirect" if indirect else "plain"])
     return form.format(q=text, Q=capital(text)), answer
 
 
@@ -201,16 +198,13 @@ def compared(rng: Random) -> Account | None:
         auxiliary, base = _auxiliary(Clause(chosen, verb, None, mood))
         asked = f"{ask} {auxiliary} {chosen.short} {base}{thing}"
     row = next((row for row in rows if answer.lower() in row.lower()), "")
-    return _answered(text, pick(rng, _PLAIN).format(q=asked, Q=capital(asked)), answer, capital(row))
+    return _answered(text, pick(rng, FORMS["plain"]).format(q=asked, Q=capital(asked)), answer, capital(row))
 
 
 # ---- rows and names ------------------------------------------------------------------------------------------------
 
 _ROW: Final = ("- {k}: {v}", "{k}: {v}", "* {k} - {v}", "{k} = {v}", "{i}. {k}: {v}", "{k} ... {v}", "{k} ({v})",
     "{k}, {v}")  # fmt: skip
-_ROW_ASKED: Final = ("What about the {k}?", "What does it say for {k}?", "What is noted for the {k}?", "the {k}?",
-    "What is beside {k}?", "What is the state of the {k}?", "And the {k}?", "{k}?", "What is next to {k}?",
-    "What is written for the {k}?", "How is it with the {k}?", "What is the entry for {k}?")  # fmt: skip
 
 
 def rows(rng: Random) -> Account | None:
@@ -233,15 +227,7 @@ def rows(rng: Random) -> Account | None:
     if rng.random() < 0.4:
         text = f"{capital(bare_noun(rng))}{pick(rng, ('', ':', ' notes', ' list:'))}\n{text}"
     line = next(row for row in lines if value in row)
-    return _answered(text, pick(rng, _ROW_ASKED).format(k=label), value, line)
-
-
-_CALLED: Final = ("{a} is called {b}", "{a} is known as {b}", "People call {a} {b}", "The name of {a} is {b}",
-    "{a}, called {b}, is {j}", "Experts speak of {b} when they mean {a}", "{a} goes by the name of {b}",
-    "Another word for {a} is {b}", "For {a} there is the word {b}")  # fmt: skip
-_CALLED_ASKED: Final = ("What is {a} called?", "What do people call {a}?", "What is the name of {a}?",
-    "Which name does {a} have?", "How is {a} called?", "What is the word for {a}?", "By what name is {a} known?",
-    "What is {a} known as?")  # fmt: skip
+    return _answered(text, pick(rng, FORMS["row"]).format(k=label), value, line)
 
 
 def called(rng: Random) -> Account | None:
@@ -257,13 +243,13 @@ def called(rng: Random) -> Account | None:
         if thing in made or name in made.values():
             continue
         made[thing] = name
-        lines.append(capital(pick(rng, _CALLED).format(a=thing, b=name, j=pick(rng, ADJECTIVES))))
+        lines.append(capital(pick(rng, FORMS["called"]).format(a=thing, b=name, j=pick(rng, ADJECTIVES))))
     thing, name = pick(rng, tuple(made.items()))
     line = next(row for row in lines if name in row)
     lines += [sentence(rng, clause(rng)) for _ in range(int(rng.random() * 3))]
     rng.shuffle(lines)
     text = ". ".join([capital(row) for row in lines]) + "."
-    return _answered(text, pick(rng, _CALLED_ASKED).format(a=thing), name, line)
+    return _answered(text, pick(rng, FORMS["asked"]).format(a=thing), name, line)
 
 
 _HEADS: Final = ("Ticket {}: ", "Log {}\n", "Note no {}: ", "[{}] ", "Report {}:\n", "Dear all, ", "Re: {}\n\n", "PS: ")

@@ -18,7 +18,8 @@ from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import bare, named, written
 from perilune.tasks.problem import pick, user
-from perilune.tasks.wordings import capital, enumerated, expand, in_words, phrase
+from perilune.tasks.records import lines
+from perilune.tasks.wordings import capital, enumerated, expand, in_words, lined, phrase
 from perilune.tasks.words import any_word, made_up
 
 Messages = tuple[dict[str, Any], ...]
@@ -42,7 +43,7 @@ def _snake(words: str) -> str:
     return named(words, camel=False)
 
 
-_CASES: Final[tuple[tuple[Callable[[str], str], str], ...]] = (
+CASES: Final[tuple[tuple[Callable[[str], str], str], ...]] = (
     *[(_snake, "snake_case")] * 9, *[(partial(named, camel=True), "camelCase")] * 4, (str, ""), (str, ""),
     (lambda words: "".join([w.capitalize() for w in words.split(" ")]), "PascalCase"),
     (lambda words: words.replace(" ", "-"), "kebab-case"), (lambda words: _snake(words).upper(), "capitals"),
@@ -53,7 +54,7 @@ _FIRST_NAMES: Final = ("first_name", "given_name", "forename")
 _LAST_NAMES: Final = ("last_name", "surname", "family_name")
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int):
@@ -63,7 +64,7 @@ def _type(value: Any) -> str:
 
 def _wanted(rng: Random, many: list[Subject], with_names: bool) -> tuple[list[Wanted], str]:
     """Keys for some attributes of the subjects, in any order, and the case that the keys are in."""
-    case, case_name = pick(rng, _CASES)
+    case, case_name = pick(rng, CASES)
     domain, roll = many[0].domain, rng.random()
     sources: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
     stated = [at for at in domain.attributes if any(at in one.facts for one in many)]
@@ -98,11 +99,11 @@ def _wanted(rng: Random, many: list[Subject], with_names: bool) -> tuple[list[Wa
             words = made_up(rng) if rng.random() < 0.5 else pick(rng, "abcdefghxyz") + str(len(found) + 1)
         key = case(words)
         value = next((v for v in values if v is not None), None)
-        found.setdefault(key, Wanted(key, meaning, _type(value), values))
+        found.setdefault(key, Wanted(key, meaning, type_of(value), values))
     return list(found.values()), "" if roll < _PREFIXED + _INVENTED else case_name
 
 
-_TYPES: Final[dict[str, tuple[str, ...]]] = {
+TYPES: Final[dict[str, tuple[str, ...]]] = {
     "string": ("string", "text", "str"), "integer": ("integer", "number", "int", "a number"),
     "number": ("number", "float", "decimal"), "boolean": ("boolean", "true/false", "bool"),
     "array": ("list of strings", "array of strings", "list"),
@@ -112,25 +113,21 @@ _PLACEHOLDERS: Final = {"string": ("...", "text", "?", ""), "integer": (0, 0, 1)
 
 
 def _typed(rng: Random, w: Wanted) -> str:
-    return pick(rng, _TYPES[w.type])
+    return pick(rng, TYPES[w.type])
 
 
-def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
-    """Keys in a line of prose."""
-    typed = rng.random() < 0.3
+def in_line(rng: Random, wanted: list[Wanted], explained: bool, typed: bool | None = None) -> str:
+    """Keys in a line of prose; `typed`: whether with types, for strings too (None: at random)."""
+    every = typed
+    if typed is None:
+        typed = rng.random() < 0.3
     if explained and rng.random() < 0.15:
         keys = ", ".join([w.key for w in wanted])
         form = pick(rng, ("({} {})", ", {} {}")).format(pick(rng, ("keys", "as", "named", "under the keys")), keys)
         return f"the {enumerated([w.meaning for w in wanted], ' and ')} {form}".replace(" ,", ",")
-    if explained:
-        form = pick(rng, ("{k} for the {m}", "{k} ({m})", "{k} = {m}", '"{k}" (the {m})', "{k}, that is the {m}",
-            '"{k}": {m}', "the {m} as {k}", "{m} as {k}", 'the {m} as "{k}"',
-            '"{k}" holds the {m}', "{k}: the {m}"))  # fmt: skip
-    elif typed:
-        form = pick(rng, ("{k} ({t})", '"{k}" ({t})', "{k}: {t}", "{t} {k}", "{k} as {t}", "`{k}` ({t})", "{k} {t}"))
-    else:
-        form = pick(rng, ("{k}", "{k}", "{k}", '"{k}"', '"{k}"', "'{k}'", "`{k}`", "the {k}", "{k}", "its {k}", "{k}:"))
-    strings = explained or not typed or rng.random() < 0.6  # otherwise types are given for what is no string only
+    form = pick(rng, RULES["explained" if explained else "typed" if typed else "bare"])
+    # Otherwise types are given for what is no string only.
+    strings = explained or not typed or every or rng.random() < 0.6
     shown = [
         form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
@@ -149,21 +146,21 @@ def _in_line(rng: Random, wanted: list[Wanted], explained: bool) -> str:
         return shown[0]
     roll = rng.random()
     if roll < 0.35:
-        return pick(rng, (", ", ", ", ", ", " / ", "; ", " + ", " | ", " ", ",")).join(shown)
+        return pick(rng, (", ", ", ", ", ", " / ", "; ", " + ", " | ", " ", ",", "/", " ... ", "\n")).join(shown)
     if roll < 0.42:
-        return "[" + ", ".join(shown) + "]" if roll < 0.38 else "(" + ", ".join(shown) + ")"
+        return pick(rng, ("[{}]", "({})", "{{{}}}")).format(", ".join(shown))
     if roll < 0.5:
         return pick(rng, (", then ", " then ", " and ", " and also ")).join(shown)
     return enumerated(shown, pick(rng, (" and ", " and ", ", and ", " plus ", " & ", " as well as ")))
 
 
-def _template(rng: Random, wanted: list[Wanted]) -> str:
+def template(rng: Random, wanted: list[Wanted]) -> str:
     """An object with places to fill in."""
     how = rng.random()
     parts = []
     for w in wanted:
         if how < 0.25:
-            place = "..."
+            place = pick(rng, ("...", "...", "_", '"?"'))
         elif how < 0.5:
             place = json.dumps(pick(rng, _PLACEHOLDERS[w.type]))
         elif how < 0.65:
@@ -206,110 +203,56 @@ def _code(rng: Random, wanted: list[Wanted]) -> str:
     return f"{name.lower()}({', '.join([f'{w.key} {sql[w.type]}' for w in wanted])})"
 
 
-def _rows(rng: Random, wanted: list[Wanted], explained: bool = False) -> str:
-    if explained or rng.random() < 0.3:
-        form = pick(rng, ("- {k}: {m}", "{k} - {m}", "- {k} ({m})", "{k}: {m}", "* `{k}` {m}", "{k} = {m}"))
-    else:
-        form = pick(rng, ("- {k}", "* {k}", "{k}", "{i}. {k}", "- {k} ({t})", "{k}: {t}", "- {k}, {t}", "{i}) {k}",
-            "{i}. {k} - {t}"))  # fmt: skip
+def rows(rng: Random, wanted: list[Wanted], explained: bool = False) -> str:
+    form = pick(rng, RULES["row" if explained or rng.random() < 0.3 else "rows"])
     return "\n".join([form.format(k=w.key, m=w.meaning, t=_typed(rng, w), i=i) for i, w in enumerate(wanted, 1)])
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
 
-_RULES: Final[dict[str, tuple[str, ...]]] = {
-    "do": ("extract", "pull out", "pick out", "get me", "give me", "note down", "return", "collect", "find",
-    "read off",
-        "write down", "grab", "report", "fetch", "put together", "hand me", "take", "save", "record", "copy"),
-    "json": ("JSON", "json", "a JSON object", "one JSON object", "valid JSON", "JSON format", "a json", "JSON only"),
-    "as": ("as JSON", "as JSON", "as a JSON object", "in JSON", "in JSON format", "as json", "as one JSON object"),
-    "noun": ("text", "message", "note", "lines", "entry", "description", "paragraph", "sentence", "record", "mail"),
-    "this": ("this", "it", "the <noun>", "this <noun>", "the following", "what I wrote", "the <noun> {place}"),
-    "turn": ("turn <this> into", "convert <this> to", "make <this>", "write <this> as", "rewrite <this> as",
-        "parse <this> into", "put <this> into", "express <this> as", "change <this> to", "transform <this> into"),
-    "with": ("with", "with the keys", "with keys", "having the fields", "that has", "using the keys", "fields:",
-        "(keys:) ", "which has as keys", "containing", "with exactly"),
-    "can": ("can you", "could you", "would you please", "could you kindly", "would you be so good as to", "can u",
-        "will you", "may I ask you to", "I would like you to", "I want you to", "please", "now", "your task:",
-        "I need you to", "kindly", "you should", "help me to", "go and"),
-    "need": ("I need", "we need", "I want", "I would like to have", "our system wants", "the form asks for",
-        "the database expects", "my program reads", "send back", "what I want:", "output", "answer with",
-        "reply with",
-        "produce", "the answer must be", "please send", "give back"),
-    "ask": ("<do> {keys}{about} <as>.", "<can> <do> {keys}{about} <as>?", "<turn> <json> <with> {keys}.",
-        "<can> <turn> <json> <with> {keys}?", "<need> <json> <with> {keys}{about}.", "keys: {keys}. <need> <json>.",
-        "<json>, keys {keys}", "<need> {keys}{about}, <as>.", "<do> {keys}{about}. Format: <json>.",
-        "what is {keys}{about}? Answer <as>.", "-> <json> {keys}", "<json> pls: {keys}", "fields: {keys}. <as>.",
-        "{keys}{about} <as>, please.", "which {keys} does <this> give{about}? <as>.",
-        "from <this> <need> {keys}, <as>.", "keys I want -> {keys}. <as>.", "<this> <as>: {keys}.", "<as>, {keys}",
-        "the form has {keys}. <json>.",
-        "<need> {keys} <as> from <this>.",
-        "I need {keys} from <this>. Reply with <json>.", "{keys} are what I need. Answer <as>.",
-        "fill <json> in: {keys}.",
-        "sort <this> into {keys}, <as>.", "file <this> under {keys}. <json>.",
-        "the columns are {keys}. <do> them <as>.",
-        "only {keys}{about}, <as>.", "write <json>: {keys}", "<this> should become <json> <with> {keys}."),
-    "block": ("<do> the data{about} <as>:\n{block}", "<turn> <json> like this:\n{block}", "<need> <json>:\n{block}",
-        "the keys are\n{block}\n<need> <json>.", "schema: {block}", "fields:\n{block}\n<as>", "fill in: {block}",
-        "<can> fill this in{about}?\n{block}", "answer <as> in the form {block}", "format: {block}",
-        "<need> <json> of the form {block}", "use this shape:\n{block}", "{block}\n<can> fill it{about}?",
-        "<can> follow this schema: {block}", "return <json> like {block}", "output {block}"),
-}  # fmt: skip
-_SYSTEM: Final = ("{ask}", "You read messages. {ask}", "For every message: {ask}", "{ask} Nothing else.",
-    "Parser. {ask}",
-    "You are a clerk who files records. {ask}", "Each user message is a record. {ask}",
-    "{ask} No other words.")  # fmt: skip
-_CASED: Final = (" Keys in {c}.", " The keys are in {c}.", " Use {c} for the keys.", " ({c})", " All keys {c}.")
-_NULL: Final = (" Use null for what is missing.", " Missing: null.", " Write null if <this> does not say it.",
-    " Unknown values are null.", " null if not given.")  # fmt: skip
 _NO_UNITS: Final = (" Numbers without units.", " Numbers as numbers, no units.", " Plain numbers please.")
-_GIVEN: Final = ("{t}", "{t}", "{t}", '"{t}"', "Text: {t}", "Text:\n{t}", "```\n{t}\n```", "Here it is: {t}", "> {t}",
-    "Input: {t}", "---\n{t}\n---", "Message: {t}", "what i have: {t}", "<text>{t}</text>", "'{t}'", "Note: {t}",
-    "Source:\n{t}", "Here is what came in:\n{t}", "The mail says: {t}", "Log: {t}", "“{t}”", "«{t}»", "- {t}",
-    "{t}\n\nSent from my phone", ">>> {t}")  # fmt: skip
 
-
-# What the object is for: none of its words is a value.
-_PURPOSES: Final = ("For the database: ", "For my spreadsheet, ", "For our records. ", "This goes into a form. ",
-    "For the API: ",
-    "I keep a register of such things. ", "For the archive, ", "My script reads it later. ", "For the website: ",
-    "It is for a report. ", "My boss wants a table. ", "We are digitising our notes. ", "For the index, ",
-    "I'm filling in a form online. ", "For the log: ", "The computer wants it tidy. ")  # fmt: skip
-# They hold for every object.
-_TAILS: Final = (" Nothing else.", " No extra keys, please.", " Strings stay as written.",
-    " Put null wherever the text says nothing.", " Everything else is of no interest.", " In that order.")  # fmt: skip
+# Requests and their parts by kind; a form may have <kind> for any of a kind.
+RULES: Final = {
+    kind: tuple([form.replace("\\n", "\n") for form in forms]) for kind, forms in lined(lines("json_asks.txt")).items()
+}
 
 
 def request(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
     made = _put(rng, wanted, about, explained, place)
     if rng.random() < 0.12:
-        made += ("" if made[-1] in ".?!}\n" else ".") + pick(rng, _TAILS)
-    return pick(rng, _PURPOSES) + made if rng.random() < 0.1 else made
+        made += ("" if made[-1] in ".?!}\n" else ".") + pick(rng, RULES["tails"])
+    return f"{pick(rng, RULES['purposes'])} {made}" if rng.random() < 0.1 else made
 
 
 def _put(rng: Random, wanted: list[Wanted], about: str, explained: bool, place: str) -> str:
     roll = rng.random()
     if roll < 0.6 or (explained and roll < 0.8):
-        form, keys = expand(rng, _RULES, "<ask>"), _in_line(rng, wanted, explained)
-        if rng.random() < 0.8:
-            form = capital(form)
-        return phrase(rng, form).format(keys=keys, about=about, place=place)
+        return worded(rng, "<ask>", in_line(rng, wanted, explained), about, place)
     if explained:
-        block = _rows(rng, wanted, True)
+        block = rows(rng, wanted, True)
     else:
-        block = pick(rng, (_template, _template, _template, _schema, _code, _rows))(rng, wanted)
-    form = expand(rng, _RULES, "<block>")
+        block = pick(rng, (template, template, template, _schema, _code, rows))(rng, wanted)
+    return worded(rng, "<block>", block, about, place)
+
+
+def worded(rng: Random, symbol: str, keys: str, about: str, place: str) -> str:
+    """A request of the rules with the keys, which <block> has in a layout and <ask> in a line."""
+    form = expand(rng, RULES, symbol)
     if rng.random() < 0.8:
         form = capital(form)
-    form = phrase(rng, form, asking=0.0) if "\n" not in form else form
-    return form.format(block=block, about=about, place=place)
+    if symbol == "<ask>":
+        form = phrase(rng, form)
+    elif "\n" not in form:
+        form = phrase(rng, form, asking=0.0)
+    return form.format(keys=keys, block=keys, about=about, place=place)
 
 
-def _placed(rng: Random, ask: str, text: str, before: bool, system: float = 0.0) -> Messages:
+def placed(rng: Random, ask: str, text: str, before: bool, system: float = 0.0) -> Messages:
     """The request and the text as messages: in one, in either order, or, at that share, the request as the system's."""
     if before and rng.random() < system and "JSON" in ask:
-        return {"role": "system", "content": pick(rng, _SYSTEM).format(ask=ask)}, user(text)
-    shown = pick(rng, _GIVEN).format(t=text)
+        return {"role": "system", "content": pick(rng, RULES["system"]).format(ask=ask)}, user(text)
+    shown = pick(rng, RULES["given"]).format(t=text)
     if rng.random() < 0.03:
         first, second = (ask, shown) if before else (shown, ask)
         between = pick(rng, ("Ok.", "Yes?", "I have read it.", "Go on.", "Sure."))
@@ -339,7 +282,7 @@ def _text(rng: Random, many: list[Subject]) -> str:
     return subjects.unkempt(rng, text, [one.name[1] for one in many] + [v for o in many for _, v in o.facts.values()])
 
 
-def _lines(prefix: str, wanted: list[Wanted], at: int) -> list[str]:
+def lines_of(prefix: str, wanted: list[Wanted], at: int) -> list[str]:
     found = []
     for w in wanted:
         value = w.values[at]
@@ -348,21 +291,7 @@ def _lines(prefix: str, wanted: list[Wanted], at: int) -> list[str]:
     return found
 
 
-_PLURALS: Final = ("{}s", "{}s", "{}_list", "items", "entries", "all_{}s", "records", "rows", "data")
-_EACH: Final = ('{do} "{p}", a list with an object for each {d}: {keys}.',
-    "JSON: {{\"{p}\": [...]}}, each with {keys}.",
-    'One JSON object with the key "{p}": a list of objects with {keys}.',
-    "For every {d} {keys}, as a JSON list under {p}.",
-    "JSON please, {p} as a list of objects ({keys}).",
-    'Under "{p}", list all {d}s as JSON objects with {keys}.')  # fmt: skip
-_NESTED: Final = ('{keys} and an object "{g}" with {inner}', '{keys}; {g} is an object with {inner}',
-    "{keys}, and nested under {g}: {inner}", '{keys}, "{g}": {{{inner}}}')  # fmt: skip
 _GROUPS: Final = ("details", "info", "data", "more", "about", "extra", "meta", "facts")
-_BY_NAME: Final = ("JSON with the {d}s as keys and the {m} as values.",
-    "Keys: the names. Values: the {m}. Output: JSON.",
-    "Map each {d} to its {m} in a JSON object.", "a json object, name -> {m}",
-    "JSON object please: {names}, each with the {m}.",
-    "{m} of each, as JSON, keys {names}", "Make JSON with keys {names}. The values are the {m}.")  # fmt: skip
 
 
 def entry(rng: Random) -> Made:
@@ -400,24 +329,24 @@ def entry(rng: Random) -> Made:
     if several and many[at].name[1] not in ask:
         ask += pick(rng, (" Only {}.", " I mean {}.", " It is about {}.", " ({} only)")).format(many[at].name[1])
     if any(w.values[at] is None for w in wanted):
-        ask += expand(rng, _RULES, pick(rng, _NULL)).format(place="above")
+        ask += expand(rng, RULES, pick(rng, RULES["null"])).format(place="above")
     elif rng.random() < 0.06:
         ask += pick(rng, _NO_UNITS)
     if case and rng.random() < 0.15:
-        ask += pick(rng, _CASED).format(c=case)
-    messages = _placed(rng, ask, _text(rng, many), before, system=0.25)
-    return messages, "\n".join(_lines("", wanted, at)), {w.key: w.values[at] for w in wanted}
+        ask += pick(rng, RULES["cased"]).format(c=case)
+    messages = placed(rng, ask, _text(rng, many), before, system=0.25)
+    return messages, "\n".join(lines_of("", wanted, at)), {w.key: w.values[at] for w in wanted}
 
 
 def _mentioned(rng: Random) -> Made:
     """Values that a text mentions beside words of any kind (mentions.py), which the keys are made of."""
     stated = mentions(rng)
     text = text_of(rng, stated)
-    (case, case_name), explained = pick(rng, _CASES), rng.random() < 0.08
+    (case, case_name), explained = pick(rng, CASES), rng.random() < 0.08
     wanted: list[Wanted] = []
     for one in rng.sample(stated, len(stated) if rng.random() < 0.55 else 1 + int(rng.random() * len(stated))):
         key = case(one.key) if not explained else made_up(rng) if rng.random() < 0.5 else f"k{len(wanted) + 1}"
-        wanted.append(Wanted(key, one.key, _type(one.value), (one.value,)))
+        wanted.append(Wanted(key, one.key, type_of(one.value), (one.value,)))
     absent = rng.random() < 0.08
     if absent:
         word = pick(rng, ("remark", "phone", "website", "nickname", "postcode"))
@@ -430,11 +359,11 @@ def _asked(rng: Random, text: str, wanted: list[Wanted], explained: bool, case_n
     before = rng.random() < 0.5
     ask = request(rng, wanted, "", explained, "below" if before else "above")
     if any(w.values[0] is None for w in wanted):
-        ask += expand(rng, _RULES, pick(rng, _NULL)).format(place="above")
+        ask += expand(rng, RULES, pick(rng, RULES["null"])).format(place="above")
     elif case_name and rng.random() < 0.1:
-        ask += pick(rng, _CASED).format(c=case_name)
-    messages = _placed(rng, ask, text, before, system=0.2)
-    return messages, "\n".join(_lines("", wanted, 0)), {w.key: w.values[0] for w in wanted}
+        ask += pick(rng, RULES["cased"]).format(c=case_name)
+    messages = placed(rng, ask, text, before, system=0.2)
+    return messages, "\n".join(lines_of("", wanted, 0)), {w.key: w.values[0] for w in wanted}
 
 
 @lru_cache(maxsize=256)
@@ -458,33 +387,33 @@ def _nested(rng: Random, name: str, text: str, wanted: list[Wanted], at: int, ab
         group = f"the_{group}"
     values = {w.key: w.values[at] for w in outer} | {group: {w.key: w.values[at] for w in inner}}
     if rng.random() < 0.5:
-        block = _template(rng, outer).rstrip("}\n") + f', "{group}": {_template(rng, inner)}}}'
-        ask = capital(expand(rng, _RULES, "<block>")).format(block=block, about=about, place="there")
+        block = template(rng, outer).rstrip("}\n") + f', "{group}": {template(rng, inner)}}}'
+        ask = capital(expand(rng, RULES, "<block>")).format(block=block, about=about, place="there")
     else:
-        keys = pick(rng, _NESTED).format(
-            keys=", ".join([w.key for w in outer]), g=group, inner=_in_line(rng, inner, False)
+        keys = pick(rng, RULES["nested"]).format(
+            keys=", ".join([w.key for w in outer]), g=group, inner=in_line(rng, inner, False)
         )
-        ask = capital(expand(rng, _RULES, "<ask>")).format(keys=keys, about=about, place="there")
+        ask = capital(expand(rng, RULES, "<ask>")).format(keys=keys, about=about, place="there")
     if about and about not in ask:
         ask += f" Only{about}."
     if any(w.values[at] is None for w in wanted):
-        ask += pick(rng, _NULL[1:2])
-    trace = "\n".join([*_lines("", outer, at), *_lines(f"{group}.", inner, at)])
-    return _placed(rng, ask, text, rng.random() < 0.5), trace, values
+        ask += pick(rng, RULES["null"][1:2])
+    trace = "\n".join([*lines_of("", outer, at), *lines_of(f"{group}.", inner, at)])
+    return placed(rng, ask, text, rng.random() < 0.5), trace, values
 
 
 def _slipped(rng: Random) -> Made:
     """Values of a log line, a label, an advert, a mail and so on (slips.py)."""
     kind, roll, seed = pick(rng, slips.SLIPS), rng.random(), rng.random()
     text, found = slips.slip(rng, kind, Random(seed) if roll < 0.12 else rng)
-    (case, case_name), explained, missing = pick(rng, _CASES), rng.random() < 0.15, rng.random() < 0.5
+    (case, case_name), explained, missing = pick(rng, CASES), rng.random() < 0.15, rng.random() < 0.5
     other, shown = slips.slip(rng, kind, Random(seed)) if roll < 0.12 else ("", found)
     wanted, first = [], {}
-    for (names, value, there), (_, example, _) in zip(found, shown):
+    for (names, value, there, _), (_, example, *_) in zip(found, shown):
         if there or (missing and roll >= 0.2):
             word = pick(rng, names)
             meaning = pick(rng, [n for n in names if n != word])
-            wanted.append(Wanted(case(word), meaning, _type(value), (value if there else None,)))
+            wanted.append(Wanted(case(word), meaning, type_of(value), (value if there else None,)))
             first[wanted[-1].key] = example
     if roll < 0.12:
         return _like(rng, other, first, text, wanted)
@@ -497,21 +426,17 @@ def _slipped(rng: Random) -> Made:
     return _asked(rng, text, wanted, explained, case_name)
 
 
-_MAPS: Final = ("map every {d} to its {m}", "{d} -> {m}", '{{"<{d}>": <{m}>, ...}}', "the {m} (a number) by {d}",
-    "an entry for each {d}, whose value is the {m}")  # fmt: skip
-_COLUMNS: Final = ('"{d}s" holds the list of all {d}s and "{m}s" the list of their {m}s', '{{"{d}s": [], "{m}s": []}}',
-    "two lists, {d}s and {m}s, in the order of the text", "{d}s - list\n{m}s - list of numbers")  # fmt: skip
-
-
 def _paired(rng: Random) -> Made:
     """Things with a number each: an object from the one to the other, or a list of each."""
     text, thing, number, made = slips.pairs(rng)
     columns = rng.random() < 0.5
     values = {f"{thing}s": list(made), f"{number}s": list(made.values())} if columns else made
-    ask = capital(expand(rng, _RULES, "<need> <json>")) + ": " + pick(rng, _COLUMNS if columns else _MAPS)
-    wanted = [Wanted(key, "", _type(value), (value,)) for key, value in values.items()]
-    messages = _placed(rng, ask.format(d=thing, m=number), text, rng.random() < 0.5)
-    return messages, "\n".join(_lines("", wanted, 0)), values
+    ask = (
+        capital(expand(rng, RULES, "<need> <json>")) + ": " + pick(rng, RULES["columns"] if columns else RULES["maps"])
+    )
+    wanted = [Wanted(key, "", type_of(value), (value,)) for key, value in values.items()]
+    messages = placed(rng, ask.format(d=thing, m=number), text, rng.random() < 0.5)
+    return messages, "\n".join(lines_of("", wanted, 0)), values
 
 
 def _all(rng: Random) -> Made:
@@ -519,20 +444,20 @@ def _all(rng: Random) -> Made:
     many = subjects.subjects(rng, 2 + (rng.random() < 0.4))
     wanted, _ = _wanted(rng, many, with_names=True)
     explained = any(not _plain(w, many[0]) for w in wanted)
-    name = pick(rng, _PLURALS).format(many[0].domain.name)
+    name = pick(rng, RULES["plurals"]).format(many[0].domain.name)
     if rng.random() < 0.4 and not explained:
-        block = f'{{"{name}": [{_template(rng, wanted)}, ...]}}'
-        ask = expand(rng, _RULES, "<block>").format(block=block, about="", place="there")
+        block = f'{{"{name}": [{template(rng, wanted)}, ...]}}'
+        ask = expand(rng, RULES, "<block>").format(block=block, about="", place="there")
     else:
-        ask = pick(rng, _EACH).format(
+        ask = pick(rng, RULES["each"]).format(
             p=name,
             d=many[0].domain.name,
-            keys=_in_line(rng, wanted, explained),
+            keys=in_line(rng, wanted, explained),
             do=pick(rng, ("Give me", "Make", "Return")),
         )
-    trace = "\n".join([line for i in range(len(many)) for line in _lines(f"{i + 1}. ", wanted, i)])
+    trace = "\n".join([line for i in range(len(many)) for line in lines_of(f"{i + 1}. ", wanted, i)])
     rows = [{w.key: w.values[i] for w in wanted} for i in range(len(many))]
-    return _placed(rng, capital(ask), _text(rng, many), rng.random() < 0.5), trace, {name: rows}
+    return placed(rng, capital(ask), _text(rng, many), rng.random() < 0.5), trace, {name: rows}
 
 
 def _by_name(rng: Random) -> Made:
@@ -545,15 +470,13 @@ def _by_name(rng: Random) -> Made:
     names = [one.name[1] for one in many]
     if rng.random() < 0.3:
         key = pick(rng, ("names", f"{domain.name}s", "found", "list"))
-        ask = pick(rng, ("The names of all {d}s as JSON, in a list under {k}.",
-            'JSON with one key "{k}": the names of all {d}s.',
-            "{{\"{k}\": [...]}} with every {d} in the order of the text, please. JSON."))  # fmt: skip
-        messages = _placed(rng, ask.format(d=domain.name, k=key), _text(rng, many), rng.random() < 0.5)
+        ask = pick(rng, RULES["names"])
+        messages = placed(rng, ask.format(d=domain.name, k=key), _text(rng, many), rng.random() < 0.5)
         return messages, f"{key}: list {json.dumps(names, ensure_ascii=False)}", {key: names}
     values = {one.name[1]: one.facts.get(at, (None, ""))[0] for one in many}
-    ask = pick(rng, _BY_NAME).format(d=domain.name, m=subjects.label(rng, at.keys), names=", ".join(names))
-    wanted = [Wanted(name, "", _type(value), (value,)) for name, value in values.items()]
-    return _placed(rng, ask, _text(rng, many), rng.random() < 0.5), "\n".join(_lines("", wanted, 0)), values
+    ask = pick(rng, RULES["by_name"]).format(d=domain.name, m=subjects.label(rng, at.keys), names=", ".join(names))
+    wanted = [Wanted(name, "", type_of(value), (value,)) for name, value in values.items()]
+    return placed(rng, ask, _text(rng, many), rng.random() < 0.5), "\n".join(lines_of("", wanted, 0)), values
 
 
 def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
@@ -579,10 +502,6 @@ def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
 
 def _like(rng: Random, other: str, shown: dict[str, Any], text: str, wanted: list[Wanted]) -> Made:
     """A text and its object as an example, then the text that is meant."""
-    form = pick(rng, ('Example: "{a}" -> {j}\nNow you: "{b}"', "{a}\n{j}\n\n{b}\n",
-        "Input: {a}\nJSON: {j}\nInput: {b}\nJSON:", "Text: {a} => {j}. Do the same with: {b}",
-        "Make JSON from a text, like this.\nText: {a}\nAnswer: {j}\n\nText: {b}",
-        "Return JSON like {j} (that is for \"{a}\"). The text is: {b}", '"{a}" gives {j}. Now this one: "{b}"',
-        "One example, then your turn. {a}\n=> {j}\n\n{b}\n=>"))  # fmt: skip
+    form = pick(rng, RULES["like"])
     made = form.format(a=other, b=text, j=json.dumps(shown, ensure_ascii=False))
-    return (user(made.rstrip()),), "\n".join(_lines("", wanted, 0)), {w.key: w.values[0] for w in wanted}
+    return (user(made.rstrip()),), "\n".join(lines_of("", wanted, 0)), {w.key: w.values[0] for w in wanted}

@@ -258,23 +258,9 @@ def _measured(rng: Random) -> Mention:
 
 
 _KINDS: Final = (
-    _sort,
-    _measured,
-    _state,
-    _person,
-    _person,
-    _place,
-    _count,
-    _count,
-    _size,
-    _size,
-    _flag,
-    _code,
-    _moment,
-    _choice,
-    _list,
-    _called,
-)
+    _sort, _measured, _state, _person, _person, _place, _count, _count, _size, _size, _flag, _code, _moment, _choice,
+    _list, _called,
+)  # fmt: skip
 _OPENINGS: Final = ("Here are the details: ", "Hi, ", "Note: ", "For the file: ", "", "", "", "", "Dear all, ", "FYI ",
     "As discussed, ", "Offer: ", "Hello, just to let you know: ", "To whom it may concern: ", "Update: ")  # fmt: skip
 

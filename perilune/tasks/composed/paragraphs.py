@@ -1,8 +1,9 @@
 """Paragraphs with a question, composed from subjects (subjects.py) and from scenes, for `doc_questions`.
 
-A scene is a sentence form with places and the questions that it answers: `sentence | question > answer | ...`. Places
-of one kind in a paragraph never have the same value, so that others of the kind are near every answer. The thought
-quotes the sentence that answers; if a pronoun is in it, the next line says who or what is meant.
+A scene is a form with places and the questions that it answers: `sentences|question>answer|...`; of [a/b] one is taken.
+Places of one kind in a paragraph never have the same value, so that others of the kind are near every answer. The
+thought quotes the sentence that answers; if a pronoun is in it, the next line says who or what is meant.
+Questions about a report are in other words than its text.
 """
 
 import re
@@ -10,13 +11,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from perilune.tasks.composed import subjects
-from perilune.tasks.composed.accounts import passage
+from perilune.tasks.composed import accounts, subjects
+from perilune.tasks.composed.accounts import FORMS, passage
+from perilune.tasks.composed.clauses import with_article
+from perilune.tasks.composed.mentions import _SORTS
 from perilune.tasks.composed.subjects import Attribute, Sentence, Subject
 from perilune.tasks.problem import pick
-from perilune.tasks.records import drawn, lines
+from perilune.tasks.records import drawn
 from perilune.tasks.wordings import agreeing, capital, careless, in_words, singular, small
-from perilune.tasks.words import ADJECTIVES, CITIES, OBJECTS, listed, made_up
+from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, WOMEN, listed, made_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +33,31 @@ class Paragraph:
 # ---- scenes ------------------------------------------------------------------------------------------------------
 
 
-def _scene(line: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    sentence, *asked = line.split(" | ")
-    return sentence, tuple((q, a) for q, _, a in (one.partition(" > ") for one in asked))
+_Scene = tuple[str, tuple[tuple[str, str], ...]]
 
 
-SCENES: Final = tuple(_scene(line) for line in lines("scenes.txt").strip().split("\n"))
+def _scene(line: str) -> _Scene:
+    said, *asked = line.split("|")
+    return said, tuple((f"{q}?", a) for q, _, a in (one.partition(">") for one in asked))
+
+
+SCENES, REPORTS = [tuple(map(_scene, block.split("\n"))) for block in (accounts.SCENES, accounts.REPORTS)]
+_EITHER: Final = re.compile(r"\[(.*?)\]")
+_END: Final = re.compile(r"(?<=[.!?]) ")
 _PLACE: Final = re.compile(r"\{(\w+?)\d?\}")
-_BEASTS: Final = listed("fox owl heron otter badger lynx seal crane moth ant whale hare stork beetle swan mole bee bat")
-_SPOTS: Final = ("in the cellar", "behind the fountain", "on the first floor", "on the second floor", "near the gate",
-    "under the stairs", "in the kitchen", "beside the river", "on the top shelf", "in the garden", "at the station",
-    "on the left", "on the right", "in the north", "in the attic", "by the window", "below the bridge")  # fmt: skip
-_WHENS: Final = ("in spring", "at night", "after lunch", "on Sundays", "at dawn", "in winter", "every autumn",
-    "before noon", "in the evening", "at midnight", "during the holidays", "on Friday", "last Tuesday")  # fmt: skip
-_CAUSES: Final = ("a full disk", "heavy rain", "a broken pipe", "a lost key", "thick fog", "a strike", "bad wiring",
-    "an old map", "a loose screw", "strong wind", "a late bus", "the summer heat", "a missing signature")  # fmt: skip
-_AIMS: Final = ("keep warm", "save money", "find food", "stay dry", "learn Greek", "sell more bread", "see the stars",
-    "cross the river", "win the prize", "hide from the wind", "get more light", "scare off birds")  # fmt: skip
 _KINDS: Final = {
-    "person": "person", "job": "job", "year": "year", "date": "date", "clock": "clock", "land": "land",
+    "who": "person", "job": "job", "year": "year", "date": "date", "clock": "clock", "land": "land",
     "lang": "lang", "colour": "color", "day": "weekday", "food": "dish", "team": "company", "sport": "sport",
+    "weekday": "dayname",
 }  # fmt: skip
-_LISTS: Final = {"beast": _BEASTS, "spot": _SPOTS, "when": _WHENS, "cause": _CAUSES, "aim": _AIMS, "things": OBJECTS,
-    "adj": ADJECTIVES}  # fmt: skip
+_LISTS: Final = {
+    "things": OBJECTS,
+    "adj": ADJECTIVES,
+    "she": WOMEN,
+    "he": tuple(n for n in NAMES if n not in WOMEN),
+} | FORMS
+_COUNTED: Final = listed("instrument vehicle furniture tool product")  # these get an article
+_SORTED: Final = (*_COUNTED, "fruit", "drink", "dish", "colour")
 
 
 def _number(rng: Random) -> str:
@@ -70,6 +75,9 @@ def _filling(rng: Random, kind: str) -> str:
         return pick(rng, _LISTS[kind])
     if kind in _KINDS:
         return drawn(rng, _KINDS[kind])[1]
+    if kind in _SORTS:
+        value = pick(rng, _SORTS[kind])
+        return with_article(value) if kind in _COUNTED and value[-2:] not in ("ms", "ps") else value
     if kind == "n":
         return _number(rng)
     if kind == "city":
@@ -80,30 +88,35 @@ def _filling(rng: Random, kind: str) -> str:
 _Asked = tuple[str, str, str]  # question, trace, answer
 
 
-def scene(rng: Random, taken: set[str]) -> tuple[str, list[_Asked]]:
-    """A sentence (or two), and what can be asked about it. `taken`: values that it must not use, and then its own."""
-    form, asked = pick(rng, SCENES)
-    words: dict[str, str] = {}
+def scene(rng: Random, taken: set[str], forms: tuple[_Scene, ...] = SCENES) -> tuple[str, list[_Asked]]:
+    """One or more sentences, and what can be asked about them. `taken`: values that it must not use, and then its own.
+
+    {v} is a value of {sort}, the kind that the questions name.
+    """
+    form, asked = pick(rng, forms)
+    words = {"sort": pick(rng, _SORTED)}
     for m in _PLACE.finditer(form):
         place = m[0][1:-1]
         while place not in words:
-            value = _filling(rng, m[1])
+            value = _filling(rng, words["sort"] if m[1] == "v" else m[1])
             if value not in taken:
                 taken.add(value)
                 words[place] = value
-    text = capital(agreeing(form, words).format(**words))
-    found = [(agreeing(q, words).format(**words), agreeing(a, words).format(**words)) for q, a in asked]
-    return text, [(q, text, a if a in text else capital(a)) for q, a in found]
+
+    def filled(text: str) -> str:
+        return agreeing(_EITHER.sub(lambda m: pick(rng, m[1].split("/")), text), words).format(**words)
+
+    parts = _END.split(form)
+    said = [capital(filled(part)) for part in parts]
+    found = []
+    for q, a in asked:
+        trace = next(s for s, part in zip(said, parts) if a.lower() in part.lower())
+        answer = filled(a)
+        found.append((capital(filled(q)), trace, answer if answer in trace else capital(answer)))
+    return " ".join(said), found
 
 
 # ---- questions about subjects --------------------------------------------------------------------------------------
-
-_LABEL: Final = ("What is the {k} of {s}?", "What {k} does {s} have?", "{s}: which {k}?", "Which {k} is given for {s}?",
-    "Tell me the {k} of {s}.", "the {k} of {s}?", "What does the text say about the {k} of {s}?",
-    "Name the {k} of {s}.")  # fmt: skip
-_WHO: Final = ("Who {p}?", "Who {p}?", "Which person {p}?", "Who is it that {p}?", "Name the person who {p}.")
-_WHICH: Final = ("Which {d} {p}?", "Which {d} {p}?", "Which {d} is it that {p}?", "Name the {d} that {p}.",
-    "What is the name of the {d} that {p}?")  # fmt: skip
 
 
 def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool) -> tuple[str, str]:
@@ -113,7 +126,7 @@ def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool)
     if forms and rng.random() < 0.8:
         question = pick(rng, tuple(forms)).format(s=called)
     else:
-        question = pick(rng, _LABEL).format(k=at.keys[0].replace("_", " "), s=called)
+        question = pick(rng, FORMS["label"]).format(k=at.keys[0].replace("_", " "), s=called)
     shown = one.facts[at][1]
     return question, shown if question.startswith("How many") else stated
 
@@ -123,7 +136,8 @@ def _reverse(rng: Random, said: Sentence, at: Attribute) -> str:
     one = said.about
     predicates = [p.text.replace("{v}", one.facts[at][1]) for p in at.predicates]
     predicate = pick(rng, [p for p in predicates if p in said.text] or predicates)
-    return pick(rng, _WHO if one.domain.person else _WHICH).format(p=predicate, d=one.domain.name)
+    form = pick(rng, FORMS["who asked" if one.domain.person else "which asked"])
+    return form.format(p=predicate, d=one.domain.name)
 
 
 def _trace(sentence: Sentence) -> str:
@@ -183,6 +197,22 @@ def _of_scenes(rng: Random) -> Paragraph:
     return Paragraph(pick(rng, (" ", " ", " ", "\n")).join(texts), question, trace, answer)
 
 
+def _of_reports(rng: Random) -> Paragraph:
+    """A scene of REPORTS, with others around it only if the question names something of it."""
+    taken: set[str] = set()
+    text, found = scene(rng, taken, REPORTS)
+    question, trace, answer = pick(rng, found)
+    question = re.sub("^Which ", pick(rng, ("Which ", "What ")), question)
+    texts = [text if rng.random() < 0.7 else text.partition(trace)[0] + trace]
+    named = any(value in question for value in taken)
+    while rng.random() < 0.3:
+        forms = pick(rng, (SCENES, REPORTS))
+        other = scene(rng, taken, forms)[0] if named and rng.random() < 0.7 else pick(rng, subjects.ASIDES)
+        if other not in texts:
+            texts.insert(0 if rng.random() < 0.5 else len(texts), other)
+    return Paragraph(pick(rng, (" ", " ", " ", "\n")).join(texts), question, trace, answer)
+
+
 def _of_clauses(rng: Random) -> Paragraph:
     text, question, answer, line = passage(rng)
     return Paragraph(text, question, line, answer)
@@ -194,8 +224,18 @@ _UNKEMPT: Final = 0.08  # of paragraphs: all in lower case
 def paragraph(rng: Random) -> Paragraph:
     """A paragraph, a question that one of its sentences answers, the thought and the answer, copied from it."""
     while True:
-        roll = rng.random()
-        kind = _of_clauses if roll < 0.65 else _about_subjects if roll < 0.77 else _about_notes if roll < 0.8 else None
+        roll = 2 * rng.random()
+        kind = (
+            _of_reports
+            if roll > 1
+            else _of_clauses
+            if roll < 0.65
+            else _about_subjects
+            if roll < 0.77
+            else _about_notes
+            if roll < 0.8
+            else None
+        )
         made = (kind or _of_scenes)(rng)
         if made.answer in made.text and made.trace.split("\n")[0] in made.text:
             break

@@ -4,14 +4,13 @@ The same steps are put as sentences, as numbered lines, as what happens to a thi
 loops, conditions and functions. The trace has a line per step that is carried out: `7+5=12`, `12>9:12-9=3`, `4<9:no`.
 """
 
-from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.more_programs import counted, indexed, word
+from perilune.tasks.composed.snippets import snippet
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, expand, in_words, lined, phrase
-from perilune.tasks.words import NAMES, OBJECTS, PLAIN, any_word
+from perilune.tasks.words import NAMES, OBJECTS
 
 Made = tuple[tuple[Any, ...], str, str, str]  # key, question, trace, answer
 Op = tuple[str, int]  # one of + - * /, and by how much
@@ -162,11 +161,17 @@ now: | now| at the end| then| in the end
 print: what does this print?|what is printed?|output?|what is the output<of>?|what do I see<of>?|what does <it> print?|\
 result?|tell me what is printed|what will <it> show?|give the output|which value is printed?|what comes out?|run this \
 in your head<please>|trace <it> and give the output|whats printed|--> ?|and the answer is?|what will python say?|what \
-is on the screen afterwards?|i dont understand what <it> prints|what gets printed <at>?|the output, please|I get what?
+is on the screen afterwards?|what does this<python> print?|what does the following<python> \
+print?|please give me the output of this<python>|what is the result of running <it>?|predict the output|what would \
+<it> output?|what gets printed to the console?|output of <it>?|i dont understand what <it> prints|what gets printed \
+<at>?|the output, please|I get what?
 of: | of this| of the program| if I run it| of this code
 please: | please|, thanks
 it: it|this code|the program|this script|the code below|the following|this snippet
 at: here|at the end|by this
+python:  code| program| Python program| Python code| little script
+remark: I say {g}, my teacher says no.|i think {g} but i am not sure.|My friend got {g}.|someone told me it is {g}.|\
+Not {g}, I suppose?|I worked it out by hand and got {g}.|First I thought of {g}.|It should be easy, but I doubt my {g}.
 """)
 
 
@@ -206,202 +211,15 @@ def _event(rng: Random, start: int, steps: list[Step]) -> str:
         "What is the number of {o} in the end?")).format(h=the, **words)  # fmt: skip
 
 
-_VARIABLES: Final = ("x", "x", "n", "a", "k", "y", "count", "total", "value", "num", "i", "score", "m", "t", "result")
-
-
-def _coded_op(rng: Random, name: str, op: Op) -> str:
-    sign = "//" if op[0] == "/" else op[0]
-    return f"{name} {sign}= {op[1]}" if rng.random() < 0.5 else f"{name} = {name} {sign} {op[1]}"
-
-
-def _coded(rng: Random, start: int, steps: list[Step]) -> str:
-    name = pick(rng, _VARIABLES)
-    lines = [f"{name} = {start}"]
-    for kind, *rest in steps:
-        if kind == "do":
-            lines.append(_coded_op(rng, name, rest[0]))
-        elif kind == "times":
-            counter = pick(rng, ("_", "j", "step"))
-            lines += [f"for {counter} in range({rest[0]}):", "    " + _coded_op(rng, name, rest[1])]
-        elif kind == "until":
-            lines += [f"while {name} < {rest[0]}:", "    " + _coded_op(rng, name, rest[1])]
-        else:
-            sign, bound, then, other = rest
-            lines += [f"if {name} {sign} {bound}:", "    " + _coded_op(rng, name, then)]
-            lines += ["else:", "    " + _coded_op(rng, name, other)] if other else []
-    return "\n".join([*lines, f"print({name})"])
-
-
 def _number(rng: Random) -> Made:
     start, steps = _steps(rng)
     value, lines = _run(start, steps)
-    roll = rng.random()
-    if roll < 0.4:
-        question = _shown(rng, _coded(rng, start, steps))
-    elif roll < 0.7 or any(step[0] in ("until", "if") for step in steps):
-        question = _recipe(rng, start, steps)
-    else:
-        question = _event(rng, start, steps)
+    said = _recipe if rng.random() < 0.5 or any(step[0] in ("until", "if") for step in steps) else _event
+    question = said(rng, start, steps)
     return ("procedure", start, *map(str, steps)), question, "\n".join(lines), str(value)
 
 
-# ---- other code ----------------------------------------------------------------------------------------------------
-
-Snippet = tuple[list[str], list[str], Any]  # lines of code, trace, what is printed
-
-
-def _numbers(rng: Random, top: int = 30) -> list[int]:
-    return [int(rng.random() * top) for _ in range(3 + int(rng.random() * 3))]
-
-
-def _ranged(rng: Random) -> Snippet:
-    low, count = pick(rng, (0, 0, 1, 2)), 3 + int(rng.random() * 3)
-    name, i = pick(rng, ("total", "s", "x", "acc")), pick(rng, "ijkn")
-    k, sign = 2 + int(rng.random() * 4), pick(rng, ("", "", "*", "+"))
-    shown = f"range({low + count})" if not low else f"range({low}, {low + count})"
-    value, trace = 0, []
-    for n in range(low, low + count):
-        plus = n * k if sign == "*" else n + k if sign else n
-        trace.append(f"{n}:{value}+{plus}={value + plus}")
-        value += plus
-    added = f"{i} {sign} {k}" if sign else i
-    return [f"{name} = 0", f"for {i} in {shown}:", f"    {name} += {added}", f"print({name})"], trace, value
-
-
-def _letters(rng: Random) -> Snippet:
-    w = word(rng)
-    c = pick(rng, w)
-    lines = ["count = 0", f"for c in '{w}':", f"    if c == '{c}':", "        count += 1", "print(count)"]
-    return lines, [counted(w, c)], w.count(c)
-
-
-def _listed(rng: Random) -> Snippet:
-    items, name = _numbers(rng), pick(rng, ("xs", "a", "items", "nums", "data", "values"))
-    lines, trace = [f"{name} = {items}"], [str(items)]
-    now = list(items)
-    for _ in range(1 + int(rng.random() * 2)):
-        k = int(rng.random() * 30)
-        at = int(rng.random() * len(now))
-        choice = int(rng.random() * 6)
-        line = (f"{name}.append({k})", f"{name}.pop()", f"{name}.sort()", f"{name}[{at}] = {k}", f"{name}.reverse()",
-            f"{name}.insert(0, {k})")[choice]  # fmt: skip
-        if choice == 0:
-            now = [*now, k]
-        elif choice == 1:
-            now = now[:-1]
-        elif choice == 2:
-            now = sorted(now)
-        elif choice == 3:
-            now = [*now[:at], k, *now[at + 1 :]]
-        else:
-            now = now[::-1] if choice == 4 else [k, *now]
-        lines.append(line)
-        trace.append(str(now))
-    at = int(rng.random() * len(now))
-    ends: tuple[tuple[str, Any], ...] = (
-        (name, now), (f"len({name})", len(now)), (f"max({name})", max(now)), (f"min({name})", min(now)),
-        (f"{name}[{at}]", now[at]), (f"{name}[-1]", now[-1]), (f"sum({name})", sum(now)), (f"{name}[0]", now[0]),
-    )  # fmt: skip
-    shown, value = pick(rng, ends)
-    if shown.startswith("sum"):
-        total = now[0]
-        for n in now[1:]:
-            trace.append(f"{total}+{n}={total + n}")
-            total += n
-    return [*lines, f"print({shown})"], trace, value
-
-
-def _words(rng: Random) -> Snippet:
-    found = list(dict.fromkeys(pick(rng, PLAIN) for _ in range(3 + int(rng.random() * 2))))
-    name, at = pick(rng, ("words", "names", "w", "parts", "fruits")), int(rng.random() * len(found))
-    ends = ((f"{name}[{at}]", found[at]), (f"{name}[-1]", found[-1]), (f"len({name})", len(found)),
-        (f"'{pick(rng, '-_+')}'.join({name})", None), (f"{name}[{at}].upper()", found[at].upper()),
-        (f"len({name}[{at}])", len(found[at])))  # fmt: skip
-    shown, value = pick(rng, ends)
-    if value is None:
-        value = shown[1].join(found)
-    trace = [",".join([f"{i}:{w}" for i, w in enumerate(found)])]
-    if shown.startswith("len(") and "[" in shown:
-        trace.append(indexed(found[at]))
-    return [f"{name} = {found}", f"print({shown})"], trace, value
-
-
-def _texts(rng: Random) -> Snippet:
-    w, name, k = word(rng), pick(rng, ("s", "w", "name", "t", "text")), 1 + int(rng.random() * 2)
-    other = any_word(rng)[:5]
-    changes = ((f"{name} = {name} + '{other}'", w + other), (f"{name} = '{other}' + {name}", other + w),
-        (f"{name} = {name}.upper()", w.upper()), (f"{name} = {name} * 2", w * 2), (f"{name} = {name}[{k}:]", w[k:]),
-        (f"{name} = {name}[::-1]", w[::-1]))  # fmt: skip
-    line, now = pick(rng, changes)
-    at = int(rng.random() * min(4, len(now)))
-    ends = ((name, now), (name, now), (f"len({name})", len(now)), (f"{name}[{at}]", now[at]), (f"{name}[-1]", now[-1]))
-    shown, value = pick(rng, ends)
-    trace = [indexed(w), indexed(now)]
-    return [f"{name} = '{w}'", line, f"print({shown})"], trace, value
-
-
-def _dictionary(rng: Random) -> Snippet:
-    keys = list(dict.fromkeys(pick(rng, PLAIN) for _ in range(2 + int(rng.random() * 2))))
-    held = {key: 1 + int(rng.random() * 40) for key in keys}
-    name, key = pick(rng, ("d", "prices", "ages", "stock", "m")), pick(rng, keys)
-    lines, trace = [f"{name} = {held}"], []
-    if rng.random() < 0.5:
-        k = 1 + int(rng.random() * 9)
-        lines.append(f"{name}['{key}'] += {k}")
-        trace.append(f"{key}:{held[key]}+{k}={held[key] + k}")
-        held[key] += k
-    if rng.random() < 0.25:
-        return [*lines, f"print(len({name}))"], [*trace, ",".join(keys)], len(held)
-    key = pick(rng, keys)
-    return [*lines, f"print({name}['{key}'])"], [*trace, f"{key}:{held[key]}"], held[key]
-
-
-def _function(rng: Random) -> Snippet:
-    name, n = pick(rng, ("f", "g", "calc", "change", "step")), pick(rng, "nxab")
-    m, k, x = 2 + int(rng.random() * 4), 1 + int(rng.random() * 9), 1 + int(rng.random() * 12)
-    sign = pick(rng, "+-")
-    trace, value, square = [], x, rng.random() < 0.25
-    twice = not square and rng.random() < 0.3
-    for _ in range(2 if twice else 1):
-        first = value * (value if square else m)
-        trace.append(f"{value}*{value if square else m}={first}")
-        value = first + k if sign == "+" else first - k
-        trace.append(f"{first}{sign}{k}={value}")
-    body = f"    return {n} * {n if square else m} {sign} {k}"
-    call = f"{name}({name}({x}))" if twice else f"{name}({x})"
-    return [f"def {name}({n}):", body, "", f"print({call})"], trace, value
-
-
-def _pair(rng: Random) -> Snippet:
-    a, b = 1 + int(rng.random() * 40), 1 + int(rng.random() * 40)
-    p, q = pick(rng, (("a", "b"), ("x", "y"), ("p", "q"), ("left", "right"), ("m", "n")))
-    lines, trace = [f"{p} = {a}", f"{q} = {b}"], [f"{p}={a},{q}={b}"]
-    if rng.random() < 0.4:
-        lines += pick(rng, ([f"{p}, {q} = {q}, {p}"], [f"tmp = {p}", f"{p} = {q}", f"{q} = tmp"]))
-        a, b = b, a
-        trace.append(f"{p}={a},{q}={b}")
-    roll = rng.random()
-    if roll < 0.3:
-        return [*lines, f"print({p})"], [*trace, f"{p}={a}"], a
-    if roll < 0.6:
-        sign = pick(rng, "+-")
-        value = a + b if sign == "+" else a - b
-        return [*lines, f"print({p} {sign} {q})"], [*trace, f"{a}{sign}{b}={value}"], value
-    sign = ">" if a > b else "<" if a < b else "="
-    if roll < 0.8:
-        held = pick(rng, "<>")
-        return [*lines, f"print({p} {held} {q})"], [*trace, f"{a}{sign}{b}"], str(a > b if held == ">" else a < b)
-    yes, no = pick(rng, (("yes", "no"), ("big", "small"), ("up", "down"), ("first", "second")))
-    lines += [f"if {p} > {q}:", f"    print('{yes}')", "else:", f"    print('{no}')"]
-    return lines, [*trace, f"{a}{sign}{b}"], yes if a > b else no
-
-
-_SNIPPETS: Final[tuple[Callable[[Random], Snippet], ...]] = (
-    _ranged, _letters, _listed, _listed, _words, _texts, _dictionary, _function, _pair,
-)  # fmt: skip
-
-
-def _shown(rng: Random, code: str) -> str:
+def _shown(rng: Random, code: str, printed: str = "") -> str:
     """Code with what is asked of it, before or after."""
     ask = expand(rng, _RULES, "<print>")
     ask = capital(ask) if rng.random() < 0.6 else ask
@@ -413,24 +231,19 @@ def _shown(rng: Random, code: str) -> str:
             code
         )
     ask = phrase(rng, ask, asking=0.0) if rng.random() < 0.4 else ask
+    if printed.isdigit() and rng.random() < 0.1:  # a value that is expected, right or not
+        value = int(printed) + pick(rng, (0, 1, 2, 4, 10))
+        ask = f"{expand(rng, _RULES, '<remark>').format(g=value)} {ask}"
     return f"{ask}\n\n{code}" if rng.random() < 0.5 else code + pick(rng, ("\n\n", "\n")) + ask
 
 
-def _bare(rng: Random) -> Made:
-    """An expression and nothing else."""
-    items, largest = _numbers(rng, 100), rng.random() < 0.5
-    best, lines = items[0], []
-    for x in items:
-        best = max(x, best) if largest else min(x, best)
-        lines.append(f"{x}:{best}")
-    code = f"{'max' if largest else 'min'}({items})"
-    return ("code", code), code, "\n".join(lines), str(best)
+def coded(rng: Random) -> Made:
+    """The same of a short program with loops, functions, lists or texts."""
+    code, trace, printed = snippet(rng)
+    bare = code.startswith("print(") and rng.random() < 0.6  # an expression and nothing else
+    return ("code", code), code[6:-1] if bare else _shown(rng, code, printed), trace, printed
 
 
 def procedure(rng: Random) -> Made:
     """The key, the question, the trace and the answer of a procedure or of a short program."""
-    roll = rng.random()
-    if roll < 0.58:
-        return (_bare if roll < 0.04 else _number)(rng)
-    lines, trace, value = pick(rng, _SNIPPETS)(rng)
-    return ("code", *lines), _shown(rng, "\n".join(lines)), "\n".join(trace), str(value)
+    return _number(rng) if rng.random() < 0.36 else coded(rng)

@@ -1,16 +1,13 @@
-"""Numbers with a label each in a text, operations in sentences, and comparisons of expressions.
+"""Numbers with a label each in a text, and comparisons of expressions.
 
-Every part varies by itself: what is counted, where, in which layout, and what is asked. Operations that follow each
-other work on the value so far: the trace has them as one expression with parentheses.
+Every part varies by itself: what is counted, where, in which layout, and what is asked.
 """
 
-import re
 from collections.abc import Sequence
 from itertools import accumulate
 from random import Random
 from typing import Final
 
-from perilune.tasks.composed.procedures import apply
 from perilune.tasks.composed.sums import Drawn
 from perilune.tasks.more_programs import DAYS, MONTHS
 from perilune.tasks.problem import pick
@@ -102,60 +99,6 @@ def reading(rng: Random) -> Drawn:
     shown = " ".join(map(str, tokens))
     question, (value, steps) = stated(rng, numbers, kind, large, small), solved
     return ("expression", shown.replace(" ", "")), question, lambda: solve_trace(steps), f"{shown} = {value}"
-
-
-# ---- operations in sentences -----------------------------------------------------------------------------------------
-
-_FIRST: Final = lined("""
-+: {x} plus {k}|add {k} to {x}|{x} and {k} more
--: {x} minus {k}|take {k} away from {x}|subtract {k} from {x}
-*: {x} times {k}|multiply {x} by {k}
-/: {x} divided by {k}|divide {x} by {k}|split {x} into {k} equal parts
-*2: double {x}|twice {x}|take {x} twice
-*3: triple {x}|three times {x}
-/2: halve {x}|half of {x}|take half of {x}
-""")
-_NEXT: Final = lined("""
-+: plus {k}|add {k}|that plus {k}|add {k} to the result|{k} more
--: minus {k}|take away {k}|that minus {k}|subtract {k}|take {k} off
-*: that times {k}|multiply by {k}|multiply the result by {k}
-/: that divided by {k}|divide by {k}|divide the result by {k}
-*2: double it|double that|twice that
-*3: triple it|three times that
-/2: halve it|half of that
-""")
-
-
-def chain(rng: Random) -> Drawn:
-    """Two to four operations, each on the value so far."""
-    while True:
-        x = first = 2 + int(rng.random() * pick(rng, (20, 100, 400)))
-        tight, ops, last = str(x), [], "*"
-        for _ in range(2 + int(rng.random() * 3)):
-            sign = pick(rng, "+-*/")
-            k = 2 + int(rng.random() * (8 if sign in "*/" else pick(rng, (20, 100))))
-            k = 2 if sign in "*/" and rng.random() < 0.25 else k
-            if (sign == "/" and x % k) or (sign == "-" and k > x) or (sign == "*" and x > 300):
-                continue
-            tight = (f"({tight})" if last in "+-" and sign in "*/" else tight) + f"{sign}{k}"
-            x, last = apply(x, (sign, k)), sign
-            ops.append((sign, k))
-        tokens: Tokens = [int(t) if t.isdigit() else t for t in re.findall(r"\d+|.", tight)]
-        if len(ops) > 1 and (solved := solve(tokens)) is not None:
-            break
-    join = pick(rng, (". ", ". ", ", then ", ". Then ", "; ", "; then ", "\n", " and then "))
-    said: list[str] = []
-    for sign, k in ops:
-        forms = _NEXT if said else _FIRST
-        kind = f"{sign}{k}" if f"{sign}{k}" in forms and rng.random() < 0.7 else sign
-        text = pick(rng, forms[kind]).format(x=first, k=k)
-        said.append(capital(text) if join in (". ", "\n") or not said else text)
-    end = pick(rng, (".", ".", ".", ". What is the result?", ". What do I get?", ". Result?", ": what comes out?"))
-    text = join.join(said)  # its punctuation matters
-    question = phrase(rng, "{x}" + end).format(x=text if rng.random() < 0.85 else text.lower())
-    value, steps = solved
-    spaced = re.sub(r"([-+*/])", r" \1 ", tight)
-    return ("expression", tight), question, lambda: solve_trace(steps), f"{spaced} = {value}"
 
 
 # ---- comparisons of expressions --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Subjects with attributes, described in sentences that are put together from clauses.
 
 data/subjects.txt has a block per domain: `# name | pronouns | forms of the subject | kind keys`, then a line per
-attribute: `= slot kind keys | predicates | notes | questions`. {v} is the attribute's value, {s} the subject; what
+attribute: `slot kind keys||predicates||notes||questions`. {v} is the attribute's value, {s} the subject; what
 is in brackets beside {v} is its unit. A kind is one of records.py, choices with commas included, or of this
 file. Any attributes in any order, joined in any manner, make a text, so that no text is one of a list.
 """
@@ -14,7 +14,7 @@ from typing import Final
 
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, drawn, lines
-from perilune.tasks.wordings import agreeing, capital, careless, small
+from perilune.tasks.wordings import agreeing, capital, careless, lined, small
 from perilune.tasks.words import CITIES, any_word, made_up
 
 _SPAN: Final = re.compile(r"(?:\[[^\]]*\])?\{v\}(?: \[[^\]]*\])?")
@@ -66,7 +66,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _attribute(line: str) -> Attribute:
-    head, predicates, notes, questions = re.split(r" \|(?= )", line)
+    head, predicates, notes, questions = line.split("||")
     slot, kind, keys = head.split(" ")
     return Attribute(slot, kind, tuple(keys.split(",")), _clauses(predicates), _clauses(notes), _split(questions))
 
@@ -75,7 +75,7 @@ def _domain(block: str) -> Domain:
     head, *rows = [line for line in block.split("\n") if line]
     name, pronouns, forms, named = head.split(" | ")
     kind, keys = named.split(" ")
-    attributes = tuple(_attribute(row[2:]) for row in rows)
+    attributes = tuple(map(_attribute, rows))
     return Domain(name, tuple(pronouns.split("/")), _split(forms), kind, tuple(keys.split(",")), attributes)
 
 
@@ -165,10 +165,12 @@ def subjects(rng: Random, count: int) -> list[Subject]:
 # ---- sentences ---------------------------------------------------------------------------------------------------
 
 _AND: Final = (" and ", " and ", ", and ", " and also ", ", but ", "; it is also known that {w} ", " and {w} ")
-_WRAPS: Final = ("I heard that {}", "As far as I know, {}", "By the way, {}", "According to the file, {}",
-    "It turned out that {}", "You may know that {}", "{}, I think", "{}, as they say", "Note that {}", "Still, {}",
-    "Someone wrote that {}", "Last time I looked, {}", "{} these days", "Yes, {}", "Also, {}", "Then again, {}",
-    "For the record, {}")  # fmt: skip
+_FORMS: Final = lined("""
+wrap: I heard that {}|As far as I know, {}|By the way, {}|According to the file, {}|It turned out that {}|You may know \
+that {}|{}, I think|{}, as they say|Note that {}|Still, {}|Someone wrote that {}|Last time I looked, {}|{} these \
+days|Yes, {}|Also, {}|Then again, {}|For the record, {}
+me: My name is {}.|I'm {}.|I am {}.|{} here.|This is {}.|Hi, {} speaking.|Name: {}.
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
         else:
             core = f"{who} {clause()}"
         if rng.random() < 0.1:
-            core = pick(rng, _WRAPS).format(core if core.startswith(one.name[1]) else small(core))
+            core = pick(rng, _FORMS["wrap"]).format(core if core.startswith(one.name[1]) else small(core))
         if not core.startswith(one.name[1]):  # a host's name stays small
             core = capital(core)
         found.append(Sentence(core + ".", stated, one))
@@ -234,15 +236,6 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
 
 
 _FIRST: Final = {"is": "am", "has": "have", "was": "was", "takes": "take", "goes": "go", "does": "do", "needs": "need"}
-_INTRODUCED: Final = (
-    "My name is {}.",
-    "I'm {}.",
-    "I am {}.",
-    "{} here.",
-    "This is {}.",
-    "Hi, {} speaking.",
-    "Name: {}.",
-)
 
 
 def _mine(text: str) -> str:
@@ -261,7 +254,7 @@ def confessed(rng: Random, one: Subject) -> str:
     """A person about himself or herself."""
     parts = [_said(pick(rng, at.predicates), shown) for at, (_, shown) in one.facts.items()]
     rng.shuffle(parts)
-    first = pick(rng, _INTRODUCED).format(one.name[1])
+    first = pick(rng, _FORMS["me"]).format(one.name[1])
     text, join = "", pick(rng, (" and ", ". I ", ". I ", ", "))
     for part in parts:
         text += (join if join != ", " or text.count(",") else ", ") + _mine(part) if text else f"I {_mine(part)}"
@@ -328,11 +321,10 @@ def unkempt(rng: Random, text: str, names: Iterable[str]) -> str:
     return re.sub(r"\{[a-s]\}", lambda m: places[m[0]], text)
 
 
-ASIDES: Final = ("It rained all day.", "More on that next week.", "Please keep this to yourself.",
-    "Nothing else is new.",
-    "I had to look it up.", "The rest is history.", "We talked about it over lunch.",
-    "The phone rang twice meanwhile.",
-    "Not everyone agrees.", "The file was on my old laptop.", "This took some time to find.", "Coffee is ready.",
-    "The others will write later.", "I forgot the umbrella again.", "My handwriting is terrible.",
-    "No one knows why.",
-    "Photos are attached.", "The neighbours were surprised.", "It was the talk of the day.", "Anyway.")  # fmt: skip
+ASIDES: Final = lined("""
+aside: It rained all day.|More on that next week.|Please keep this to yourself.|Nothing else is new.|I had to look it \
+up.|The rest is history.|We talked about it over lunch.|The phone rang twice meanwhile.|Not everyone agrees.|The file \
+was on my old laptop.|This took some time to find.|Coffee is ready.|The others will write later.|I forgot the umbrella \
+again.|My handwriting is terrible.|No one knows why.|Photos are attached.|The neighbours were surprised.|It was the \
+talk of the day.|Anyway.
+""")["aside"]

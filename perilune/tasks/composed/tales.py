@@ -13,33 +13,12 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, expand
+from perilune.tasks.records import lines
+from perilune.tasks.wordings import capital, expand, lined
 
 Story = tuple[str, str, str]  # pattern, text, unit
 
-_RULES: Final[dict[str, tuple[str, ...]]] = {
-    "had": ("{has}", "had", "had", "owned", "started with", "got", "bought", "collected", "made", "found", "ordered",
-        "picked", "counted", "packed", "brought"),
-    "got": ("bought", "got", "found", "ordered", "received", "was sent", "picked up", "made", "fetched", "added"),
-    "gave": ("gave", "handed", "sold", "passed", "sent", "donated", "lent"),
-    "used": ("used", "ate up", "sold", "gave away", "lost", "threw out", "needed", "broke", "used up", "took out"),
-    "friends": ("friends", "neighbours", "children", "cousins", "colleagues", "guests", "classmates", "teams"),
-    "time": ("days", "weeks", "days", "months", "nights", "weekends"),
-    "then": ("", "", "", "", "Then ", "Later ", "After that ", "The next day ", "On Friday ", "In the evening ",
-        "A week later ", "By noon ", "Since then ", "Before lunch ", "Meanwhile "),
-    "each": ("each", "in each", "apiece", "in every one"),
-    "total": ("in all", "in total", "altogether", "together", "all in all"),
-    "how": ("How many {o}", "How many {o}", "how many {o}", "What number of {o}"),
-    "left": ("<how> are left", "<how> {does} {p} have left", "<how> remain", "<how> {does} {p} have now",
-        "<how> are there now", "<how> {does} {n} have in the end", "How many are left over",
-        "<how> {does} {p} still have",
-        "<how> are left then", "<how> is that in the end", "<how> {does} that leave {i}",
-        "How many of them are still there"),
-    "idle": ("It was {x} degrees outside.", "It took {x} minutes.", "{n} {has} {x} cousins.", "The shop closes at {x}.",
-        "{h} street has {x} houses.", "It happened on a Tuesday.", "The weather was lovely.", "{m} was there, too.",
-        "{h} train leaves at half past {x}.", "The radio was on all day.", "{n} {has} been doing this for {x} years.",
-        "{h} phone has {x} percent left.", "All of them are of good quality.", "{m} only watched."),
-}  # fmt: skip
+RULES: Final = lined(lines("school.txt"))
 _TIMES: Final = (("on Monday", "on Tuesday"), ("in the morning", "in the afternoon"), ("yesterday", "today"),
     ("last week", "this week"), ("in May", "in June"), ("on the first day", "on the second day"), ("at first", "later"),
     ("before lunch", "after lunch"), ("in the first hour", "in the second hour"), ("on Friday",
@@ -248,7 +227,7 @@ def happenings(rng: Random, thing: str) -> Story:
             continue
         kind, form = letters.put(kind, form)
         pattern += kind
-        then = "" if _OWN_TIME.search(form) else expand(rng, _RULES, "<then>")
+        then = "" if _OWN_TIME.search(form) else expand(rng, RULES, "<then>")
         starts = form.startswith("{P}")
         if starts and len(parts) > 1 and parts[-1].startswith(("{P}", "{n}")) and rng.random() < 0.3:
             parts[-1] = parts[-1][:-1] + pick(rng, (" and ", " and then ", ", then ", " but ")) + form[4:]
@@ -269,22 +248,22 @@ def happenings(rng: Random, thing: str) -> Story:
             "They go into {k} {box} in equal parts. How many {o} are in one of them?",
             "The rest is split evenly between {k} <friends>. How many {o} each?"))  # fmt: skip
     else:
-        ask = expand(rng, _RULES, pick(rng, topic.left))
+        ask = expand(rng, RULES, pick(rng, topic.left))
         for _ in range(20 * ("-" not in pattern)):  # nothing was taken
             if re.search("left|remain|still|leave|stay", ask):
-                ask = expand(rng, _RULES, pick(rng, topic.left))
+                ask = expand(rng, RULES, pick(rng, topic.left))
     if rng.random() < 0.2:
-        parts.insert(1 + int(rng.random() * len(parts)), pick(rng, _RULES["idle"]))
+        parts.insert(1 + int(rng.random() * len(parts)), pick(rng, RULES["idle"]))
     ask = capital(ask) if rng.random() < 0.9 else ask
     plain = ask[-1] == "?" and "." not in ask and not re.search("{[a-gjk]}", ask)
     if plain and rng.random() < 0.1:
         parts.insert(0, ask.replace("{p}", "{n}"))
-    elif rng.random() < 0.06 and parts[-1] not in _RULES["idle"]:
+    elif rng.random() < 0.06 and parts[-1] not in RULES["idle"]:
         parts[-1] = parts[-1][:-1] + ", so " + ask[:1].lower() + ask[1:]
     else:
         parts.append(ask)
     first, second = pick(rng, _TIMES)
-    text = expand(rng, _RULES, " ".join(parts).replace("<first>", first).replace("<second>", second))
+    text = expand(rng, RULES, " ".join(parts).replace("<first>", first).replace("<second>", second))
     text = ". ".join([capital(s) for s in text.split(". ")])
     money = pick(rng, _MONEY)
     return pattern, text.replace("{cur}", money), unit.replace("{cur}", money)
@@ -311,14 +290,14 @@ _SCALES: Final = (
     ("minutes", "{0} takes {1} minutes", "{0} needs {1} minutes longer than {2}", "{0} is {1} minutes faster than {2}",
         "{0} takes {1} times as long as {2}", "How many minutes does {0} take?", "How many minutes is that in all?"),
 )  # fmt: skip
-_KIN: Final = ("{q}", "{q}", "{r}'s brother", "{r}'s sister", "{r}'s mother", "the teacher", "{r}'s cousin")
-_THIRD: Final = ("{t}", "{t}", "a friend", "the trainer", "{r}'s uncle", "the neighbour")
+KIN: Final = ("{q}", "{q}", "{r}'s brother", "{r}'s sister", "{r}'s mother", "the teacher", "{r}'s cousin")
+THIRD: Final = ("{t}", "{t}", "a friend", "the trainer", "{r}'s uncle", "the neighbour")
 
 
 def relations(rng: Random, thing: str) -> Story:
     """Two or three people, each said by the one before; asked is the last or all."""
     unit, has, more, less, times, ask, both = pick(rng, _SCALES)
-    who = ["{r}", pick(rng, _KIN), pick(rng, _THIRD)]
+    who = ["{r}", pick(rng, KIN), pick(rng, THIRD)]
     values, said, letters, small = ["a"], [has.format(who[0], "{a}")], iter("bc"), iter("kj")
     elided = False
     for i in range(1 if rng.random() < 0.3 else 2):
@@ -390,7 +369,7 @@ def rates(rng: Random, thing: str) -> Story:
     if "(" not in pattern and rng.random() < 0.12:
         pattern, extra = pattern + "+c", f" {{c}} {unit} from before count as well."
     elif rng.random() < 0.2:
-        extra = " " + pick(rng, _RULES["idle"])
+        extra = " " + pick(rng, RULES["idle"])
     return pattern, f"{capital(said)}.{extra} {ask}", unit
 
 

@@ -12,27 +12,27 @@ from perilune.tasks.problem import pick
 from perilune.tasks.records import drawn
 from perilune.tasks.wordings import capital
 
-_ROWS: Final = tuple([row.split(" | ") for row in """
-{w} did not {b} {x} but {y} | y what did {w} {b}
-{w} {d} {x}, not {y} | x what did {w} {b} | y what did {w} not {b}
-{w} wanted to {b} {x} but {d} {y} | x what did {w} want to {b} | y what did {w} {b} in the end
-first {w} {d} {x}, later {y}, never {z} | x what did {w} {b} first | y what did {w} {b} later | z what did {w} never {b}
-instead of {x}, {w} {d} {y} | y what did {w} {b}
-{w} gave up {x} in May and now {s} {y} | y what does {w} {b} these days | x what did {w} give up
-{w} {s} only {x}, {u} only {y}, while {t} {s} {z} | x what does {w} {b} | y what does {u} {b} | z what does {t} {b}
-neither {w} nor {u} {d} {x}; it was {t} | t who {d} {x}
-{t} {d} {x} before {u} {d} {y} | u who {d} {y} | x what did {t} {b} | t who {d} {x}
-{w} asked {u} to {b} {x}, but {t} did | t who {d} {x} | u who was asked to {b} {x} | w who asked {u}
-{w} handed {x} to {u} and {y} to {t} | u who got {x} | t to whom did {w} hand {y} | y what did {t} get
-all of them {d} {x} except {w}, who {d} {y} | w who {d} {y} | x what did the others {b} | y what did {w} {b}
-{x}, {p} by {w}, came before {y}, {p} by {u} | w who {d} {x} | u who {d} {y} | y what did {u} {b}
-{w} was thanked by {u}, while {t} thanked {v} | u who thanked {w} | v whom did {t} thank | t who thanked {v}
-the {k} of {o} was {i} until last year, now it is {j} | j what is the {k} of {o} today | i what was the old {k} of {o}
-the {k} of {o} has been changed from {i} to {j} | j what is the {k} of {o} now | i what was the old {k} of {o}
-{o} has chosen {j} as its new {k} | j which {k} did {o} choose | j what's the new {k} of {o}
-the {k} of {o} remains {j} | j what is the {k} of {o}
-{o} wanted {i} as its {k} but got {j} | i which {k} did {o} want | j which {k} did {o} get
-the {k} of {o} is no longer {i} but {j} | j which {k} does {o} have now | i what was the {k} of {o} before
+_ROWS: Final = tuple([row.split("|") for row in """
+{w} did not {b} {x} but {y}|y what did {w} {b}
+{w} {d} {x}, not {y}|x what did {w} {b}|y what did {w} not {b}
+{w} wanted to {b} {x} but {d} {y}|x what did {w} want to {b}|y what did {w} {b} in the end
+first {w} {d} {x}, later {y}, never {z}|x what did {w} {b} first|y what did {w} {b} later|z what did {w} never {b}
+instead of {x}, {w} {d} {y}|y what did {w} {b}
+{w} gave up {x} in May and now {s} {y}|y what does {w} {b} these days|x what did {w} give up
+{w} {s} only {x}, {u} only {y}, while {t} {s} {z}|x what does {w} {b}|y what does {u} {b}|z what does {t} {b}
+neither {w} nor {u} {d} {x}; it was {t}|t who {d} {x}
+{t} {d} {x} before {u} {d} {y}|u who {d} {y}|x what did {t} {b}|t who {d} {x}
+{w} asked {u} to {b} {x}, but {t} did|t who {d} {x}|u who was asked to {b} {x}|w who asked {u}
+{w} handed {x} to {u} and {y} to {t}|u who got {x}|t to whom did {w} hand {y}|y what did {t} get
+all of them {d} {x} except {w}, who {d} {y}|w who {d} {y}|x what did the others {b}|y what did {w} {b}
+{x}, {p} by {w}, came before {y}, {p} by {u}|w who {d} {x}|u who {d} {y}|y what did {u} {b}
+{w} was thanked by {u}, while {t} thanked {v}|u who thanked {w}|v whom did {t} thank|t who thanked {v}
+the {k} of {o} was {i} until last year, now it is {j}|j what is the {k} of {o} today|i what was the old {k} of {o}
+the {k} of {o} has been changed from {i} to {j}|j what is the {k} of {o} now|i what was the old {k} of {o}
+{o} has chosen {j} as its new {k}|j which {k} did {o} choose|j what's the new {k} of {o}
+the {k} of {o} remains {j}|j what is the {k} of {o}
+{o} wanted {i} as its {k} but got {j}|i which {k} did {o} want|j which {k} did {o} get
+the {k} of {o} is no longer {i} but {j}|j which {k} does {o} have now|i what was the {k} of {o} before
 """.strip().split("\n")])  # fmt: skip
 _KINDS: Final = (("colour", "color"), ("day", "weekday"), ("opening time", "clock"), ("leader", "person"),
     ("sponsor", "company"), ("deadline", "date"), ("sport", "sport"), ("dish", "dish"))  # fmt: skip

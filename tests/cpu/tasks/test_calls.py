@@ -1,9 +1,11 @@
 """Calls: thoughts that quote the request, calls asked for in rows."""
 
 import random
+import re
 from itertools import pairwise
 
 from perilune.tasks import catalog, tools
+from perilune.tasks.composed.chores import chore
 from perilune.tasks.families import problems
 
 
@@ -54,3 +56,30 @@ def test_calls_that_go_on_name_what_changes() -> None:
                 assert 1 <= sum(first[k] != v for k, v in r.call.arguments.items()) <= 2
             seen += 1
     assert seen > 100
+
+
+def test_values_have_the_form_of_the_description() -> None:
+    forms = {"24 hour": r"\d\d:\d\d", "letter language": "[a-z]{2}", "ISO 4217": "[A-Z]{3}"}
+    seen = set()
+    for p in problems("tool_call", "train", 2000, thinking=True):
+        specs = {t["function"]["name"]: t["function"]["parameters"]["properties"] for t in p.tools}
+        for name, value in [pair for call in p.reply.tool_calls for pair in call.arguments.items()]:
+            about = specs[p.reply.tool_calls[0].name][name].get("description", "")
+            found = [form for words, form in forms.items() if words in about]
+            assert all(re.fullmatch(form, value) for form in found), p
+            seen.update(found)
+    assert len(seen) == 3
+
+
+def test_a_call_is_due_after_a_result_if_its_condition_holds() -> None:
+    rng = random.Random(7)
+    stages = set()
+    for _ in range(400):
+        text, past, thought, due, answer, _ = chore(rng)
+        stages.add((len(past), len(due), answer[:8]))
+        assert bool(due) != bool(answer), text
+        assert all(request.opening.lower() in (text + thought).lower() for request in due), text
+        if len(past) == 1 and "error" not in thought and (said := re.search(r"(more|less) than (\S+),", text)):
+            got, limit = float(re.findall(r": (\S+)\n", thought)[0]), float(said[2])
+            assert bool(due) == (got > limit if said[1] == "more" else got < limit), text
+    assert stages >= {(0, 1, ""), (1, 1, ""), (1, 3, ""), (2, 1, ""), (1, 0, "The tool"), (2, 0, "Done.")}

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from perilune.tasks import tools
 from perilune.tasks.arithmetic import drawn_numbers
-from perilune.tasks.composed import accounts, bills, findings, instructions, mentions, plans, sums, tales, turns
+from perilune.tasks.composed import accounts, bills, findings, instructions, mentions, plans, school, sums, tales, turns
+from perilune.tasks.composed.expressions import asked
 from perilune.tasks.fields import NEW_BASES
+from perilune.tasks.working import divide_trace, signed_trace
 
 
 def test_paragraphs_of_clauses_answer_once() -> None:
@@ -152,7 +154,7 @@ def test_described_expressions_are_worked_right() -> None:
             assert (100 + int(re.findall(r"[+-]\d+", key[1])[0])) * key[2] == 100 * answer, (question, content)
         elif "%" in key[1] or "cent" in key[1]:
             assert int(re.findall(r"\d+", key[1])[0]) * key[2] == 100 * answer, (question, content)
-    assert kinds == {"expression", "average", "rest", "part", "ahead", "changed"}
+    assert kinds == {"expression", "average", "rest", "part", "ahead", "changed", "root"}
 
 
 def test_descriptions_name_every_number_of_a_pattern() -> None:
@@ -162,6 +164,21 @@ def test_descriptions_name_every_number_of_a_pattern() -> None:
             numbers = drawn_numbers(rng, pattern)
             text = sums.in_words_of(rng, pattern, numbers)
             assert all(str(n) in text or n in (2, 3, 4, 5) for n in numbers.values()), (pattern, numbers, text)
+
+
+def test_expressions_are_worked_as_they_are_shown() -> None:
+    rng = random.Random(20)
+    for _ in range(3000):
+        form, shown, worked = asked(rng)
+        text = re.sub(r"(?<=[\d)])(?=[x(])", "*", shown)
+        if "=" in shown:
+            left, right = text.split(" = ")
+            assert eval(left, {"x": eval(worked)}) == int(right)
+        elif not re.search("[a-z]", form + shown):
+            assert eval(text) == eval(worked), shown
+    for a, b in ((-8, 24), (8, -24), (-8, -24)):
+        assert all(signed_trace(s, a, b).endswith(f"\n={eval(f'{a}{s}{b}')}") for s in "+-*")
+    assert divide_trace(144, 12).startswith("144/12\n144/3/4\n144/3\n")
 
 
 def test_bills_show_each_number_of_their_pattern_and_no_other() -> None:
@@ -207,3 +224,13 @@ def test_several_values_of_one_parameter_are_a_call_each_in_their_order() -> Non
         text, requests = tools.listed(rng, 3)
         at = [text.find(str(next(iter(r.call.arguments.values())))) for r in requests]
         assert -1 not in at and len({r.tool.name for r in requests}) == 1 and "{" not in text, text
+
+
+def test_everyday_stories_say_the_numbers_of_their_pattern() -> None:
+    rng, kinds = random.Random(21), set()
+    for _ in range(3000):
+        pattern, text, unit = school.lesson(rng)
+        said = set(re.findall(r"{_(\d+)}", text))
+        assert said <= set(re.findall(r"\d+", pattern)) and unit and not set("<[`&~") & set(text), (pattern, text)
+        kinds.add(re.sub(r"\d+", "n", pattern))
+    assert len(kinds) > 50

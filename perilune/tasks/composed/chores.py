@@ -1,0 +1,176 @@
+"""Wishes of several steps, for `tools_multi`: a call needs what another one returned, or is due only if that is so.
+
+`_ROWS` are as in kits.txt; `_STATES` has things, conditions, states in which they hold, others, and what is done then.
+"""
+
+import re
+from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
+from perilune.tasks import catalog
+from perilune.tasks.composed.findings import finding
+from perilune.tasks.fields import Field, fields, said, value, written
+from perilune.tasks.problem import ToolCall, pick
+from perilune.tasks.tools import Request, Tool, catalog_tool, opening
+from perilune.tasks.wordings import capital, small
+from perilune.tasks.words import NAMES
+
+_ROWS: Final = """
+send_text|send {text:message} to {to:first}|text {text} to {to}
+make_note|make a note of {text:message}
+send_sms|text {number:phone}: "{text:message}"|tell {number} "{text}"
+dial_number|call {number:phone}
+reserve_book|reserve {book_id:port}|I'd like {book_id}
+play_song|play {song_id:port}
+delete_task|remove number {task:small2} from my list|delete task {task}
+check_account|check my {account:account} balance
+lock_door|lock the {door:door} door
+switch_light|turn {state:on,off} the light in the {room:spot}|lights {state} in the {room}
+put_entry|put {item:noun} on my {list:shopping,todo,packing} list
+"""
+_STATES: Final = """
+order,parcel|has not been shipped yet,is not on its way|not shipped,processing|shipped,delivered|cancel,stop
+task,ticket|is still open,has not been closed|open,in progress|closed,done|close,assign
+table,room|is free,is available|free,available|taken,booked|book,reserve
+"""
+_KEYS: Final = {"place": "room", "phone": "number", "path": "file"}
+
+
+def _entry(row: str) -> catalog.Entry:
+    name, *forms = row.split("|")
+    title = name.replace("_", " ")
+    return replace(catalog.sibling(" | ".join(("do_it", capital(title), *forms)), title.split()[-1]), names=(name,))
+
+
+# What people ask for most, in usual words.
+PLAIN: Final = (*map(_entry, _ROWS.strip().split("\n")),
+    *[replace(e, requests=e.requests[:3]) for e in catalog.ENTRIES[:50]])  # fmt: skip
+
+
+def _due(rng: Random, *kinds: str) -> tuple[Any, ...]:
+    """A tool, a plain request with {} in place of a value of one of the kinds, its arguments, that parameter."""
+    known = [e for e in (PLAIN[:2] if "message" in kinds else PLAIN[2:]) if any(p.kind in kinds for p in e.parameters)]
+    while True:
+        form, shown, given = catalog.asked(rng, entry := pick(rng, known), False)
+        for p in entry.parameters:
+            place = rf"(^|[^\",es ] ){{{p.name}}}([.,?:]|$| [\"oitfans])"
+            if p.kind in kinds and re.search(place, form) and not catalog.STATEMENT.match(form):
+                return catalog_tool(rng, entry), capital(form.format(**shown | {p.name: "{}"})), given, p
+
+
+def _put(due: tuple[Any, ...], word: str, got: Any) -> Request:
+    tool, form, given, p = due
+    return _asked(tool, form.format(word), given | {p.name: got})
+
+
+def _asked(tool: Tool, text: str, given: dict[str, Any]) -> Request:
+    return Request(tool, text, opening(text), ToolCall(tool.name, given))
+
+
+def _call(rng: Random, name: str, given: dict[str, Any], text: str) -> Request:
+    places = " ".join([f"{{{k}:{'port' if isinstance(v, int) else 'noun'}}}" for k, v in given.items()])
+    return _asked(catalog_tool(rng, _entry(f"{name}|{places}")), text, given)
+
+
+def _carried(rng: Random, got: Any, *words: str) -> Request:
+    return _put(_due(rng, "message"), pick(rng, ("it", "that", "the answer", *words)), said(got))
+
+
+def _found(rng: Random) -> tuple[Any, ...]:
+    """What a question finds is passed on, or decides as a number.
+
+    The text, the first tool and its arguments, the key and value found, more of the thought, whether and which calls
+    are due.
+    """
+    found = finding(rng)
+    got, note, then, holds = found.value, "", "Then", True
+    due = _carried(rng, got, f"the {found.key.replace('_', ' ')}")
+    if type(got) in (int, float) and rng.random() < 0.6:
+        limit = round(got + (1 + int(rng.random() * got / 2)) * pick(rng, (-1, 1) if got > 5 else (1,)), 1)
+        more, holds = pick(rng, (("more", got > limit), ("less", got < limit)))
+        note, then = f"\n{got}{'>' if got > limit else '<'}{limit}", f"If it is {more} than {limit},"
+        acted = _due(rng, "clock24", "errand", "path", "phone")
+        due = _put(acted, str(old := acted[2][acted[3].name]), old)
+    text = f"{found.text}{'.' * found.text[-1].isalnum()} {then} {small(due.text)}"
+    return text, found.name, found.arguments, found.key, got, note, holds, [due]
+
+
+def _state(rng: Random) -> tuple[Any, ...]:
+    row = pick(rng, _STATES.strip().split("\n")).split("|")
+    thing, condition, good, bad, verb = [pick(rng, part.split(",")) for part in row]
+    given, holds = {f"{thing}_id": value(rng, Field("", "", "code"))}, rng.random() < 0.6
+    form = pick(rng, ("How is {t}? If it {c}, {v} it.", "Check {t} and {v} it if it {c}.", "If {t} {c}, {v} it.",
+        "{v} {t} if it {c}.", "What about {t}? If it {c}, please {v} it."))  # fmt: skip
+    text = capital(form.format(t=f"{thing} {given[f'{thing}_id']}", c=condition, v=verb))
+    due = _call(rng, f"{verb}_{thing}", given, text[text.lower().index(verb) :])
+    name, key = pick(rng, ("get_{}", "check_{}", "{}_status")).format(thing), pick(rng, ("status", "state"))
+    return text, name, given, key, good if holds else bad, f"\n{condition}: {said(holds)}", holds, [due]
+
+
+def _record(rng: Random) -> tuple[Any, ...]:
+    """In place of a value: a person's, the one of a thing with a title, or every one of a list."""
+    act = _due(rng, "city", "place", "phone", "email", "path", "company", "port")
+    kind, name, got = act[3].kind, act[3].name, act[2][act[3].name]
+    key, who, word, tool = _KEYS.get(kind, kind), pick(rng, NAMES), "{0}", "find_contact"
+    given, role = {"name": who}, pick(rng, ("user", "customer", "guest"))
+    if key in ("city", "room", "file") and rng.random() < 0.3:
+        key = "cities" if key == "city" else f"{key}s"
+        found = list(dict.fromkeys([got, *[(d := _due(rng, kind))[2][d[3].name] for _ in range(2)]]))
+        word = pick(rng, ("all my {}", "all the {} on the list")).format(key)
+        due = [_put(act, word, one) for one in found]
+        due[1:] = [replace(d, opening=one) for d, one in zip(due[1:], found[1:])]
+        return due[0].text, f"list_{key}", {}, key, found, "", True, due
+    if kind == "port":
+        key, tool, who = name, f"search_{name.removesuffix('_id')}", value(rng, Field("", "", "title"))
+        given, word = {"title": who}, pick(rng, ('"{0}"', '"{0}" if you have it'))
+    elif kind not in ("phone", "email"):
+        word = pick(rng, ("{0}'s {1}", "the {1} of {0}", "their {1}"))
+        tool = f"{pick(rng, ('get', 'find'))}_{role}"
+        if rng.random() < 0.6:
+            given = {f"{role}_id": (number := value(rng, Field("", "", "big")))}
+            who = f"{role} {number}"
+    due = [_put(act, word.format(who, key), got)]
+    text = due[0].text
+    if word[:5] == "their":
+        text = f"{pick(rng, ('Fetch', 'Look up'))} {who}" + (f". {text}" if text[-1] == "?" else f" and {small(text)}")
+    return text, tool, given, key, got, "", True, due
+
+
+def chore(rng: Random) -> tuple[Any, ...]:
+    """A wish before its first call, after that, or at its end; or with more to do.
+
+    The text, the steps (calls and results), the thought about the last, the calls due, or an answer; all calls.
+    """
+    text, name, given, key, got, note, holds, due = pick(rng, (_found, _found, _state, _record, _record, _record))(rng)
+    calls, stage, thought = [_call(rng, name, given, text), *due], rng.random(), f"{key}: {written(got)}{note}"
+    if stage < 0.25:
+        return text, [], "", calls[:1], "", calls
+    if stage < 0.32:
+        why = pick(rng, ("not found", "timed out", f"no {key}"))
+        return text, [(calls[:1], [{"error": why}])], f'error: "{why}"', [], f"The tool failed: {why}.", calls
+    more = {f.name: value(rng, f) for f in fields(rng, int(rng.random() * 3), 0.0)}
+    shown = pick(rng, ({key: got} | more, more)) | {key: got}
+    past = [(calls[:1], [pick(rng, (shown, shown, {"results": [shown]}))])]
+    if not note and stage > 0.9:
+        past, thought = [(calls[:1], [got])], f"result: {written(got)}"
+    if not holds:
+        return text, past, thought, [], f"The {key.replace('_', ' ')} is {said(got)}.", calls
+    if text[-1] == "?" and len(due) == 1 and stage > 0.6:
+        got = value(rng, Field("", "", pick(rng, ("small", "word"))))
+        last = _carried(rng, got)
+        past.append((due, [{"answer": got}]))
+        return f"{text} Then {small(last.text)}", past, f"answer: {written(got)}", [last], "", [*calls, last]
+    if 0.8 < stage < 0.9 and text[-1] != "?":
+        past.append((due, [{"status": "ok"}] * len(due)))
+        return text, past, "\n".join(['status: "ok"'] * len(due)), [], "Done.", calls
+    return text, past, thought, due, "", calls
+
+
+def there(rng: Random) -> list[Request]:
+    """Two wishes for one place."""
+    while True:
+        one, other = _due(rng, "city"), _due(rng, "city")
+        if one[0].noun != other[0].noun and "in {}" in one[1] and "in {}" in other[1]:
+            city = one[2][one[3].name]
+            return [_put(one, city, city), _put((other[0], other[1].replace("in {}", "{}"), *other[2:]), "there", city)]

@@ -1,0 +1,162 @@
+"""Longer expressions, operations in sentences, and equations, for arithmetic.py.
+
+Each comes with the expression to work on: 3^2 as 3*3, a letter as its value, an equation turned round (3x + 5 = 20 as
+(20-5)/3), and operations that follow each other with parentheses.
+"""
+
+import ast
+import re
+from random import Random
+from typing import Final
+
+from perilune.tasks.problem import pick
+from perilune.tasks.wordings import capital, enumerated, expand, lined
+from perilune.tasks.working import DIVISORS
+
+Asked = tuple[str, str, str]  # a form with {e} ("": any that an expression has), e, what to work on
+Ops = list[tuple[str, int]]
+
+_FORMS: Final = lined("""
++: add {k} to <it>|add {k}|increase <it> by {k}|add another {k}
+-: take {k} away from <it>|subtract {k} from <it>|remove {k} from <it>|subtract {k}|take away {k}|take {k} off
+*: multiply <it> by {k}|multiply by {k}
+/: divide <it> by {k}|divide by {k}|take one of {k} equal parts of <it>
+^: square <it>|multiply <it> by itself
+*2: double <it>|take <it> twice
+*3: triple <it>
+/2: halve <it>|take half of <it>
+~+: that plus {k}|that and {k} more|plus {k}|{k} more
+~-: that minus {k}|minus {k}
+~*: that times {k}|times {k}
+~/: that divided by {k}|divided by {k}
+~^: that squared
+~*2: twice that
+~*3: three times that
+~/2: half of that
+begin: start with|begin with|take|take the number|start at
+end: .|.|. What is the result?|. What do I get?|. Result?|: what comes out?|. Final number please.|. What is it now?
+of: What do you get if you {e}?|What do I get when I {e}?|If you {e}, what is the result?
+let: If {g}, what is {e}?|Let {g}. Compute {e}.|{i}. What is {e}?|{e} for {g}?|Given {g}, find {e}.|{i}, so {e} is?|\
+What is {e} when {i}?|Suppose {i}. How much is {e}?|For {g}, work out {e}.|What is {e} if {g}?|Evaluate {e} for {g}.
+x: {e}. What is x?|Solve {e} for x.|Find x: {e}|If {e}, what is x?|{e}, x = ?|Solve for x: {e}
+number: I think of a number, {e}. Which number was it?|Take a number, {e}. What was the number?
+""")
+_NAMES: Final = {"+": "sum", "-": "difference", "*": "product", "/": "quotient", "^": "square"}
+_ROOTS: Final = {r**n: f"{r}**{n}" for n in (3, 2) for r in range(2, 13) if r**n < 150}
+
+
+def _drawn(rng: Random, value: int, count: int, kind: str) -> str:
+    """An expression of `count` numbers with this value, all in parentheses; kind `^`: powers too, `-`: below 0 too."""
+    if count == 1:
+        return _ROOTS.get(value, str(value)) if kind == "^" else str(value)
+    signed, size = kind == "-", abs(value)
+    factors = [k for k in range(2, 13) if size % k == 0 and size > k]
+    sign = pick(rng, "-" + "/-" * (size < 100) + "++" * (signed or value > 4) + "***" * bool(factors))
+    y = 1 + int(rng.random() * (value - 1 if sign == "+" and not signed else pick(rng, (9, 20, 60))))
+    if sign in "*/":
+        y = pick(rng, factors if sign == "*" else (*range(2, 10), 12, pick(rng, DIVISORS)))
+    elif kind == "^":
+        y = pick(rng, [n for n in _ROOTS if sign == "-" or n < value] or [y])
+    if signed and sign in "*-" and rng.random() < 0.25:
+        y = -y
+    x = {"+": value - y, "-": value + y, "*": value // y, "/": value * y}[sign]
+    if sign in "+*" and rng.random() < 0.5:
+        x, y = y, x
+    if kind == "^" and x == y:
+        return f"{_drawn(rng, x, count, '')}**2"
+    left = max(1, count - pick(rng, (1, 1, 1, 2, 2, 3)))
+    return f"({_drawn(rng, x, left, kind)}{sign}{_drawn(rng, y, count - left, kind)})"
+
+
+def _literal(rng: Random, kind: str) -> Asked:
+    value, count = 1 + int(rng.random() * pick(rng, (20, 60, 150, 400))), pick(rng, (3, 4, 4, 5, 5, 6))
+    if kind:
+        value, count = value * pick(rng, (1, -1 if kind == "-" else 1)), pick(rng, (2, 2, 3, 4))
+    text, form = _drawn(rng, value, count, kind), ""
+    shown = ast.unparse(ast.parse(text, mode="eval"))  # the parentheses that it needs
+    worked = re.sub(r"(?<!/ )(\b\d+|\([^()]*\)) \*\* (\d)", lambda m: "*".join([m[1]] * int(m[2])), shown)
+    if kind == "-" and rng.random() < 0.9:
+        shown = re.sub(r"(?<=[-+*/] )-\d+", r"(\g<0>)", shown)
+    if kind == "x":
+        given = []
+        for v in pick(rng, ("x", "n", "y", "xy", "ab", "mn")):
+            m = pick(rng, list(re.finditer(r"\d+", shown)))
+            given.append(f"{v} = {m[0]}")
+            shown = shown[: m.start()] + v + shown[m.end() :]
+        said = enumerated(given)
+        form = pick(rng, _FORMS["let"]).format(g=said, i=said.replace("=", "is"), e="{e}")
+    if kind in "x" and "/" not in shown and rng.random() < (0.6 if kind else 0.2):
+        shown = re.sub(r"(?<=[\d)]) \* (?=[a-z(])", "", shown)
+    if kind == "-" and "(" not in shown and rng.random() < 0.3:
+        shown = re.sub(r"-(?=\d)", pick(rng, ("minus ", "negative ")), shown)
+    elif rng.random() < 0.25:
+        shown = shown.replace(" ", "")
+    return form, shown, worked.replace(" ", "")
+
+
+def _sentences(rng: Random, start: str, ops: Ops, styles: tuple[str, ...]) -> list[str]:
+    """Each operation as an order or (style `~`) a phrase; the first one names the start, if one is given."""
+    said: list[str] = []
+    before = ""
+    for sign, k in ops:
+        style = pick(rng, styles)
+        small = f"{style}{sign}{k}"
+        forms = _FORMS[small if small in _FORMS and rng.random() < 0.7 else style + sign]
+        name = _NAMES.get(before, "number")
+        it = ("it", "that", f"the {name}", f"that {name}", "the result", "what comes out")[: 6 if before else 3]
+        if start and not said:
+            it, forms = (start,), tuple([f.replace("that", "<it>") for f in forms if "that" in f or "<it>" in f])
+        elif before in ("+", "-"):  # "times 3" would be of the last number alone
+            forms = tuple([f for f in forms if f not in ("times {k}", "divided by {k}")])
+        said.append(expand(rng, {"it": it}, pick(rng, forms)).format(k=k))
+        before = sign
+    return said
+
+
+def _folded(text: str, ops: Ops) -> str:
+    """The operations on a text as one expression."""
+    last = ""
+    for sign, k in ops:
+        if last and (sign == "^" or (last in "+-" and sign in "*/")):
+            text = f"({text})"
+        text, last = (f"{text}*{text}", "*") if sign == "^" else (f"{text}{sign}{k}", sign)
+    return text
+
+
+def _operations(rng: Random, kind: str) -> Asked:
+    """Two to five operations, each on the value so far; kind `=`: one or two, and the first value is asked."""
+    value = 2 + int(rng.random() * pick(rng, (9, 20, 60) if kind else (20, 100, 400)))
+    start, count, ops = str(value), pick(rng, (1, 2, 2) if kind else (2, 3, 3, 4, 4, 5)), Ops()
+    while len(ops) < count:
+        sign, k = pick(rng, "+-**/" if kind else "++--**//^"), 1 + int(rng.random() * pick(rng, (10, 100)))
+        if sign in "*/":
+            k = pick(rng, (2, 2, 3, 4, 2 + int(rng.random() * 8), pick(rng, DIVISORS)))
+        after = {"+": value + k, "-": value - k, "*": value * k, "/": value // k, "^": value**2}[sign]
+        if 1 < after < 1000 and (sign != "/" or value % k == 0) and (sign != "^" or (value < 21 and not ops[1:])):
+            value = after
+            ops.append((sign, k))
+    if kind:
+        worked = _folded(str(value), [("-+/*"["+-*/".index(sign)], k) for sign, k in reversed(ops)])
+        if rng.random() < 0.4:
+            said = [*_sentences(rng, "", ops, ("",)), f"{pick(rng, ('get', 'end up with'))} {value}"]
+            return pick(rng, _FORMS["number"]), enumerated(said), worked
+        shown = re.sub(r"x\*(\d+)", r"\1x", f"{_folded('x', ops)} = {value}")
+        return pick(rng, _FORMS["x"]), re.sub("[-+]", r" \g<0> ", shown) if rng.random() < 0.6 else shown, worked
+    worked, styles = _folded(start, ops), pick(rng, (("",), ("", "~"), ("~",)))
+    begin = f"{pick(rng, _FORMS['begin'])} {start}" if rng.random() < 0.4 else ""
+    said = [begin] * bool(begin) + _sentences(rng, "" if begin else start, ops, styles)
+    join = pick(rng, (". ", ". ", ", then ", ". Then ", "; ", "; then ", "\n", " and then ", ", ", ", ", ", "))
+    text = join.join([capital(s) if join in (". ", "\n") else s for s in said])
+    if join == ", ":
+        if "" in styles:
+            text = enumerated(said, pick(rng, (" and ", ", and ", ", then ", ", and then ", " and finally ")))
+        if len(styles) == 1 and ("" in styles or not begin) and rng.random() < 0.5:
+            return (pick(rng, _FORMS["of"]) if "" in styles else ""), text, worked
+    text = capital(text) if rng.random() < 0.85 else text.lower()
+    return "{e}" + pick(rng, _FORMS["end"]), text, worked
+
+
+def asked(rng: Random) -> Asked:
+    """One of the above."""
+    kind = pick(rng, (*[""] * 7, *["ops"] * 8, *"--^xx="))
+    return _operations(rng, kind.strip("ops")) if kind in ("ops", "=") else _literal(rng, kind)
