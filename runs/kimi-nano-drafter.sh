@@ -30,7 +30,7 @@ rm -rf "$DRAFTER"
   $PERILUNE draft collect kimi-nano --out "$RUN/decoded" --seed 5 $DECODED
   wait $forced
   $PERILUNE draft train kimi-nano --corpus "$RUN/forced" --corpus "$RUN/decoded" --run "$RUN/run" --out "$DRAFTER" \
-    --aux-layers 1,3,4 --intermediate-size 192 $TRAIN
+    --aux-layers 1,3,4 --intermediate-size 256 $TRAIN
   $PYTHON -m runs.kimi_nano.drafter_narrow "$DRAFTER"
   $PERILUNE draft evaluate "$DRAFTER" $EVALUATE --json "$RUN/evaluation.json" --plot "$RUN/evaluation.svg"
 }

@@ -56,15 +56,15 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
     """All families; `doc_questions` asks about these paragraphs (documents.passages) besides invented ones."""
     questions = DocQuestions(passages)
     families = (
-        Family("add_sub", 0.025, 120, True, sample_add_sub, same_number),
-        Family("arithmetic", 0.1, 150, True, sample_arithmetic, same_number),
-        Family("word_problems", 0.165, 180, True, with_facts(sample_word_problems), same_number),
-        Family("tool_call", 0.115, 350, True, sample_tool_call, same_calls),
-        Family("tools_multi", 0.145, 395, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.16, 165, True, sample_json_extract, same_object),
-        Family("doc_questions", 0.155, 165, True, questions, same_text),
-        Family("programs", 0.125, 90, True, sample_programs, same_result),
-        Family("chat", 0.01, 75, False, sample_chat, same_reply),
+        Family("add_sub", 0.035, 96, True, sample_add_sub, same_number),
+        Family("arithmetic", 0.095, 135, True, sample_arithmetic, same_number),
+        Family("word_problems", 0.17, 155, True, with_facts(sample_word_problems), same_number),
+        Family("tool_call", 0.12, 295, True, sample_tool_call, same_calls),
+        Family("tools_multi", 0.15, 355, True, sample_tools_multi, same_calls),
+        Family("json_extract", 0.17, 170, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.135, 99, True, questions, same_text),
+        Family("programs", 0.115, 73, True, sample_programs, same_result),
+        Family("chat", 0.01, 46, False, sample_chat, same_reply),
     )
     return {f.name: f for f in families}
 
