@@ -16,7 +16,8 @@
 #                                              google-research-datasets/dstc8-schema-guided-dialogue, clinc/oos-eval,
 #                                              PolyAI-LDN/task-specific-datasets, tuetschek/e2e-dataset,
 #                                              google-deepmind/xquad, google-research-datasets/Taskmaster,
-#                                              global-asp/asp-source and yizhongw/self-instruct of GitHub
+#                                              global-asp/asp-source, yizhongw/self-instruct and
+#                                              ShishirPatil/gorilla of GitHub
 # On N GPUs of one host (train --gpus N --tokens 65536 --rate 0.0022 for four) a step has N times the tokens.
 # PYTHON=python3.12 sh runs/kimi-nano.sh   another Python than .venv's
 set -eu

@@ -221,22 +221,15 @@ def _of_clauses(rng: Random) -> Paragraph:
 _UNKEMPT: Final = 0.08  # of paragraphs: all in lower case
 
 
+_MADE: Final = ((0.65, _of_clauses), (0.77, _about_subjects), (0.8, _about_notes))
+
+
 def paragraph(rng: Random) -> Paragraph:
     """A paragraph, a question that one of its sentences answers, the thought and the answer, copied from it."""
     while True:
         roll = 2 * rng.random()
-        kind = (
-            _of_reports
-            if roll > 1
-            else _of_clauses
-            if roll < 0.65
-            else _about_subjects
-            if roll < 0.77
-            else _about_notes
-            if roll < 0.8
-            else None
-        )
-        made = (kind or _of_scenes)(rng)
+        kind = _of_reports if roll > 1 else next((made for end, made in _MADE if roll < end), _of_scenes)
+        made = kind(rng)
         if made.answer in made.text and made.trace.split("\n")[0] in made.text:
             break
     question = careless(rng, made.question)

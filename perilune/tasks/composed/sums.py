@@ -30,9 +30,6 @@ Drawn = tuple[tuple[Any, ...], str, Callable[[], str], str]  # key, question, tr
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
 
-# Of a sign, as a noun phrase (within), or as a part of a sentence, for the outermost operation; {x} (after), {y}
-# (before) or both may be put together from others.
-
 
 def described(rng: Random, tree: Any, outer: bool = True) -> str:
     """A number, or (operator, tree, tree), in words."""

@@ -1,10 +1,10 @@
 """Function calls of the Berkeley Function Calling Leaderboard (ShishirPatil/gorilla, Apache 2.0): requests that people
 and models wrote, the functions declared with each, and the calls that are right.
 
-Only requests whose values can be copied from the text, chosen from a list or answered with a boolean are read, and only
-functions without objects as parameters. (The requests that no function fits are left out: many of them look as
-though one did.) Descriptions end after their first sentence, and two other functions are
-declared at most: a prompt must be short.
+A request is read if each of its values can be copied from the text, chosen from a list or answered with a boolean, and
+if no parameter of its functions is an object. Requests that no function fits are left out: for many of them a declared
+function looks right. Descriptions end after their first sentence, and at most two other functions are declared, so that
+prompts are short.
 
 Records: {"family", "source", "text", "tools": [tool, ...], "calls": [[name, {parameter: value}], ...]}; a tool is
 [name, description, {parameter: [JSON type, description, choices]}].
@@ -101,10 +101,8 @@ def _values(text: str, tool: Tool, given: Mapping[str, list[Any]]) -> dict[str, 
     for name, (kind, _, choices) in tool[2].items():
         allowed = given.get(name, [""])
         fitting = [v for v in allowed if v != "" and _fits(text, v, kind, choices)]
-        left_out = (
-            "" in allowed and (kind == "boolean" or choices) and str(fitting[:1]).lower()[2:-2] not in text.lower()
-        )
-        if fitting and not left_out:  # a default that the text does not name is left out
+        unnamed = kind == "boolean" or (choices and fitting and fitting[0].lower() not in text.lower())
+        if fitting and not ("" in allowed and unnamed):  # a default that the text does not name is left out
             found[name] = fitting[0]
         elif "" not in allowed:
             return None

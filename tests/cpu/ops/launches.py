@@ -1,4 +1,4 @@
-"""What implementations hand to C launchers, as text, without a GPU: `Recorder` stands in for `build.function`.
+"""What implementations hand to C launchers, as text, without a GPU: `Recorder` replaces `build.function`.
 
 Pinned texts have groups, cases (indented by one space) and their launches (by two).
 """
@@ -41,7 +41,7 @@ def _declared(source: str, name: str) -> str:
 
 
 class Recorder:
-    """Stands in for the compiled launchers; `launches` has a line for each launch of a GPU's kernel.
+    """Replaces the compiled launchers; `launches` has a line for each launch of a kernel.
 
     A line is the function, after its file if that has another name, and its arguments but the stream. A pointer is
     written as the name of the argument that it points to, as "[1,64]f32" or "zeros[64]i32" if the implementation made
