@@ -42,8 +42,8 @@ class SamplingParams:
                     tokenizer is needed
     bad_word_ids    token sequences of which the output must not hold any: the last token of one cannot be chosen after
                     the others. A prompt's tokens do not count
-    min_tokens      output tokens before which neither stop_token_ids nor the model's own end tokens can be chosen;
-                    a stop string still ends the text sooner
+    min_tokens      output tokens before which neither stop_token_ids nor the model's own end tokens can be chosen, and
+                    no stop string ends the text
     seed            makes the request reproducible whatever else is in the batch; None: a random one
     max_tokens      None: until the context is full
     stop            strings that end the text (never part of it); a single string is accepted

@@ -279,6 +279,7 @@ def _turn(generation: Generation, asked: ReadRequest, body: ChatBody, tokenizer:
         thinking=begun.opened,
         tools=asked.shown,
         stop=asked.params.stop,
+        min_tokens=asked.params.min_tokens,
         first_tool_index=asked.calls.first_index,
         end_ids=asked.params.stop_token_ids,
         begun=bool(begun.content),

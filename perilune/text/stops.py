@@ -9,7 +9,8 @@ from perilune.core.sampling import MAX_STOPS
 class StopMatcher:
     """Passes text on until a stop string is complete; what may still become one is held back.
 
-    With `keep` the text goes through the stop string's end instead.
+    With `keep` the text goes through the stop string's end instead. While `armed` is false, a stop string that becomes
+    complete is text like any other.
 
     The stop string that is complete first wins (of several complete at the same character, the longest), so the
     result does not depend on how the text was cut. Time per character does not depend on the strings' lengths.
@@ -24,6 +25,7 @@ class StopMatcher:
         self.pending = ""  # held back: the longest beginning of a stop string that the text ends with
         self.matched: str | None = None
         self.active = bool(self._stops)  # whether there is anything to look for
+        self.armed = True
 
     def push(self, text: str) -> str:
         """The text that is certainly wanted. After a match: what precedes it (with `keep`, and the match), and nothing
@@ -34,10 +36,11 @@ class StopMatcher:
             return text
         known = self.pending + text
         for at in range(len(self.pending), len(known)):
-            if self._advance(known[at]):
+            if self._advance(known[at]) and self.armed:
                 matched = max((s for s, d in zip(self._stops, self._depths) if d == len(s)), key=len)
                 self.pending, self.matched = "", matched
                 return known[: at + 1 - (0 if self._keep else len(matched))]
+        self._depths = [t[-1] if d == len(t) else d for d, t in zip(self._depths, self._tables)]  # complete, not armed
         cut = len(known) - max(self._depths, default=0)
         self.pending = known[cut:]
         return known[:cut]
@@ -52,6 +55,8 @@ class StopMatcher:
         hit = False
         for i, (stop, table) in enumerate(zip(self._stops, self._tables)):
             depth = self._depths[i]
+            if depth == len(stop):  # complete before the matcher was armed
+                depth = table[depth - 1]
             while depth and stop[depth] != char:
                 depth = table[depth - 1]
             depth += stop[depth] == char

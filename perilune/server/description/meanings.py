@@ -66,7 +66,7 @@ MEANINGS: Mapping[str, str] = {
     "logit_bias": f"up to {MAX_BIASED} token ids, each to -100 to 100: makes tokens likelier or less likely",
     "allowed_token_ids": "the only tokens that are sampled",
     "bad_words": "texts that do not come",
-    "min_tokens": "tokens before which only a stop text ends the answer",
+    "min_tokens": "tokens before which nothing ends the answer, except max_tokens",
     "prompt_logprobs": f"log-probabilities of the prompt's tokens, with so many of the likeliest, 0 to {MAX_LOGPROBS}",
     "truncate_prompt_tokens": "tokens of the prompt that are kept; -1: as many as the context holds",
     "truncation_side": "the side on which a prompt is cut",

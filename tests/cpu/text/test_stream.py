@@ -241,6 +241,12 @@ def test_section_marker_spelled_as_text(spelled: str) -> None:
     assert run(ids("write ", spelled), thinking=False) == [Content("write " + spelled)]
 
 
+def test_stop_strings_end_no_content_within_min_tokens() -> None:
+    stream = ChatStream(BYTES, thinking=True, stop=("b",), min_tokens=4)
+    assert stream.feed(ids("b", DONE, "bbbx")) == [Reasoning("b"), Content("bb")]  # </think> is one of the four
+    assert stream.stopped and stream.matched == "b"
+
+
 def test_stop_strings_end_content_only() -> None:
     stream = ChatStream(BYTES, thinking=True, tools=TOOLS, stop=("END", "世界"))
     assert stream.feed(ids("END 世界", DONE)) == [Reasoning("END 世界")]
@@ -342,11 +348,15 @@ def test_stop_matcher_against_a_search_of_the_whole_text(
     parts: list[str], stops: list[str], draw: random.Random
 ) -> None:
     text = "".join(parts)
-    ends = [(text.find(s) + len(s), -len(s)) for s in stops if s in text]
-    expected = text[: min(ends)[0] + min(ends)[1]] if ends else text
-    matcher = StopMatcher(stops)
     cuts = sorted(draw.randint(0, len(text)) for _ in range(draw.randint(0, 6)))
-    out = "".join(matcher.push(text[low:high]) for low, high in itertools.pairwise([0, *cuts, len(text)]))
+    armed_from = draw.choice([0, *cuts])
+    found = [(at + len(s), -len(s)) for s in stops for at in range(len(text)) if text.startswith(s, at)]
+    ends = [end for end in found if end[0] > armed_from]
+    expected = text[: min(ends)[0] + min(ends)[1]] if ends else text
+    matcher, out = StopMatcher(stops), ""
+    for low, high in itertools.pairwise([0, *cuts, len(text)]):
+        matcher.armed = low >= armed_from
+        out += matcher.push(text[low:high])
     assert (matcher.matched is not None) == bool(ends)
     assert out + matcher.flush() == expected
 
@@ -369,6 +379,8 @@ def test_plain_text_stream() -> None:
     assert stream.feed(ids("E")) == "" and stream.feed(ids("N")) == "" and stream.feed(ids("E")) == "EN"
     assert stream.feed(ids("NDx")) == "" and stream.stopped and stream.kept == (0, 1)
     assert stream.finish() == ""
+    late = TextStream(BYTES, ("END",), min_tokens=5)
+    assert late.feed(ids("xENDEND")) == "xEND" and late.stopped and late.kept == tuple(range(7))
     held = TextStream(BYTES, ("END",))
     assert held.feed([*ids("xEN"), 0xE4]) == "x"
     assert held.finish() == "EN\ufffd" and not held.stopped
