@@ -26,6 +26,7 @@ from perilune.formats.hub import resolve_model
 
 CONTEXT_TOKENS = 1024
 SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
+LONG_MEDIANS = 2.0  # An interval above this many medians counts in `long_share`. Above 0.01, it decides the p99.
 
 
 def played(engine: Engine, decoding: int, prompt: int, every: float, seconds: float, vocab: int) -> dict[str, Any]:
@@ -66,7 +67,9 @@ def played(engine: Engine, decoding: int, prompt: int, every: float, seconds: fl
         engine.step()
     intervals.sort()
     median, p99 = statistics.median(intervals), intervals[int(0.99 * len(intervals))]
+    long = sum(interval > LONG_MEDIANS * median for interval in intervals)
     return {
+        "intervals": len(intervals), "long_share": long / len(intervals),
         "interval_median_ms": 1e3 * median, "interval_p99_ms": 1e3 * p99, "p99_over_median": p99 / median,
         "interval_max_ms": 1e3 * intervals[-1], "ttft_p50_s": statistics.median(first_tokens) if first_tokens else None,
         "prompts": len(first_tokens), "prompts_left": len(arrived), "tokens_per_s": len(intervals) / took,
