@@ -153,11 +153,11 @@ class LLM:
         if count > n:
             wanted = [dataclasses.replace(p, logprobs=p.logprobs or 0) for p in wanted]
         streams = [
-            TextStream(self.tokenizer, p.stop, min_tokens=p.min_tokens, end_ids=p.stop_token_ids)
-            if self.tokenizer
-            else None
-            for p in wanted
+            TextStream(self.tokenizer, p.stop, end_ids=p.stop_token_ids) if self.tokenizer else None for p in wanted
         ]
+        for stream, p in zip(streams, wanted):
+            if stream is not None:
+                stream.unarmed = p.min_tokens
         if self.tokenizer is None and any(p.stop for p in wanted):
             raise RequestError("stop strings need a tokenizer, and the model directory has none", param="stop")
         parts: list[list[str]] = [[] for _ in tokens]
@@ -227,11 +227,11 @@ class LLM:
             thinking=begun.opened,
             tools=tools,
             stop=params.stop,
-            min_tokens=params.min_tokens,
             first_tool_index=prompt.next_tool_index,
             end_ids=params.stop_token_ids,
             begun=bool(begun.content),
         )
+        stream.unarmed = params.min_tokens
         constraint = constrain(
             tokenizer,
             tools=parse_tools(tools),

@@ -279,12 +279,12 @@ def _turn(generation: Generation, asked: ReadRequest, body: ChatBody, tokenizer:
         thinking=begun.opened,
         tools=asked.shown,
         stop=asked.params.stop,
-        min_tokens=asked.params.min_tokens,
         first_tool_index=asked.calls.first_index,
         end_ids=asked.params.stop_token_ids,
         begun=bool(begun.content),
         style=body.stream_style,
     )
+    stream.unarmed = asked.params.min_tokens
     return Turn(generation, stream, ends=ends, echo=_echoed(begun) if body.echo else ())
 
 

@@ -69,8 +69,8 @@ class TextStream:
     """Plain completions: ids to text, ended by stop strings. Without a `style`, special and end tokens give no text.
 
     After each `feed`, `kept` holds the offsets of the fed ids that belong to the answer: not end tokens, and nothing
-    after a stop string. `stopped` is true once a stop string was complete; the caller then cancels the request. No stop
-    string is complete by the text of the first `min_tokens` ids.
+    after a stop string. `stopped` is true once a stop string was complete; the caller then cancels the request. The
+    text of the next `unarmed` ids completes no stop string; set it to a request's min_tokens before the first `feed`.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class TextStream:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
-        min_tokens: int = 0,
         end_ids: Collection[int] = (),
         style: Style = PLAIN,
     ) -> None:
@@ -87,7 +86,7 @@ class TextStream:
         self._ends = _ends(tokenizer, end_ids, style.keep_stop)
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stop, keep=style.keep_stop)
-        self._unarmed = min_tokens  # ids still to come whose text completes no stop string
+        self.unarmed = 0
         self.kept: tuple[int, ...] = ()
 
     @property
@@ -103,8 +102,8 @@ class TextStream:
         for offset, id in enumerate(ids):
             if self.stopped:
                 break
-            self._stops.armed = self._unarmed <= 0
-            self._unarmed -= 1
+            self._stops.armed = self.unarmed <= 0
+            self.unarmed -= 1
             if id in self._ends:
                 continue
             kept.append(offset)
@@ -156,7 +155,7 @@ class ChatStream:
     thinking: the prompt ended inside `<think>`. tools: what the request declared; without any, tool markers have no
     meaning. stop: stop strings, looked for in content only. first_tool_index: tool calls already in the conversation
     (`chat.next_tool_index`). end_ids: ids that end this request besides the tokenizer's end tokens. begun: the prompt
-    holds the beginning of the content. min_tokens, style: as in TextStream; markers with a meaning here are never text.
+    holds the beginning of the content. unarmed, style: as in TextStream; markers with a meaning here are never text.
     Control tokens give no text anywhere else, arguments included.
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
@@ -177,7 +176,6 @@ class ChatStream:
         thinking: bool,
         tools: Declared = None,
         stop: Sequence[str] = (),
-        min_tokens: int = 0,
         first_tool_index: int = 0,
         end_ids: Collection[int] = (),
         begun: bool = False,
@@ -190,7 +188,7 @@ class ChatStream:
         self._tools = {tool.name: tool for tool in parse_tools(tools)}
         self._marks = _read_marks(tokenizer, bool(self._tools))
         self._stops = StopMatcher(stop, keep=style.keep_stop)
-        self._unarmed = min_tokens  # ids still to come whose text completes no stop string
+        self.unarmed = 0
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._held = ""  # text of this state that may yet turn out to be unwanted
         self._content_begun = begun
@@ -230,8 +228,8 @@ class ChatStream:
         for offset, id in enumerate(ids):
             if self.stopped:
                 break
-            self._stops.armed = self._unarmed <= 0
-            self._unarmed -= 1
+            self._stops.armed = self.unarmed <= 0
+            self.unarmed -= 1
             if id in self._ends:
                 continue
             kept.append(offset)

@@ -90,13 +90,8 @@ class Choice:
         self.silent = body.silent
         self.generation = generation
         params = generation.params
-        self.stream = TextStream(
-            tokenizer,
-            params.stop,
-            min_tokens=params.min_tokens,
-            end_ids=params.stop_token_ids,
-            style=body.stream_style,
-        )
+        self.stream = TextStream(tokenizer, params.stop, end_ids=params.stop_token_ids, style=body.stream_style)
+        self.stream.unarmed = params.min_tokens
         self.prompt_text = prompt_text
         self.prompt_logprobs: list[TokenLogprob] = []
         self.logprobs: list[float] = []

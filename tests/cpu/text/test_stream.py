@@ -242,7 +242,8 @@ def test_section_marker_spelled_as_text(spelled: str) -> None:
 
 
 def test_stop_strings_end_no_content_within_min_tokens() -> None:
-    stream = ChatStream(BYTES, thinking=True, stop=("b",), min_tokens=4)
+    stream = ChatStream(BYTES, thinking=True, stop=("b",))
+    stream.unarmed = 4
     assert stream.feed(ids("b", DONE, "bbbx")) == [Reasoning("b"), Content("bb")]  # </think> is one of the four
     assert stream.stopped and stream.matched == "b"
 
@@ -379,7 +380,8 @@ def test_plain_text_stream() -> None:
     assert stream.feed(ids("E")) == "" and stream.feed(ids("N")) == "" and stream.feed(ids("E")) == "EN"
     assert stream.feed(ids("NDx")) == "" and stream.stopped and stream.kept == (0, 1)
     assert stream.finish() == ""
-    late = TextStream(BYTES, ("END",), min_tokens=5)
+    late = TextStream(BYTES, ("END",))
+    late.unarmed = 5
     assert late.feed(ids("xENDEND")) == "xEND" and late.stopped and late.kept == tuple(range(7))
     held = TextStream(BYTES, ("END",))
     assert held.feed([*ids("xEN"), 0xE4]) == "x"
