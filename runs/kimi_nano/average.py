@@ -66,6 +66,8 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.share <= 1:
         parser.error(f"--share is {args.share}: give a number from 0 to 1")
+    if not (args.model / TRAINING_FILE).is_file():
+        parser.error(f"{args.model} has no {TRAINING_FILE}, made by runs.kimi_nano.export from a whole training's log")
     with torch.no_grad():
         average(args.model, args.before, args.share)
 

@@ -251,10 +251,10 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
                 ids, given = self._corpus.piece(rng), 1
                 plain += len(ids)
             else:
-                problem = self._problem(rng)
-                if problem is None:
+                made = self._problem(rng)
+                if made is None:
                     continue
-                prompt = self._codec.prompt(problem)
+                problem, prompt = made
                 if rng.random() < SPLIT_SAMPLES:
                     prompt = self._codec.split(prompt, rng)
                 ids, given = prompt + self._codec.target(problem), len(prompt)
@@ -265,11 +265,12 @@ class Blocks(IterableDataset[dict[str, torch.Tensor]]):
             samples.append((ids, given))
             used += len(ids)
 
-    def _problem(self, rng: random.Random) -> Problem | None:
+    def _problem(self, rng: random.Random) -> tuple[Problem, list[int]] | None:
         """A problem. If its generator fails, as once in a million problems, the error is printed and there is none: one
         bad problem must not end a training. After MOST_FAILED the error is raised."""
         try:
-            return training_mix(rng, self._families)
+            problem = training_mix(rng, self._families)
+            return problem, self._codec.prompt(problem)
         except Exception:
             self._failed += 1
             if self._failed > MOST_FAILED:

@@ -15,6 +15,7 @@ times the rate. Step k of rank r learns block N k + r.
 """
 
 import argparse
+import functools
 import json
 import math
 import shutil
@@ -194,7 +195,9 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
         prepare(options, log)
     torch.manual_seed(options.seed)
     device, s, codec = options.device, options.shape, Codec(options.out)
+    at = {"entered": time.monotonic()}
     begun = read_back(options.model) if options.model else None
+    at["weights read"] = time.monotonic()
     if begun is not None:
         s = begun.s
     if codec.tokenizer.vocab_size != s.vocab_size:
@@ -204,23 +207,26 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
     blocks_here = Blocks(options.out, options.seed, options.tokens, first_block, ranks.count)
     data = iter(loader(blocks_here, options.workers))
     ranks.join(device)
+    at["joined"] = time.monotonic()
     model = (begun or KimiNano(s)).to(device)
     optimizer = Optimizer(model, muon=options.muon, decay=options.decay)  # copies weights that are not rounded yet
     model.cast(torch.bfloat16 if device == "cuda" else torch.float32)
     if options.resume:
         restore(options.out / CHECKPOINT, model, optimizer)
     optimizer.publish()
+    at["on the device"] = time.monotonic()
     way, reason = choose_attention(options.attention, device, s)
     blocks = compiled(grouped=True) if options.compile else EAGER
     if options.model and (options.model / TRAINING_FILE).is_file():
         log("before", **json.loads((options.model / TRAINING_FILE).read_text()))
     corpus = Corpus.load(options.out / CORPUS_FILE)
     apart = torch.from_numpy(corpus.held_out.astype("int32"))
-    cells = cells_of(options.out, options.score_count) if options.score_count else {}
+    cells = functools.cache(lambda: cells_of(options.out, options.score_count))  # made by the first score: 8 seconds
     log(
         "start", parameters=sum(p.numel() for p in model.parameters()), step=progress.step, torch=torch.__version__,
         device=torch.cuda.get_device_name() if device == "cuda" else device, attention=way, reason=reason,
         gpus=ranks.count, seconds=round(time.monotonic() - began, 1),
+        seconds_at={name: round(when - began, 1) for name, when in at.items()},
         options={k: v for k, v in vars(options).items() if isinstance(v, int | float | str)}, shape=asdict(s),
         mix={f.name: f.weight for f in FAMILIES.values()},
     )  # fmt: skip
@@ -275,8 +281,8 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
                 memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else 0,
             )  # fmt: skip
             losses, counts, waited, spoken = [], [], 0.0, now
-            if cells and not ranks.rank and now - scored > options.score_every:
-                report(model, codec, cells, way, apart, progress, log)
+            if options.score_count and not ranks.rank and now - scored > options.score_every:
+                report(model, codec, cells(), way, apart, progress, log)
                 scored = spoken = time.monotonic()
         if not ranks.rank and time.monotonic() - saved > options.save_every:
             save(options.out / CHECKPOINT, model, optimizer, progress)
@@ -290,8 +296,8 @@ def train(options: Options, began: float, ranks: Ranks = ALONE) -> Progress:
     del data
     apart_by = ranks.apart(list(optimizer.state.values()))
     log("stop", finished=done >= 1.0, **asdict(progress), apart=apart_by, wall=round(time.monotonic() - began, 1))
-    if cells and not ranks.rank and done >= 1.0:
-        report(model, codec, cells, way, apart, progress, log)
+    if options.score_count and not ranks.rank and done >= 1.0:
+        report(model, codec, cells(), way, apart, progress, log)
     return progress
 
 

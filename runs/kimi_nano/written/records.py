@@ -15,6 +15,7 @@ from random import Random
 from types import ModuleType
 from typing import Any, Final
 
+from perilune.tasks.calls import distinct
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
 from runs.kimi_nano.written import functions, intents, prose, questions, statements, stories, utterances
@@ -123,9 +124,11 @@ class Written:
     def draw(self, family: str, rng: Random) -> Problem:
         """A problem of a family that has records."""
         sources, weights = self._found[family]
-        kind, record = rng.choice(rng.choices(sources, weights)[0])
-        made: Problem = KINDS[kind].problem(record, rng, self._tables[kind])
-        return made
+        while True:
+            kind, record = rng.choice(rng.choices(sources, weights)[0])
+            made: Problem = KINDS[kind].problem(record, rng, self._tables[kind])
+            if distinct(made):
+                return made
 
     def mixed(self, families: Mapping[str, Family]) -> dict[str, Family]:
         """The same families; SHARE of the training problems that they draw are written ones."""
