@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.chores import PLAIN, chore, there
+from perilune.tasks.composed.errands import around, errand, thanks
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import BASES, Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
@@ -63,8 +64,21 @@ def _request(rng: Random, split: str) -> Request:
     raise AssertionError(f"no call found for {split}")
 
 
+def distinct(problem: Problem) -> bool:
+    """Whether no two of its tools have one name: chat templates refuse those."""
+    return len({t["function"]["name"] for t in problem.tools}) == len(problem.tools)
+
+
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
+    while not distinct(made := _tool_call(rng, split, thinking)):
+        pass
+    return made
+
+
+def _tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     made = None
+    if split == "train" and rng.random() < 0.26:
+        return _errand(rng, split, thinking, "tool_call", 1)
     if widely(split):
         made = (
             _of_common(rng, split) if rng.random() < 0.35 else _of_kit(rng, split, 1) if rng.random() < 0.36 else None
@@ -82,6 +96,33 @@ def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
         reply = Reply(f"{asked.quoted(text)}\nnone" if thinking else "", REFUSAL)
     key = ("call", *call_key(asked.call))
     return Problem("tool_call", split, key, (user(text),), reply, declared, thinking)
+
+
+def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) -> Problem:
+    """Requests as colleagues write them; now and then none at all, or one without a declared tool."""
+    while True:
+        roll = rng.random()
+        if roll < 0.1 and count > 1:
+            text, beside = thanks(rng)
+            asked, key = list[Request](), tuple[str, ...](("chat", text))
+        else:
+            text, asked, beside = errand(rng, count)
+            key = ("call", *call_key(asked[0].call))
+        if belongs(key, split):
+            break
+    targets = list({id(a.tool): a.tool for a in asked}.values())
+    refused = roll < 0.04 and count == 1
+    known = [] if refused else list(targets)
+    known += [t for t in beside if all(t is not one for one in targets)]
+    known += others(rng, [*targets, *beside], pick(rng, (0, 0, 0, 1, 2, 5)) + (not known), split)
+    if not asked:
+        reply = Reply("Thanks." if thinking else "", "You are welcome.")
+    elif refused:
+        reply = Reply(f"{asked[0].quoted(text)}\nnone" if thinking else "", REFUSAL)
+    else:
+        trace = "\n".join([a.trace(text) for a in asked])
+        reply = Reply(trace if thinking else "", "", tuple([a.call for a in asked]))
+    return Problem(family, split, key, (user(text),), reply, shuffled(rng, known), thinking)
 
 
 _CLOSE: Final = ("alarm", "currency", "weather")
@@ -107,7 +148,9 @@ _REMARKS: Final = (
 
 
 def _remarked(rng: Random, text: str, split: str) -> str:
-    """Now and then with a sentence about the tools."""
+    """Now and then with a sentence about the tools, or with one that does not matter."""
+    if split == "train" and rng.random() < 0.15:
+        return around(rng, text)
     if not widely(split) or rng.random() > 0.08:
         return text
     remark = pick(rng, _REMARKS)
@@ -166,6 +209,14 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
+    while not distinct(made := _tools_multi(rng, split, thinking)):
+        pass
+    return made
+
+
+def _tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
+    if split == "train" and rng.random() < 0.28:
+        return _errand(rng, split, thinking, "tools_multi", pick(rng, (2, 2, 2, 2, 2, 3, 3, 4)))
     if widely(split) and (roll := rng.random()) < 0.35:
         return (_stepwise if roll < 0.22 else _at_once)(rng, split, thinking)
     if widely(split) and rng.random() < 0.2:

@@ -183,6 +183,10 @@ _ERRANDS: Final = parted(
     "call {n}|buy {o}|pay the rent|water the plants|pick up {n}|take out the rubbish|feed the cat|renew the passport|"
     "book the train|wash the car|send the {o}|visit {n}|clean the {o}|take my pills|back up the laptop|return the {o}"
 )
+_HOSTS: Final = listed("web db cache mail api build proxy node app search")
+_HALLS: Final = parted(
+    "Birch|Rowan|Hazel|Turing|Curie|Jupiter|Ruby|Harbour|Everest|Linden|Blue Room|Room 12|Loft|Lab 3"
+)
 _COMMANDS: Final = parted(
     "ls -la|git status|df -h|npm install|pytest -x|make test|uptime|whoami|docker ps|cargo build|git pull|free -m|pip "
     "list|ls {w}|echo {w}|python {w}.py|cat {w}.log"
@@ -282,9 +286,14 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "cm": lambda rng: (n := 150 + int(rng.random() * 50), str(n)),
     "bool": lambda rng: (rng.random() < 0.5, ""),
     "warm": lambda rng: (n := 15 + int(rng.random() * 11), str(n)),
+    "hour": lambda rng: (n := int(rng.random() * 24), pick(rng, (f"{n}:00", f"{n:02d}:00", str(n), f"{n} o'clock"))),
+    "server": same(lambda rng: f"{pick(rng, _HOSTS)}{pick(rng, '- 0').strip()}{1 + int(rng.random() * 9)}"),
+    "sku": same(lambda rng: f"{any_word(rng)[:3].upper()}-{1 + int(rng.random() * 990)}"),
+    "aircraft": same(lambda rng: pick(rng, "ABKLQSTU") + pick(rng, "AFHKLQRSX") + str(100 + int(rng.random() * 8900))),
+    "hall": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.3 else pick(rng, _HALLS)),
 }  # fmt: skip
 _WHOLE: Final = frozenset(
-    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm cm")
+    listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm cm hour")
 )
 _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
 
@@ -360,7 +369,7 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
     values: dict[str, Any] = dict(implied)
     by_name = {p.name: p for p in entry.parameters}
     for name in places:
-        values[name], shown[name] = _fresh(rng, by_name[name], iso, values)
+        values[name], shown[name] = fresh(rng, by_name[name], iso, values)
         if by_name[name].kind == "message" and f'"{{{name}}}"' in form and rng.random() < 0.4:
             values[name] = shown[name] = _filled(rng, _SENTENCES)
     return form, shown, _ordered(entry, values)
@@ -384,12 +393,12 @@ def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | N
         values[found[1]] = known[found[1]]
     for p in entry.parameters:
         if f"{{{p.name}}}" in text:
-            values[p.name], shown[p.name] = _fresh(rng, p, False, values | known)
+            values[p.name], shown[p.name] = fresh(rng, p, False, values | known)
     return capital(text), shown, _ordered(entry, values)
 
 
-def _fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
-    """A value, other than those given if it is a text."""
+def fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
+    """A value and how it is written, other than those given if it is a text."""
     while True:
         value, text = _drawn(rng, p)
         if iso and p.kind == "clock24":
@@ -488,7 +497,7 @@ def asked_in_rows(
         values: dict[str, Any] = {}
         texts = []
         for p in needed:
-            values[p.name], text = _fresh(rng, p, iso, values)
+            values[p.name], text = fresh(rng, p, iso, values)
             if type(values[p.name]) in (int, float) and rng.random() < 0.7:
                 label = p.name.replace("_", " ")
                 text = f"{text} {label}" if label.endswith("s") else f"{label} {text}"
@@ -549,7 +558,7 @@ def asked_on(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, l
         taken = [*arguments.values(), *[c[changed[0].name] for c in calls]]
         values: dict[str, Any] = {}
         for p in changed:
-            values[p.name], shown[f"{p.name}{i}"] = _fresh(rng, p, iso, {str(v): v for v in taken})
+            values[p.name], shown[f"{p.name}{i}"] = fresh(rng, p, iso, {str(v): v for v in taken})
             taken = [values[p.name]]
         calls.append(_ordered(entry, arguments | values))
         join = (pick(rng, _ENDS) if i == count - 1 else ", ") if inline else (end or ".") + pick(rng, _NEXT)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from perilune.tasks.composed.entries import RULES, Wanted, entry, in_line, request, rows, template
 from perilune.tasks.composed.notices import notice
 from perilune.tasks.composed.slips import NOTICES, SLIPS, Found, slip
+from perilune.tasks.composed.unnamed import loose, unnamed
 from perilune.tasks.fields import Field, bare, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
@@ -133,8 +134,12 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
         roll, noted = rng.random() if wide else 1.0, wide and rng.random() < 0.33
-        if noted or roll < 0.6:
-            messages, reasoning, expected = notice(rng, *_stated(rng)) if noted else entry(rng)
+        train = rng.random() if split == "train" else 1.0
+        if train < 0.3 or noted or roll < 0.6:
+            if train < 0.3:
+                messages, reasoning, expected = unnamed(rng) if train < 0.2 else loose(rng)
+            else:
+                messages, reasoning, expected = notice(rng, *_stated(rng)) if noted else entry(rng)
             content = json.dumps(expected, ensure_ascii=False)
             if belongs(key := ("json", content), split):
                 reply = Reply(reasoning if thinking else "", content)

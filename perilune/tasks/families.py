@@ -61,8 +61,8 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
         Family("word_problems", 0.17, 155, True, with_facts(sample_word_problems), same_number),
         Family("tool_call", 0.12, 295, True, sample_tool_call, same_calls),
         Family("tools_multi", 0.15, 355, True, sample_tools_multi, same_calls),
-        Family("json_extract", 0.17, 170, True, sample_json_extract, same_object),
-        Family("doc_questions", 0.135, 99, True, questions, same_text),
+        Family("json_extract", 0.17, 144, True, sample_json_extract, same_object),
+        Family("doc_questions", 0.135, 90, True, questions, same_text),
         Family("programs", 0.115, 73, True, sample_programs, same_result),
         Family("chat", 0.01, 46, False, sample_chat, same_reply),
     )

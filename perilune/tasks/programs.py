@@ -14,9 +14,9 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks.composed.instructions import instruction
-from perilune.tasks.composed.phrases import task
 from perilune.tasks.composed.procedures import coded, procedure
 from perilune.tasks.composed.readings import compared
+from perilune.tasks.composed.snippets import listing, task
 from perilune.tasks.composed.sums import ordered, whether
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, any_day, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
@@ -321,8 +321,8 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         plain, roll = (rng.random(), rng.random()) if widely(split) else (1.0, 1.0)
-        if plain < 0.31:
-            key, question, trace, content = (coded if plain < 0.19 else task)(rng)
+        if plain < 0.42:
+            key, question, trace, content = (listing if plain < 0.22 else coded if plain < 0.32 else task)(rng)
         elif roll < 0.62:
             if roll < 0.12:
                 key, question, worked, content = (whether if roll < 0.02 else ordered if roll < 0.04 else compared)(rng)

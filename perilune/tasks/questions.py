@@ -4,7 +4,7 @@ A paragraph belongs to one split by its hash. Structural problems word the quest
 
 A thought begins with the answer and quotes its sentence after it. A model that wrote the sentence first chose a wrong
 one more often (70 % right against 86 % without a thought, docs/LOG.md): where a sentence begins, its later words are
-not yet known.
+not yet known. Short texts (briefs.py) have thoughts of `words of the question: answer`, without sentences.
 """
 
 import re
@@ -14,6 +14,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.briefs import brief
 from perilune.tasks.composed.paragraphs import paragraph
 from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
 from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
@@ -209,6 +210,19 @@ def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
 
 
+def _about_brief(rng: Random, split: str, thinking: bool) -> Problem:
+    """A question about a short text of briefs.py, mostly right behind it."""
+    while True:
+        made = brief(rng)
+        if belongs(passage_key(made.text), split):
+            break
+    form = phrase(rng, "{p} {q}") if rng.random() < 0.6 else _form(rng)
+    messages = (user(form.format(p=made.text, q=careless(rng, made.question))),)
+    reply = Reply(made.trace if thinking else "", made.answer)
+    key = (*passage_key(made.text), made.question)
+    return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
+
+
 _TEXT_FIRST: Final = ("The user asks about this text:\n{p}", "Answer from this: {p}", "Context:\n{p}", "{p}")
 
 
@@ -228,6 +242,7 @@ class DocQuestions:
             roll = rng.random()
             if roll < 0.85:
                 kind = _about_paragraph if roll < 0.68 else _about_record
+                kind = _about_brief if split == "train" and roll < 0.27 else kind
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

@@ -49,7 +49,7 @@ class Kind:
 
 
 def lines(name: str) -> str:
-    """The text of a file in data/. The longest is kept as xz, 55 kB less: `xz -d` to edit it."""
+    """The text of a file in data/. Some are kept as xz, which takes a third of the bytes: `xz -d` to edit one."""
     file = Path(__file__).parent / "data" / name
     return file.read_text("utf-8") if file.is_file() else lzma.decompress(Path(f"{file}.xz").read_bytes()).decode()
 

@@ -321,6 +321,9 @@ class Request:
         return "\n".join(lines)
 
 
+_JOINED: Final = re.compile(
+    r"[\s,;.?!&+/-]*(\b(and|or|also|plus|as well as|then|next|oh|in|to|on|for|at|of|the|one)\b[\s,;:\"'-]*)*$", re.I
+)
 _OPENING: Final = re.compile(r"\S+(?: \S+){0,5}")
 
 
@@ -380,10 +383,10 @@ def going_on(rng: Random, tool: Tool, count: int) -> tuple[str, list[Request]] |
     first = _everyday(tool, rng, asked)
     pieces = first.text.split("\0")
     text, at = "".join(pieces), 0
-    requests = [replace(first, text=text, opening=first.opening.replace("\0", ""))]
-    for piece, values in zip(pieces, calls[1:]):
+    requests = [replace(first, text=text, opening=_own(first.opening.split("\0")[0]))]
+    for piece, more, values in zip(pieces, pieces[1:], calls[1:]):
         at += len(piece)
-        requests.append(replace(first, opening=opening(text[at:]), call=ToolCall(tool.name, values)))
+        requests.append(replace(first, opening=_own(more), call=ToolCall(tool.name, values)))
         if text.lower().find(requests[-1].opening.lower()) != at:
             return None
     return text, requests
@@ -445,11 +448,21 @@ def wishes(rng: Random, count: int) -> tuple[str, list[Request]]:
 
 def _separated(first: Request, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, list[Request]]:
     """The text, and the request of each call: the first one begins where the text does, the others at their words."""
-    requests, at = [first], first.text.find(calls[0][0])
-    for shown, arguments in calls[1:]:
-        at = max(first.text.find(shown, at + 1), 0)
-        requests.append(replace(first, opening=opening(first.text[at:]), call=ToolCall(first.tool.name, arguments)))
+    places = [first.text.find(calls[0][0])]
+    for shown, _ in calls[1:]:
+        places.append(max(first.text.find(shown, places[-1] + 1), 0))
+    begin, end = first.text.find(first.opening), places[1] if places[1:] else None
+    requests = [replace(first, opening=_own(first.text[begin:end])) if end and end > begin >= 0 else first]
+    for at, end, (_, arguments) in zip(places[1:], [*places[2:], None], calls[1:]):
+        own = _own(first.text[at:end])
+        own = own if first.text.find(own) == at else opening(first.text[at:])
+        requests.append(replace(first, opening=own, call=ToolCall(first.tool.name, arguments)))
     return first.text, requests
+
+
+def _own(text: str) -> str:
+    """The first words of a call, without what joins it to the next one."""
+    return opening(_JOINED.sub("", text) or text)
 
 
 def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Request:

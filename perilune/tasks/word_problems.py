@@ -67,7 +67,7 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
     new, words = split == "structural", {}
     while True:
         roll = rng.random() if widely(split) else 1
-        wider, everyday = roll < 0.8, roll < 0.33
+        wider, everyday = roll < 0.85, roll < 0.42
         if wider:
             words = _words(rng, new)
             roll = rng.random()

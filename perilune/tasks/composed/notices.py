@@ -42,7 +42,7 @@ def notice(rng: Random, text: str, found: Found) -> Made:
             left += [names[0].replace(".", " ")] * (there and not isinstance(value, bool))
             continue
         want, remark, must = _as_wanted(rng, text, value, kind) if there else (None, pick(rng, RULES["or null"]), True)
-        clause = names[-1] if "whether" in names[-1] else ""
+        clause = names[-1] if names[1:] and "whether" in names[-1] else ""
         word = pick(rng, names[: len(names) - bool(clause)])
         key = word if dotted else case(word.replace(".", " "))
         wanted.append(Wanted(key, "", type_of(want), (want,)))

@@ -1,4 +1,4 @@
-"""Everyday stories for `word_problems` with numbers of everyday size, from the grammar in data/school.txt.
+"""Everyday stories for `word_problems` with numbers of everyday size, from the grammar in data/school.txt.xz.
 
 A line there is `symbol: form|form`. A form has <symbols>, choices [this/that], choices of tense [now//then], and places
 for numbers, with letters for their size (`_SIZES`); ${a} is an amount of money. What is between backquotes is not
@@ -20,7 +20,7 @@ _AMOUNTS: Final = (*range(2, 13), *range(2, 41))
 _SIZES: Final = {
     **dict.fromkeys("kj", range(2, 10)), **dict.fromkeys("abc", _AMOUNTS), "e": (10, 12, 15, 20, 24, 25, 30),
     "u": (*range(40, 400), *range(50, 400, 10)), "w": (10, 20, 20, 50, 50, 100, 200), "f": range(40, 130, 10),
-    "y": range(4, 12), "z": range(8, 21),
+    "y": range(4, 12), "z": range(8, 21), "g": range(28, 50), "v": range(51, 75), "l": range(60, 96),
 }  # fmt: skip
 _PLACE: Final = re.compile("`[^`]*`|\\{[" + "".join(_SIZES) + "]\\}")
 _MONEY: Final = (("dollars", "$"), ("euros", "€"), ("pounds", "£"))
@@ -69,22 +69,27 @@ def lesson(rng: Random) -> Story:
         if tries % 150 == 0:
             money, sign = pick(rng, _MONEY)
             form, text, unit = _drawn(rng, money)
-            most = 100 if unit == "years" else 9999
+            most = 100 if unit in ("years", "percent") else 9999
         tries += 1
         numbers = {name: str(pick(rng, _SIZES[name[0]])) for name in re.findall(r"[a-z]\d+", form)}
         pattern = "".join([numbers.get(part, part) for part in re.findall(r"[a-z]\d+|.", form)])
         solved = solve([int(t) if t.isdigit() else t for t in parted(pattern)], wide=True)
-        fits = solved is not None and solved[1] != [] and 1 < solved[0] < most and all(n >= 0 for _, n, *_ in solved[1])
+        fits = (
+            solved is not None
+            and solved[1] != []
+            and 1 < solved[0] < most
+            and all(min(n, k) > 0 for _, n, k, _ in solved[1])
+        )
     text = re.sub(r"\{([a-z]\d+)\}", lambda m: f"{{_{numbers[m[1]]}}}", text)
     text = re.sub(r"\$(\{\w+\})", sign + r"\1" if rng.random() < 0.4 else r"\1 " + money, text)
     text = re.sub(r"s (note|bill)\b", r" \1", text)
     if unit == "years" and "younger" not in text:
-        text = text.replace("{q}", pick(rng, KIN)).replace("{t}", pick(rng, THIRD))
+        text = text.replace("{q}", pick(rng, KIN[::6])).replace("{t}", pick(rng, THIRD[::5]))
     said, _, ask = text.rpartition(". ")
     roll = rng.random()
     if said and roll < 0.08 and "{_" not in ask:
         text = f"{ask.replace('{p}', '{n}')} {said}."
-    elif roll > 0.93 and unit != "years":
+    elif roll > 0.93 and unit not in ("years", "percent"):
         first, _, rest = text.partition(". ")
         text = f"{first}. {pick(rng, RULES['idle'][:12])} {rest}" if rest else text
     return pattern, ". ".join([capital(s) for s in text.split(". ")]), unit

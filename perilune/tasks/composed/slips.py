@@ -49,7 +49,7 @@ _MAILS: Final = ("From: {a}\nTo: {b}\nSubject: {s}\n\n{t}", "Good evening,\n{t}\
 _MAIL_KEYS: Final = {"a": ("sender", "signed by"), "b": ("recipient", "addressee"), "s": ("subject", "subject line")}
 
 
-def _drawn(rng: Random, kind: str) -> Shown:
+def drawn_slip(rng: Random, kind: str) -> Shown:
     if kind in _DIGITS:
         form, *most = _DIGITS[kind]
         words = {"w": any_word(rng), "W": any_word(rng).capitalize(), "p": pick(rng, "!?#$%&*+=@_-.")}
@@ -79,10 +79,10 @@ def slip(rng: Random, kind: Slip, manner: Random) -> tuple[str, Found]:
                 meant = int(rng.random() * len(options))
                 values.append(({"true": True, "false": False}.get(options[meant], options[meant]), ""))
             elif name[-1] == "*":
-                many = list({_drawn(rng, name[:-1])[1]: 0 for _ in range(1 + int(draw() * 4))})
+                many = list({drawn_slip(rng, name[:-1])[1]: 0 for _ in range(1 + int(draw() * 4))})
                 values.append((many, enumerated(many, last)))
             else:
-                values.append(_drawn(rng, name))
+                values.append(drawn_slip(rng, name))
         if len(values) > 1 and not any(isinstance(v, str) for v, _ in values[:2]):
             values[:2] = sorted(values[:2], key=lambda v: v[0])
         form = forms[meant][int(draw() * len(forms[meant]))]

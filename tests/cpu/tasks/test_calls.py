@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from perilune.tasks import catalog, tools
 from perilune.tasks.composed.chores import chore
+from perilune.tasks.composed.errands import errand, thanks
 from perilune.tasks.families import problems
 
 
@@ -83,3 +84,28 @@ def test_a_call_is_due_after_a_result_if_its_condition_holds() -> None:
             got, limit = float(re.findall(r": (\S+)\n", thought)[0]), float(said[2])
             assert bool(due) == (got > limit if said[1] == "more" else got < limit), text
     assert stages >= {(0, 1, ""), (1, 1, ""), (1, 3, ""), (2, 1, ""), (1, 0, "The tool"), (2, 0, "Done.")}
+
+
+def test_errands_name_the_values_of_their_calls() -> None:
+    rng = random.Random(8)
+    pronouns = 0
+    for count in (1, 2, 3, 4) * 100:
+        text, requests, _ = errand(rng, count)
+        assert not set(text) & set("\0\1\2{}<>*~") and count == len(requests) == len({str(r.call) for r in requests})
+        places = [text.find(r.opening) for r in requests]
+        assert min(places) >= 0, (text, requests)
+        for r in requests:
+            assert set(r.call.arguments) == set(r.tool.spec["function"]["parameters"]["required"])
+            for f in r.tool.required:
+                if f.kind == "title" and not r.tool.iso and len(value := r.call.arguments[f.name]) > 3:
+                    assert value.isupper() or value.lower() in text.lower(), (text, r)  # EUR may be "euros"
+        pronouns += len(re.findall(r"\b(it|there)\b", text)) > 0
+    assert pronouns > 20
+    assert all(tools and "{" not in text for text, tools in (thanks(rng) for _ in range(50)))
+
+
+def test_no_two_tools_of_a_problem_have_one_name() -> None:
+    for family in ("tool_call", "tools_multi"):
+        for p in problems(family, "train", 400, thinking=True):
+            names = [t["function"]["name"] for t in p.tools]
+            assert len(set(names)) == len(names) and {c.name for c in p.reply.tool_calls} <= set(names)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perilune.tasks import calls, smalltalk
-from perilune.tasks.composed import entries, paragraphs, procedures, slips, subjects
+from perilune.tasks.composed import briefs, entries, paragraphs, procedures, slips, subjects
 from perilune.tasks.composed.notices import notice
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.wordings import in_words
@@ -166,6 +166,34 @@ def test_paragraphs_hold_their_answer_in_the_sentence_that_the_thought_quotes() 
         meant += bool(rest)
         reversed_ += made.question.startswith("Who ") or made.question.startswith("Which ")
     assert meant > 50 and reversed_ > 100
+
+
+def test_orders_and_counts_of_short_texts_are_as_their_clauses_say() -> None:
+    rng = random.Random(15)
+    ups, kin = (
+        ("tall", "old", "heav", "fast", "larg"),
+        "(my|our|his|her|the new) (friend|neighbour|boss|cousin|colleague) ",
+    )
+    ordered = counted = 0
+    for _ in range(3000):
+        made = briefs.brief(rng)
+        assert made.trace.endswith(f": {made.answer}") and not re.search(r"[{}<>|]", made.text + made.question)
+        clauses, answer = re.split(r"[.;]\s?|, (?:and |while )?| while | and ", made.text.lower()), made.answer.lower()
+        end = re.search(r"the (?:most|(\w+?)i?est\b)", made.question.lower())
+        said = [re.sub(f"^{kin}", "", one) for one in clauses]
+        if end is None or " > " not in made.trace or answer in ("yes", "no"):
+            continue
+        pairs = [m for c in said if (m := re.fullmatch(r"(.+?) is (\w+?)i?er than (.+)", c))]
+        numbers = [m for c in said if (m := re.fullmatch(r"(\D+?) (?:won|sold|has|got|costs|is|needed) (\d+)\b.*", c))]
+        if len(pairs) > 1:
+            above = [(m[1], m[3])[:: 1 if m[2] in ups else -1] for m in pairs]
+            assert {p for pair in above for p in pair} - {pair[end[1] in ups] for pair in above} == {answer}, made
+            ordered += 1
+        elif len(numbers) == made.trace.count(">") + 1:
+            best = min if end[1] in ("cheap", "young", "fast", "few") else max
+            assert best(numbers, key=lambda m: int(m[2]))[1] == answer, made
+            counted += 1
+    assert ordered > 100 and counted > 50, (ordered, counted)
 
 
 # ---- procedures ------------------------------------------------------------------------------------------------------

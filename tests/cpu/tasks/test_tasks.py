@@ -214,6 +214,8 @@ def test_the_answers_of_expressions_are_pythons() -> None:
 
 def test_calls_are_traced_in_declared_order_and_fit_their_tool() -> None:
     for p in drawn("tool_call") + drawn("tool_call", "structural"):
+        if p.reply.content:  # a refusal: none of the tools fits
+            continue
         (call,) = p.reply.tool_calls
         (tool,) = [t["function"] for t in p.tools if t["function"]["name"] == call.name]
         properties = tool["parameters"]["properties"]

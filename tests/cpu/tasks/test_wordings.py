@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from perilune.tasks import arithmetic, catalog, forms, more_stories, pipelines, records, wordings, working
+from perilune.tasks.composed import unnamed
 from perilune.tasks.families import FAMILIES, check, problems
 from perilune.tasks.fields import NEW_BASES
 from perilune.tasks.problem import answer_of, partition
@@ -234,3 +235,15 @@ def test_a_system_message_may_hold_what_is_asked() -> None:
 def test_a_place_in_a_sum_is_no_punctuation() -> None:
     rng = random.Random(7)
     assert all(re.search(r"\* \? =", wordings.phrase(rng, "{a} * ? = {b}")) for _ in range(3000))
+
+
+def test_keys_that_no_request_names_have_values_of_the_text() -> None:
+    rng, named = random.Random(8), 0
+    for make in (unnamed.unnamed, unnamed.loose) * 400:
+        messages, trace, made = make(rng)
+        text = " ".join([m["content"] for m in messages])
+        values = [v for v in made.values() if isinstance(v, str) and v not in ("positive", "negative")]
+        assert made and sum(v.lower() in text.lower() for v in values) > len(values) - 2, (text, made)
+        assert trace == unnamed.THOUGHT or trace.count("\n") == len(made) - 1
+        named += all(key in text for key in made)
+    assert 150 < named < 450
