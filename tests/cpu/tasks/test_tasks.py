@@ -221,7 +221,8 @@ def test_calls_are_traced_in_declared_order_and_fit_their_tool() -> None:
         properties = tool["parameters"]["properties"]
         assert set(tool["parameters"]["required"]) <= set(call.arguments) <= set(properties)
         written = re.findall(r"(?m)^  (\w+)\??: ", declaration(parse_tools([{"type": "function", "function": tool}])))
-        assert re.findall(r"(?m)^(\w+): ", p.reply.reasoning) == written
+        traced = p.reply.reasoning.partition(f"\n{call.name}\n")[2]  # behind the quoted words and the tool's name
+        assert re.findall(r"(?m)^(\w+): ", traced) == written
         assert [n for n in written if n in call.arguments] == list(call.arguments)
         for name, value in call.arguments.items():
             kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
