@@ -1,6 +1,6 @@
 """Whole numbers: the families `add_sub` and `arithmetic`. working.py has the traces of their thoughts.
 
-Structure: training never shows a sum or difference of a 3-digit and a 4-digit number, in whatever family, nor the
+Structure: training never shows a sum or difference of a 1-digit and a 5-digit number, in whatever family, nor the
 wordings in `NEW_*`. Half of the structural problems have such lengths, the other half such a wording.
 """
 
@@ -40,11 +40,11 @@ NEW_ADD_FORMS, NEW_SUBTRACT_FORMS = FORMS["new add"], FORMS["new subtract"]
 
 _LENGTHS: Final = (
     *[(3, 3)] * 14, *[(4, 4)] * 16, *[(2, 2)] * 8, *[(5, 5)] * 7, *[(4, 2)] * 7, *[(2, 4)] * 5, *[(3, 2)] * 7,
-    *[(2, 3)] * 5, *[(5, 3)] * 5, *[(3, 5)] * 4, *[(5, 4)] * 6, *[(4, 5)] * 5, *[(5, 2)] * 3, *[(2, 5)] * 2,
+    *[(2, 3)] * 5, *[(4, 3)] * 8, *[(3, 4)] * 5, *[(5, 3)] * 5, *[(3, 5)] * 4, *[(5, 4)] * 6, *[(4, 5)] * 5, *[(5, 2)] * 3, *[(2, 5)] * 2,
     *[(1, 2)] * 2, *[(2, 1)] * 2, *[(3, 1)] * 2, *[(4, 1)] * 2, *[(1, 1)] * 2, *[(1, 3)] * 1, *[(1, 4)] * 1,
 )  # fmt: skip
 _EXAMINED: Final = ((3, 3), (4, 4), (3, 3), (4, 4), (4, 4))
-_EXAMINED_UNSEEN: Final = ((4, 3), (4, 3), (3, 4))
+_EXAMINED_UNSEEN: Final = ((5, 1), (5, 1), (1, 5))
 
 
 def number(rng: Random, digits: int) -> int:

@@ -28,7 +28,7 @@ Step = tuple[str, int, int, str]  # operator, operands, and the whole expression
 
 PLACES: Final = "abcdefghij"
 _LABELLED: Final = tuple(["%s".join(PLACES[n::-1]) + "%s" for n in range(10)])  # d%sc%sb%sa%s
-_UNSEEN_LENGTHS: Final = (3, 4)
+_UNSEEN_LENGTHS: Final = (1, 5)
 
 
 def labelled(number: int | str) -> str:

@@ -100,7 +100,7 @@ longer contexts work, but nothing was learnt about them.
 {steps:,} steps of {batch:,} tokens, {tokens:.2f} billion in all, of which {learnt:.2f} billion were predicted (the
 assistant's last turn, and plain text), in {minutes:.0f} minutes on {device}, torch {torch}, seed {data_seed}. Muon
 and AdamW; experts rounded to INT4 (absmax / 7, groups of 32) in every forward pass, gradients straight through.
-{averaged}To repeat all of it, this card included:
+{averaged}{tuned}To repeat all of it, this card included:
 
 ```sh
 sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   # the documentation's sources, TrueType fonts, public data sets
@@ -319,6 +319,16 @@ rounded to INT4 anew. What is said of new fonts above is of the weights before t
 """
 
 
+def tuned(fact: Row | None) -> str:
+    """The short training that followed the last stage, if one did: "tuned" of training.json, written by hand."""
+    if not fact:
+        return ""
+    steps, batch = fact["steps"], fact["tokens_per_step"]
+    return f"""After that, {steps} steps of {batch:,} tokens on {fact["device"]}, half of them sums and differences:
+{fact["why"]}.
+"""
+
+
 def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures: str = "") -> str:
     """given: rows of `newest_given`; pictures: the part about them (eyes_card.part)."""
     mix = trained["mix"]
@@ -336,6 +346,7 @@ def card(trained: Row, rows: Sequence[Row], given: Sequence[Row] = (), pictures:
         learnt=trained["tokens_learnt"] / 1e9,
         minutes=trained["minutes"],
         averaged=averaged(trained.get("averaged")),
+        tuned=tuned(trained.get("tuned")),
         texts=trained["texts"],
         text_tokens=trained["text_tokens"] / 1e6,
         prose=of_people(trained.get("prose", {})),
