@@ -21,8 +21,8 @@ CHUNK, VOCAB = 10_240, 163_840
 
 
 class Paced:
-    """Stands for an engine of which the pacer decides when a prompt is computed. The first decode step after each time
-    of `delayed` (seconds) takes DELAYED_SECONDS."""
+    """A simulated engine with the real pacer. The first decode step after each time of `delayed` (seconds)
+    takes DELAYED_SECONDS."""
 
     info = SimpleNamespace(max_model_len=20_000)
     busy = False
