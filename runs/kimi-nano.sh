@@ -8,7 +8,8 @@
 # 28th, 11 and eyes of 4.2, and 11.5, with plain texts of people, and eyes of 4.2 (--tower model-vision.safetensors --reading 0.05
 # --guide 0.4 --rate 1.5e-3 --words RUN --words-rate 1.5e-4 --words-kept 0). A mean with the stage before followed these two
 # (runs.kimi_nano.average). The last stage, on 30 November: four GPUs (--gpus 4 --tokens 65536 --rate 0.0022), 7.8 minutes and eyes of
-# 3.8, no mean.
+# 3.8, no mean; then 60 steps on two CPU cores with half the tokens of sums (--device cpu --tokens 2048 --steps 60 --rate 5e-4
+# --optimizer adamw) and a mean with the weights before these (--share 0.6).
 # sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                              FONTS: a directory with TrueType fonts for pictures, or ''
 #                                              SETS: a directory with clones of public data sets, whose sentences are

@@ -4,8 +4,9 @@ Structure: structural problems ask for tools with a noun, and so a name, that ne
 their parameters are new as well, and half of the requests are worded anew.
 """
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, Final
@@ -69,13 +70,20 @@ def distinct(problem: Problem) -> bool:
     return len({t["function"]["name"] for t in problem.tools}) == len(problem.tools)
 
 
+def _distinctly(sample: Callable[[Random, str, bool], Problem]) -> Callable[[Random, str, bool], Problem]:
+    """The sampler, drawing again until its problem's tools have names of their own."""
+
+    @functools.wraps(sample)
+    def drawn(rng: Random, split: str, thinking: bool) -> Problem:
+        while not distinct(made := sample(rng, split, thinking)):
+            pass
+        return made
+
+    return drawn
+
+
+@_distinctly
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
-    while not distinct(made := _tool_call(rng, split, thinking)):
-        pass
-    return made
-
-
-def _tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     made = None
     if split == "train" and rng.random() < 0.26:
         return _errand(rng, split, thinking, "tool_call", 1)
@@ -208,13 +216,8 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
     " - and ", ". Wait, also: ", ", then after that ", ". Second thing: ", ". On top of that, ")  # fmt: skip
 
 
+@_distinctly
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
-    while not distinct(made := _tools_multi(rng, split, thinking)):
-        pass
-    return made
-
-
-def _tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
     if split == "train" and rng.random() < 0.28:
         return _errand(rng, split, thinking, "tools_multi", pick(rng, (2, 2, 2, 2, 2, 3, 3, 4)))
     if widely(split) and (roll := rng.random()) < 0.35:

@@ -36,11 +36,13 @@ class StopMatcher:
             return text
         known = self.pending + text
         for at in range(len(self.pending), len(known)):
-            if self._advance(known[at]) and self.armed:
+            if not self._advance(known[at]):
+                continue
+            if self.armed:
                 matched = max((s for s, d in zip(self._stops, self._depths) if d == len(s)), key=len)
                 self.pending, self.matched = "", matched
                 return known[: at + 1 - (0 if self._keep else len(matched))]
-        self._depths = [t[-1] if d == len(t) else d for d, t in zip(self._depths, self._tables)]  # complete, not armed
+            self._depths = [t[-1] if d == len(t) else d for d, t in zip(self._depths, self._tables)]
         cut = len(known) - max(self._depths, default=0)
         self.pending = known[cut:]
         return known[:cut]
@@ -55,8 +57,6 @@ class StopMatcher:
         hit = False
         for i, (stop, table) in enumerate(zip(self._stops, self._tables)):
             depth = self._depths[i]
-            if depth == len(stop):  # complete before the matcher was armed
-                depth = table[depth - 1]
             while depth and stop[depth] != char:
                 depth = table[depth - 1]
             depth += stop[depth] == char

@@ -13,7 +13,7 @@ from typing import Final
 
 from perilune.tasks.composed import subjects
 from perilune.tasks.composed.accounts import FORMS
-from perilune.tasks.composed.paragraphs import _EITHER, _PLACE, Paragraph, _filling
+from perilune.tasks.composed.paragraphs import EITHER, PLACE, Paragraph, filling
 from perilune.tasks.problem import pick
 from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, in_words, parted, small
@@ -45,8 +45,8 @@ def _value(rng: Random, form: str) -> str:
         return pick(rng, _STEPS)
     if form == "{who}" and rng.random() < 0.6:
         return pick(rng, NAMES)
-    form = _EITHER.sub(lambda m: pick(rng, m[1].split("/")), form)
-    form = _PLACE.sub(lambda m: _value(rng, "{n}") if m[1] == "n" else _filling(rng, m[1]), form)
+    form = EITHER.sub(lambda m: pick(rng, m[1].split("/")), form)
+    form = PLACE.sub(lambda m: _value(rng, "{n}") if m[1] == "n" else filling(rng, m[1]), form)
     return re.sub(r"\bthe an? ", "the ", form)
 
 
@@ -118,13 +118,13 @@ def brief(rng: Random) -> Paragraph:
         return form.replace("{l}", f"{{{at[0]}}}").replace("{p}", f"{{{at[-1]}}}") if at else form
 
     def opened(form: str) -> str:
-        form = _EITHER.sub(lambda m: pick(rng, m[1].split("/")), re.sub(r"<(\d[^<>]*)>", made, form))
+        form = EITHER.sub(lambda m: pick(rng, m[1].split("/")), re.sub(r"<(\d[^<>]*)>", made, form))
         return re.sub("{then}", lambda m: pick(rng, _THEN), form)
 
     def filled(form: str) -> str:
-        for m in _PLACE.finditer(form):
+        for m in PLACE.finditer(form):
             while m[0][1:-1] not in words:
-                value = _filling(rng, m[1])
+                value = filling(rng, m[1])
                 if not any(value in other or other in value for other in words.values()):
                     words[m[0][1:-1]] = value
         return re.sub(r"\ba (?=[aeioAEIO])", "an ", form.format(**words))

@@ -42,9 +42,9 @@ def _scene(line: str) -> _Scene:
 
 
 SCENES, REPORTS = [tuple(map(_scene, block.split("\n"))) for block in (accounts.SCENES, accounts.REPORTS)]
-_EITHER: Final = re.compile(r"\[(.*?)\]")
+EITHER: Final = re.compile(r"\[(.*?)\]")
 _END: Final = re.compile(r"(?<=[.!?]) ")
-_PLACE: Final = re.compile(r"\{(\w+?)\d?\}")
+PLACE: Final = re.compile(r"\{(\w+?)\d?\}")
 _KINDS: Final = {
     "who": "person", "job": "job", "year": "year", "date": "date", "clock": "clock", "land": "land",
     "lang": "lang", "colour": "color", "day": "weekday", "food": "dish", "team": "company", "sport": "sport",
@@ -70,7 +70,7 @@ def _thing(rng: Random) -> str:
     return f"{pick(rng, ADJECTIVES)} {noun}" if rng.random() < 0.4 else noun
 
 
-def _filling(rng: Random, kind: str) -> str:
+def filling(rng: Random, kind: str) -> str:
     if kind in _LISTS:
         return pick(rng, _LISTS[kind])
     if kind in _KINDS:
@@ -95,16 +95,16 @@ def scene(rng: Random, taken: set[str], forms: tuple[_Scene, ...] = SCENES) -> t
     """
     form, asked = pick(rng, forms)
     words = {"sort": pick(rng, _SORTED)}
-    for m in _PLACE.finditer(form):
+    for m in PLACE.finditer(form):
         place = m[0][1:-1]
         while place not in words:
-            value = _filling(rng, words["sort"] if m[1] == "v" else m[1])
+            value = filling(rng, words["sort"] if m[1] == "v" else m[1])
             if value not in taken:
                 taken.add(value)
                 words[place] = value
 
     def filled(text: str) -> str:
-        return agreeing(_EITHER.sub(lambda m: pick(rng, m[1].split("/")), text), words).format(**words)
+        return agreeing(EITHER.sub(lambda m: pick(rng, m[1].split("/")), text), words).format(**words)
 
     parts = _END.split(form)
     said = [capital(filled(part)) for part in parts]

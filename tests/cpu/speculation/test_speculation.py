@@ -560,7 +560,7 @@ def test_planning_stays_ahead_where_drafts_do_not_pay(
     # Measured seconds of steps would replace the costs below, and on a busy machine say that drafts pay.
     monkeypatch.setattr(Speculator, "record_time", lambda *step: None)
     nano_engine.use_drafts("suffix", 1, shared=False)
-    dear = Costs(Curve((1, 64), (1.0, 128.0)), Curve((1,), (0.0,)))  # more than a draft that is certain brings
+    dear = Costs(Curve((1, 64), (1.0, 6400.0)), Curve((1,), (0.0,)))  # more than any match brings
     nano_engine.speculator = Speculator(suffix=True, costs=dear, shared=False)
     plans: list[StepPlan] = []
     launch = nano_engine.runner.launch
@@ -576,8 +576,7 @@ def test_planning_stays_ahead_where_drafts_do_not_pay(
         nano_engine.runner.launch = launch  # type: ignore[method-assign]
     # Without the token that a prompt's chunks may leave for the last one: their sizes follow the seconds of steps.
     decoding = [p for p in plans if all(w.count == 1 and w.output_index for w in p.work)]
-    ahead = [all(w.tokens == (PENDING,) for w in p.work) for p in decoding]
-    assert sum(ahead) >= len(ahead) - 2 > 50  # a long match may be worth one look at the tokens
+    assert all(w.tokens == (PENDING,) for p in decoding for w in p.work) and len(decoding) > 50
     assert not any(w.drafts for p in plans for w in p.work)
 
 
