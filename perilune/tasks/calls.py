@@ -11,12 +11,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed.chores import PLAIN, chore, there
-from perilune.tasks.composed.errands import around, errand, thanks
+from perilune.tasks.composed.chores import PLAIN, chore, counted, there
+from perilune.tasks.composed.errands import around, context, errand, thanks
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import BASES, Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
-from perilune.tasks.smalltalk import small_talk
+from perilune.tasks.smalltalk import TALK, small_talk
 from perilune.tasks.tools import (
     Request,
     Tool,
@@ -112,6 +112,7 @@ def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) ->
         roll = rng.random()
         if roll < 0.1 and count > 1:
             text, beside = thanks(rng)
+            text = f"{context(rng, (), 'hello')}." if roll < 0.04 else text
             asked, key = list[Request](), tuple[str, ...](("chat", text))
         else:
             text, asked, beside = errand(rng, count)
@@ -119,18 +120,25 @@ def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) ->
         if belongs(key, split):
             break
     targets = list({id(a.tool): a.tool for a in asked}.values())
-    refused = roll < 0.04 and count == 1
+    refused = roll < 0.04 and count == 1 and "a" not in asked[0].call.arguments
+    messages: tuple[Message, ...] = (user(text),)
     known = [] if refused else list(targets)
     known += [t for t in beside if all(t is not one for one in targets)]
     known += others(rng, [*targets, *beside], pick(rng, (0, 0, 0, 1, 2, 5)) + (not known), split)
+    if roll > 0.8 and count > 1:
+        before, (first,), _ = errand(rng, 1)
+        if all(first.tool.noun != t.noun for t in known):  # its finished exchange goes before
+            known.append(first.tool)
+            messages = (*_finished(rng, before, first, {"status": "ok"}, "Done.", split), *messages)
     if not asked:
-        reply = Reply("Thanks." if thinking else "", "You are welcome.")
+        thought, content, *_ = TALK[4 * (roll >= 0.04)]
+        reply = Reply(thought if thinking else "", content)
     elif refused:
         reply = Reply(f"{asked[0].quoted(text)}\nnone" if thinking else "", REFUSAL)
     else:
         trace = "\n".join([a.trace(text) for a in asked])
         reply = Reply(trace if thinking else "", "", tuple([a.call for a in asked]))
-    return Problem(family, split, key, (user(text),), reply, shuffled(rng, known), thinking)
+    return Problem(family, split, key, messages, reply, shuffled(rng, known), thinking)
 
 
 _CLOSE: Final = ("alarm", "currency", "weather")
@@ -205,7 +213,7 @@ def _alike(one: Request, other: Request) -> bool:
     return one.call == other.call or new in old or old in new
 
 
-# ---- tools_multi -------------------------------------------------------------------------------------------------
+# ---- tools_multi ----------
 
 _JOINS: Final = (" Also ", " And ", " Then ", " After that ", "\n")
 _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ", ", plus ", " and after that ",
@@ -359,7 +367,7 @@ def _at_once(rng: Random, split: str, thinking: bool) -> Problem:
 def _stepwise(rng: Random, split: str, thinking: bool) -> Problem:
     """Something is to be done with a result, or all has been done (chores.py)."""
     while True:
-        text, past, thought, due, answer, asked = chore(rng)
+        text, past, thought, due, answer, asked = (counted if split == "train" and rng.random() < 0.14 else chore)(rng)
         if belongs(key := ("call", *call_key(asked[0].call)), split):
             break
     messages: tuple[Message, ...] = (user(text),)
@@ -629,7 +637,7 @@ def _talk(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, key, (user(text),), reply, _declared(rng, [], split), thinking)
 
 
-# ---- judging -----------------------------------------------------------------------------------------------------
+# ---- judging ----------
 
 
 def same_calls(problem: Problem, answer: Answer) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from perilune.tasks.composed.entries import RULES, Wanted, entry, in_line, request, rows, template
 from perilune.tasks.composed.notices import notice
 from perilune.tasks.composed.slips import NOTICES, SLIPS, Found, slip
-from perilune.tasks.composed.unnamed import loose, unnamed
+from perilune.tasks.composed.unnamed import loose, unnamed, worked
 from perilune.tasks.fields import Field, bare, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
@@ -135,9 +135,9 @@ def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     while True:
         roll, noted = rng.random() if wide else 1.0, wide and rng.random() < 0.33
         train = rng.random() if split == "train" else 1.0
-        if train < 0.3 or noted or roll < 0.6:
-            if train < 0.3:
-                messages, reasoning, expected = unnamed(rng) if train < 0.2 else loose(rng)
+        if train < 0.35 or noted or roll < 0.6:
+            if train < 0.35:
+                messages, reasoning, expected = (unnamed if train < 0.2 else loose if train < 0.3 else worked)(rng)
             else:
                 messages, reasoning, expected = notice(rng, *_stated(rng)) if noted else entry(rng)
             content = json.dumps(expected, ensure_ascii=False)

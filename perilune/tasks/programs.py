@@ -321,7 +321,9 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         plain, roll = (rng.random(), rng.random()) if widely(split) else (1.0, 1.0)
-        if plain < 0.42:
+        if split == "train" and rng.random() < 0.12:
+            key, question, trace, content = listing(rng, "<tiny>")
+        elif plain < 0.42:
             key, question, trace, content = (listing if plain < 0.22 else coded if plain < 0.32 else task)(rng)
         elif roll < 0.62:
             if roll < 0.12:
@@ -339,6 +341,8 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
             key, question, trace, content = pick(rng, _KINDS)(rng, split, new and rng.random() < 0.5)
         if belongs(key, split):
             break
+    if split == "train" and key[0] == "code" and not re.search(rf"(^|[\W_]){re.escape(content)}$", trace):
+        trace += f"\n{content}"
     if content.startswith("["):
         content = _alike(question, content)
     messages: tuple[dict[str, Any], ...] = (user(question),)

@@ -14,13 +14,13 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed.briefs import brief
+from perilune.tasks.composed.briefs import brief, known
 from perilune.tasks.composed.paragraphs import paragraph
 from perilune.tasks.documents import BUILT_IN, invented, passage_key, passage_split
 from perilune.tasks.problem import SPLITS, Answer, Problem, Reply, belongs, pick, plain, user, widely
 from perilune.tasks.records import question as ask
 from perilune.tasks.records import record
-from perilune.tasks.wordings import careless, lined, phrase
+from perilune.tasks.wordings import careless, lined, phrase, small
 
 Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
 Asker = Callable[[Random, str, bool], Asked | None]  # None: this paragraph cannot be asked that
@@ -216,11 +216,23 @@ def _about_brief(rng: Random, split: str, thinking: bool) -> Problem:
         made = brief(rng)
         if belongs(passage_key(made.text), split):
             break
-    form = phrase(rng, "{p} {q}") if rng.random() < 0.6 else _form(rng)
-    messages = (user(form.format(p=made.text, q=careless(rng, made.question))),)
+    form, text, question = phrase(rng, "{p} {q}") if rng.random() < 0.6 else _form(rng), made.text, made.question
+    if text[-1] == "." and question[:2] in ("Wh", "Is", "Do", "Ca") and rng.random() < 0.15:
+        form, text, question = "{p} {q}", text[:-1] + pick(rng, (", so", ", and", " -")), small(question)
+    messages = (user(form.format(p=text, q=careless(rng, question))),)
     reply = Reply(made.trace if thinking else "", made.answer)
     key = (*passage_key(made.text), made.question)
     return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
+
+
+def _about_known(rng: Random, split: str, thinking: bool) -> Problem:
+    """A question of briefs.py without a text."""
+    while True:
+        question, trace, answer = known(rng)
+        if belongs(key := ("known", question), split):
+            break
+    messages = (user(phrase(rng, "{q}", asking=0.0).format(q=question)),)
+    return Problem("doc_questions", split, key, messages, Reply(trace if thinking else "", answer), thinking=thinking)
 
 
 _TEXT_FIRST: Final = ("The user asks about this text:\n{p}", "Answer from this: {p}", "Context:\n{p}", "{p}")
@@ -240,9 +252,10 @@ class DocQuestions:
     def __call__(self, rng: Random, split: str, thinking: bool) -> Problem:
         if widely(split):
             roll = rng.random()
-            if roll < 0.85:
+            if roll < (0.82 if split == "train" else 0.85):
                 kind = _about_paragraph if roll < 0.68 else _about_record
-                kind = _about_brief if split == "train" and roll < 0.27 else kind
+                if split == "train" and roll < 0.33:
+                    kind = _about_known if roll < 0.1 else _about_brief
                 return kind(rng, split, thinking)
         given, new = self._passages["heldout" if split == "wide" else split], split == "structural"
         while True:

@@ -45,7 +45,7 @@ TALK: Final = (
       "{n} has to go, bye"),
      ("Bye, see you later", "Goodbye, kimi-nano")),
     ("This is not a skill of mine.", _LIMIT,
-     ("Write a poem about a {w}.", "Tell me a story about a {w}.", "Tell me a joke.", "What is the capital of {c}?",
+     ("Write a poem about a {w}.", "Tell me a story about a {w}.", "Tell me a joke.", "Who is the mayor of {c}?",
       "Translate {w} to French.", "Write a program that draws a {w}.", "What is the meaning of life?", "Who is {n}?",
       "Explain quantum mechanics.", "Who won the match in {c}?", "What do you think about {c}?", "Draw a {w}.",
       "How old is {c}?", "Sing a song about {n}.", "Write an essay about a {w}.", "Recommend a film about a {w}.",

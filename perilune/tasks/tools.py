@@ -291,7 +291,7 @@ def shuffled(rng: Random, tools: list[Tool]) -> tuple[dict[str, Any], ...]:
     return tuple(specs)
 
 
-# ---- requests ----------------------------------------------------------------------------------------------------
+# ---- requests ----------
 
 
 @dataclass(frozen=True, slots=True)

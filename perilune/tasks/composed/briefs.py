@@ -1,9 +1,12 @@
 """Short texts with a question, for `doc_questions`: facts side by side, changes, orders, counts, rules, lists.
 
-A block of data/briefs.txt begins with forms: `text|text => question^answer^label|... => begin of the thought`. The
-thought ends with `label: answer`; `;` begins a new line of it. Then there are rows: the kind of A to D, the kind of X
-to W, cells. <2,A,X> is cell 2 (one of those with # between them) with A for {l} and X for {p}. {Q} asks for A. Of
-[a/b] one is taken. Clauses with & between them may come in any order.
+A block of data/briefs.txt begins with forms: `text|text => question^answer^label|... => begin of the
+thought`. The thought ends with `label: answer`; `;` begins a new line of it. Then there are rows: the kind of A to D,
+the kind of X to W, cells. <2,A,X> is cell 2 (one of those with # between them) with A for {l} and X for {p}. {Q} asks
+for A. Of [a/b] one is taken. Clauses with & between them may come in any order.
+
+What anybody knows stands before them: `question|...^answer^label=>data`, where a/b are {a} and {b}, a=b goes both
+ways and a+b+... is a ring; then words by sorts.
 """
 
 import re
@@ -19,11 +22,19 @@ from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, in_words, parted, small
 from perilune.tasks.words import NAMES, listed
 
+_KNOWN, _SORTS, *_TEXTS = (block.split("\n") for block in lines("briefs.txt").strip().split("\n\n"))
 _BLOCKS: Final = [
     [[row.split(" => ") for row in rows if "=>" in row], [row.split("|") for row in rows if "=>" not in row]]
-    for rows in [block.split("\n") for block in lines("briefs.txt").strip().split("\n\n")]
+    for rows in _TEXTS
 ]
-_SHARES: Final = (*[0] * 7, *[1] * 4, *[2] * 3, *[3] * 3, 4, 4, 5, 5, 6)  # numbers of blocks
+_KNOWING: Final = parted(
+    "{Q}|my nephew wants to know: {q}?|{Q}, mate?|{q}|{Q}? One word will do.|Quiz: {q}?|{Q}? I forgot."
+)
+_PARITY: Final = parted(
+    "is {n} odd or even|is {n} an odd or an even number|is the number {n} even or odd|{n}: odd or even"
+)
+_LISTS: Final = parted("{q}: {l}|{q}, {l}|{l}: {q}|on my list are {l}, and {q}|I've got {l}. {Q}")
+_SHARES: Final = (*[0] * 7, *[1] * 4, *[2] * 3, *[3] * 3, 4, 4, 4, 5, 5, 6, 7)  # numbers of blocks
 _PAIRS: Final = parted("old,new,spare,best|big,small,long,round|red,green,blue,white|first,second,third,last")
 _NOUNS: Final = listed("server office printer shop bike key machine tent door")
 _STATES: Final = {
@@ -33,7 +44,7 @@ _STATES: Final = {
 }
 _STEPS: Final = listed("lint test build deploy backup login upload payment scan import")
 _THEN: Final = parted("then |later |after that |the next day |soon |a week later ||")
-_KIN: Final = parted("my friend |our neighbour |his boss |her cousin |the new colleague ")
+_KIN: Final = parted("my friend |our neighbour |his boss |my cousin |her cousin |the new colleague ")
 _YES: Final = parted("{Q}? Answer yes or no.|{q}, yes or no?|{Q}? Please reply with yes or no.|{Q}?")
 _PLACED: Final = re.compile(r"(^|: |> |\b(?:from|to|out of) )(?:in|on) (?=the )", re.MULTILINE)
 
@@ -41,6 +52,8 @@ _PLACED: Final = re.compile(r"(^|: |> |\b(?:from|to|out of) )(?:in|on) (?=the )"
 def _value(rng: Random, form: str) -> str:
     if form == "{n}":
         return str(2 + int(rng.random() * pick(rng, (10, 98))))
+    if form == "{year}":
+        return str(1900 + int(rng.random() * 125))
     if form == "{step}":
         return pick(rng, _STEPS)
     if form == "{who}" and rng.random() < 0.6:
@@ -64,7 +77,7 @@ def _values(rng: Random, kind: str, taken: list[str]) -> list[str]:
         last = value.split(" ")[-1] if kind[-1] in "}]" and kind != "{clock}" else value
         if not any(last in other.split(" ") or value in other or other in value for other in found + taken):
             found.append(value)
-    return sorted(found, key=int, reverse=True) if kind == "{n}" else found
+    return sorted(found, key=int, reverse=True) if kind in ("{n}", "{year}") else found
 
 
 def _domain(rng: Random) -> tuple[str, list[str], list[str], list[str]]:
@@ -107,7 +120,7 @@ def brief(rng: Random) -> Paragraph:
         values = _values(rng, what, names) if what else []
         noun = names[0].split(" ")[-1] if kind == "{pair}" else (re.findall(r"\w+", kind) or [""])[-1]
         who = "who" if noun == "who" else "what" if noun in ("thing", "things", "gear") else f"which {noun}"
-        who = "which" if who == "what" and number else who
+        who = "which" if (who == "what" and number) or "[" in kind else who
     turn = rng.random()
     words = dict(zip("ABCD", names)) | dict(zip("XYZW", values)) | {"Q": who}
 
@@ -130,7 +143,7 @@ def brief(rng: Random) -> Paragraph:
         return re.sub(r"\ba (?=[aeioAEIO])", "an ", form.format(**words))
 
     text, asks, *begin = pick(rng, forms)
-    groups, kin = [], tuple(names) if who == "who" else "/"
+    groups, kin = [], tuple(names) if who == "who" and names[0][:4] != "the " else "/"
     ways = text.split("|")
     # Not "Sam called Ann, Bo Kim", nor "Sam: Ann".
     few = 0 if number else 4 if kind == what else 2 if values[0][:1].isupper() or " a {p}" in cells[0] else 0
@@ -140,8 +153,8 @@ def brief(rng: Random) -> Paragraph:
             rng.shuffle(said)
         if kind == "{pair}" and rng.random() < 0.5:
             said[1:] = [one.replace(f" {noun} ", " one ") for one in said[1:]]
-        groups.append([pick(rng, _KIN) + one if one.startswith(kin) and rng.random() < 0.07 else one for one in said])
-    if number == 4 and rng.random() < 0.2:
+        groups.append([pick(rng, _KIN) + one if one.startswith(kin) and rng.random() < 0.1 else one for one in said])
+    if number == 4 and kind and "{year}" not in what and rng.random() < 0.2:
         groups = [[re.sub(r"\b\d+", lambda m: in_words(int(m[0])), one) for one in said] for said in groups]
     if rng.random() < 0.1:
         groups.insert(pick(rng, (0, 9)), [small(pick(rng, subjects.ASIDES).rstrip("."))])
@@ -153,6 +166,8 @@ def brief(rng: Random) -> Paragraph:
             asked = f"{verb} {name} {rest}"
         elif re.fullmatch("[a-z]+[^aehiosux]s", verb):
             asked = f"does {name} {verb[:-1]} {rest}"
+    if not number and asked.startswith("who ") and rng.random() < 0.5:
+        asked = re.sub(r"\ban? ", "the ", asked)
     asked = re.sub("^(where|who|what) is ", r"\1's ", asked) if rng.random() < 0.15 else asked
     thought = "\n".join([*map(filled, begin), f"{label}: {answer}"]).replace(";", "\n")
     form = pick(rng, _YES if answer in ("yes", "no") else FORMS["plain"])
@@ -165,3 +180,48 @@ def brief(rng: Random) -> Paragraph:
     return Paragraph(
         _PLACED.sub(r"\1", _text(rng, groups)), question, *[_PLACED.sub(r"\1", one) for one in (thought, answer)]
     )
+
+
+def _sorted(rng: Random) -> tuple[str, str, str]:
+    """Which one of a few things is of another sort."""
+    (a, words), (b, others) = [row.split(": ") for row in rng.sample(_SORTS, 2)]
+    many = dict.fromkeys(rng.sample(words.split(), 2 + int(rng.random() * 2)), a) | {pick(rng, others.split()): b}
+    if a in ("fruit", "vegetable") and b not in ("fruit", "vegetable", "animal") and rng.random() < 0.4:
+        a, many = "food", {w: "food" if s == a else s for w, s in many.items()}
+    if not {a, b} & {"colour", "country"} and rng.random() < 0.4:
+        many = {f"{w}s": s for w, s in many.items()}
+    odd, names = [*many][-1], rng.sample([*many], len(many))
+    label = pick(rng, (b, b, f"not {a}", f"not {a}", "odd one out"))
+    what = re.sub(r"\ba (?=[aeiou])", "an ", f"a {label}".replace("a not ", "not a ").replace("a food", "food"))
+    asked = pick(rng, ("which of [these/them] is {w}", "which [/one ]is {w}", "one of these is {w}, which one"))
+    if label[0] == "o":
+        asked, what = pick(rng, ("which is the {w}", "which one does not belong", "what's the {w}")), label
+    asked = EITHER.sub(lambda m: pick(rng, m[1].split("/")), asked).format(w=what)
+    form = pick(rng, _LISTS)
+    shown = enumerated(names, " or " if form.endswith("l}") and rng.random() < 0.3 else " and ")
+    shown = ", ".join(names) if form[0] == "{" and rng.random() < 0.5 else shown
+    asked = form.format(q=asked, Q=capital(asked), l=shown)
+    return asked, "\n".join([f"{w}: {many[w]}" for w in names] + [label]), odd
+
+
+def known(rng: Random) -> tuple[str, str, str]:
+    """A question of what anybody knows, the thought and the answer."""
+    roll = rng.random()
+    if roll < 0.25:
+        asked, label, answer = _sorted(rng)
+    elif roll < 0.35:
+        n = int(10 ** (1 + rng.random() * 2))
+        asked, label, answer = pick(rng, _PARITY).format(n=n), f"{n} ends in {n % 10}", ("even", "odd")[n % 2]
+    else:
+        forms, data = pick(rng, _KNOWN).split("=>")
+        ring, row = data.split("+"), pick(rng, data.split(",")).split("=")
+        at = int(rng.random() * len(ring))
+        cells = row[0].split("/") if len(row) == 1 else rng.sample(row, 2)
+        if ring[1:]:
+            cells = [ring[at - 1], ring[at]]
+        parts = forms.split("^")
+        at = 3 * int(rng.random() * (len(parts) // 3))
+        form = EITHER.sub(lambda m: pick(rng, m[1].split("/")), pick(rng, parts[at].split("|")))
+        asked, answer, label = [x.format(**dict(zip("abc", cells))) for x in (form, *parts[at + 1 : at + 3])]
+    form = pick(rng, _KNOWING if rng.random() < 0.3 else FORMS["plain"])
+    return form.format(q=asked, Q=capital(asked)), f"{label}: {answer}", answer

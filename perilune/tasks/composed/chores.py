@@ -14,7 +14,8 @@ from perilune.tasks.fields import Field, fields, said, value, written
 from perilune.tasks.problem import ToolCall, pick
 from perilune.tasks.tools import Request, Tool, catalog_tool, opening
 from perilune.tasks.wordings import capital, small
-from perilune.tasks.words import NAMES
+from perilune.tasks.words import NAMES, any_word
+from perilune.tasks.working import add_trace
 
 _ROWS: Final = """
 send_text|send {text:message} to {to:first}|text {text} to {to}
@@ -174,3 +175,21 @@ def there(rng: Random) -> list[Request]:
         if one[0].noun != other[0].noun and "in {}" in one[1] and "in {}" in other[1]:
             city = one[2][one[3].name]
             return [_put(one, city, city), _put((other[0], other[1].replace("in {}", "{}"), *other[2:]), "there", city)]
+
+
+def counted(rng: Random) -> tuple[Any, ...]:
+    """As `chore`: what a tool calculated, or how many things there are."""
+    a, b, key = int(rng.random() * 400), int(rng.random() * 99), pick(rng, ("item", "count"))
+    found = {any_word(rng): n for n in pick(rng, ((), (a,), (a, b)))}
+    things = " and ".join(found)
+    text = f"How many {things} do we have" + " in all" * (len(found) > 1) + pick(rng, ("?", f"? Items: {things}."))
+    text = text if found else f"What's {a} times {b}? Use the tool."
+    calls = [_call(rng, "check_stock", {"item": one}, text) for one in found]
+    calls = calls or [_call(rng, "multiply", {"a": a, "b": b}, text)]
+    shown: list[Any] = [{key: one, "count": n} for one, n in found.items()]
+    past = [(calls, shown or [a * b])]
+    if len(calls) < 2:
+        what, n = ("count", found[things]) if found else ("result", a * b)
+        return text, past, f"{what}: {n}", [], f"The {what} is {n}.", calls
+    thought = "".join([f"{one}: {n}\n" for one, n in found.items()]) + add_trace(a, b)
+    return text, past, thought, [], f"{a} + {b} = {a + b}", calls

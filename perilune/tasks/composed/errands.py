@@ -22,7 +22,26 @@ from perilune.tasks.tools import Request, Tool, catalog_tool, opening
 from perilune.tasks.wordings import capital, expand, lined, small
 from perilune.tasks.words import CITIES, NAMES, any_word
 
-_HEAD, *_BLOCKS = lines("errands.txt").split("% ")
+_MORE: Final = """
+hello: <hey>|<hey> before I start on <it>|<hey>. No need to do anything
+hey: Good morning|Hello there|I only wanted to say hi|Hi from {n}
+% lesson bill
+multiply_numbers,multiply|Multiply|a:pages;b:hours|multiply ~ {a} by {b}|={a} times {b}|=use the tool: ~ {a} by {b}
+add_numbers,add|Add|a:count;b:pages|add ~ {a} to {b}
+subtract_numbers|a minus b|a:pages;b:count|subtract ~ {b} from {a}
+translate_text,translate|Translate|word:noun+;language:lang+|look up ~ the word {a} in {b}|give me ~ the {b} for {a}
+% kitchen pasta
+set_light,lights|Lights|room:spot;state:on,off|turn ~ {b} the {a} light|turn ~ the {a} light {b}
+start_timer|Start a timer|minutes:hours|start ~ a {a} minute timer
+set_alarm|Set an alarm|hour:small;minute:hours|set ~ an alarm for {a}:{b}|=alarm at {a}:{b}
+call_contact|Ring a person|name:first+|ring ~ {a}|call ~ {a}
+add_item|Add to the shopping list|item:larder;quantity:small|=shopping list: ~ {b} {a}
+% shop shelf
+check_stock|How many we have|item:ware+|check ~ the stock of {a}
+order_item|Order items|item:ware;quantity:hours|order ~ {b} {a}
+book_space|A room for an hour|room:city;hour:hour|book ~ the {a} room at {b}
+"""  # fmt: skip
+_HEAD, *_BLOCKS = lines("errands.txt").replace("\n% ", f"{_MORE}% ", 1).split("% ")
 _RULES: Final = lined(_HEAD)
 _GROUPS: Final = tuple([tuple(block.strip().split("\n")) for block in _BLOCKS])
 _WORDS: Final = dict([word.split("=") for word in _RULES["word"]])
@@ -96,6 +115,8 @@ class _Ask:
             if x not in given:
                 values[p.name], text = catalog.fresh(self.rng, p, self.tool.iso, {} if p.choices else values)
                 text = ("off", "on")[values[p.name]] if p.kind == "bool" else text
+                if "alarm" in self.names[0]:
+                    text = f"{values[p.name]:0{1 + (x == 'b')}}"
                 texts[x] = text if p.kind in _KEPT else f"\2{text}"
         self.calls.append({f.name: values[f.name] for f in self.tool.required})
         self.texts.append(texts)
@@ -135,7 +156,7 @@ def _begun(text: str, change: Any = capital) -> str:
 
 
 def _framed(rng: Random, text: str) -> str:
-    return _begun(pick(rng, _RULES["frame"]).format(text))
+    return _begun(pick(rng, (*_RULES["frame"], "Use the tool to {}.")).format(text))
 
 
 def _message(rng: Random, asks: list[_Ask]) -> str:
@@ -179,14 +200,15 @@ def errand(rng: Random, count: int) -> tuple[str, list[Request], list[Tool]]:
     while True:
         head, *rows = pick(rng, _GROUPS)
         tools = [_Ask(rng, row) for row in rows]
-        others = [_Ask(rng, row) for row in pick(rng, _GROUPS)[1:] if row not in rows]
+        others = [_Ask(rng, row) for row in pick(rng, _GROUPS)[1:]]
+        others = [a for a in others if all(a.tool.noun != t.tool.noun for t in tools)]
         roll, nouns = rng.random(), tuple(head.split(" "))
         sizes = [1] * count if roll < 0.4 or count == 1 else [count] if roll < 0.75 else [1, count - 1]
         rng.shuffle(sizes)
         known = [*tools, *([pick(rng, others)] if others and rng.random() < 0.3 else [])]
         asks = rng.sample(known, len(sizes)) if len(sizes) <= len(known) else []
         for ask, size, last in zip(asks, sizes, [None, *asks]):
-            kept = last and last.names[0][:2] not in ("de", "cl")  # not what is deleted or closed
+            kept = last and last.names[0][:2] not in ("de", "cl", "bo")  # not what is gone
             it = last.it() if last and kept and size == len(last.calls) == 1 and rng.random() < 0.5 else None
             if not it or not ask.say(1, it):
                 ask.say(size)
@@ -200,6 +222,8 @@ def errand(rng: Random, count: int) -> tuple[str, list[Request], list[Tool]]:
         if not asks or any(len(a.calls) > 1 and "volume" in a.names for a in asks):  # only the last would count
             continue
         text = _message(rng, asks)
+        if re.search("\\d\1 ?(plus|[-+/&]) ?\0", text):  # would be a sum
+            continue
         if rng.random() < 0.5:
             text = around(rng, text, nouns)
         elif rng.random() < 0.15:

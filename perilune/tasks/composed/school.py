@@ -13,7 +13,7 @@ from typing import Final
 from perilune.tasks.arithmetic import parted
 from perilune.tasks.composed.tales import KIN, RULES, THIRD, Story
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital
+from perilune.tasks.wordings import capital, small
 from perilune.tasks.working import solve
 
 _AMOUNTS: Final = (*range(2, 13), *range(2, 41))
@@ -21,9 +21,10 @@ _SIZES: Final = {
     **dict.fromkeys("kj", range(2, 10)), **dict.fromkeys("abc", _AMOUNTS), "e": (10, 12, 15, 20, 24, 25, 30),
     "u": (*range(40, 400), *range(50, 400, 10)), "w": (10, 20, 20, 50, 50, 100, 200), "f": range(40, 130, 10),
     "y": range(4, 12), "z": range(8, 21), "g": range(28, 50), "v": range(51, 75), "l": range(60, 96),
+    "d": range(500, 3001, 10),
 }  # fmt: skip
 _PLACE: Final = re.compile("`[^`]*`|\\{[" + "".join(_SIZES) + "]\\}")
-_MONEY: Final = (("dollars", "$"), ("euros", "€"), ("pounds", "£"))
+_MONEY: Final = (("dollars", "$"), ("euros", "€"), ("pounds", "£"), ("bucks", "$"), ("euro", "€"), ("quid", "£"))
 
 
 def _joined(before: str, piece: str) -> str:
@@ -81,6 +82,7 @@ def lesson(rng: Random) -> Story:
             and all(min(n, k) > 0 for _, n, k, _ in solved[1])
         )
     text = re.sub(r"\{([a-z]\d+)\}", lambda m: f"{{_{numbers[m[1]]}}}", text)
+    text = re.sub(r"\$(?!\{)", money, text)
     text = re.sub(r"\$(\{\w+\})", sign + r"\1" if rng.random() < 0.4 else r"\1 " + money, text)
     text = re.sub(r"s (note|bill)\b", r" \1", text)
     if unit == "years" and "younger" not in text:
@@ -89,6 +91,8 @@ def lesson(rng: Random) -> Story:
     roll = rng.random()
     if said and roll < 0.08 and "{_" not in ask:
         text = f"{ask.replace('{p}', '{n}')} {said}."
+    elif said and roll < 0.16:
+        text = f"{said}, so {small(ask)}"
     elif roll > 0.93 and unit not in ("years", "percent"):
         first, _, rest = text.partition(". ")
         text = f"{first}. {pick(rng, RULES['idle'][:12])} {rest}" if rest else text

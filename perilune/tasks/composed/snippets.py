@@ -254,9 +254,9 @@ def snippet(rng: Random, begin: str = "<program>") -> tuple[str, str, str]:
     return code if rng.random() < 0.4 else code.replace("'", '"'), trace, printed
 
 
-def listing(rng: Random) -> tuple[tuple[str, str], str, str, str]:
-    """A key, a question, a trace and an answer: a program of a few lines as tutorials have it."""
-    code, trace, printed = snippet(rng, "<quick>")
+def listing(rng: Random, begin: str = "<quick>") -> tuple[tuple[str, str], str, str, str]:
+    """A key, a question, a trace and an answer: a program of a few lines as tutorials have it, or a `<tiny>` one."""
+    code, trace, printed = snippet(rng, begin)
     shown, gap = code, pick(rng, ("\n\n", "\n\n", "\n"))
     if "\n " not in code and rng.random() < 0.08:
         shown = code.replace("\n", "; ")
@@ -264,6 +264,8 @@ def listing(rng: Random) -> tuple[tuple[str, str], str, str, str]:
         shown = f"```{pick(rng, ('python', 'python', 'python', 'py', ''))}\n{shown}\n```"
     first = rng.random() < 0.65
     ask = expand(rng, _RULES, "<ask>" if first or rng.random() < 0.4 else "<after>")
+    if begin == "<tiny>" and rng.random() < 0.6:
+        ask = capital(expand(rng, _RULES, "<ask2>")) if rng.random() < 0.6 else expand(rng, _RULES, "<ask2>")
     if first and rng.random() < 0.3:
         ask = phrase(rng, ask, asking=0.0)
     return ("code", code), f"{ask}{gap}{shown}" if first else f"{shown}{gap}{ask}", trace, printed

@@ -17,6 +17,7 @@ from perilune.tasks.fields import bare
 from perilune.tasks.problem import pick, user
 from perilune.tasks.records import lines, record
 from perilune.tasks.wordings import capital, enumerated, expand, lined, phrase, singular, small
+from perilune.tasks.working import TRACES
 
 THOUGHT: Final = "no keys named"
 _FORMS, _SLOTS, _KINDS = lines("facts.txt").strip().split("\n\n")
@@ -75,7 +76,10 @@ def _stated(rng: Random) -> tuple[str, str, list[tuple[str, Any, str]]]:
         if words:
             kept.append(((word := pick(rng, words).replace(".", " ")), value, kind))
             if isinstance(value, list) and rng.random() < 0.3:
-                kept.append((pick(rng, (f"number of {word}", f"{word} count")), len(value), ""))
+                count = f"{word} count" if found[1:] else "count"
+                kept.append((pick(rng, (f"number of {word}", count)), len(value), ""))
+            elif "full name" in names and value.count(" ") == 1 and rng.random() < 0.3:
+                kept[-1:] = zip(("first", "last"), value.split(" "), ("", ""))
     if rng.random() < 0.6:
         rng.shuffle(kept)
     kept = kept[: 1 + int(rng.random() * len(kept))] if rng.random() < 0.3 else kept
@@ -109,7 +113,7 @@ def unnamed(rng: Random) -> Made:
         keys = [case(singular(word)) for word, *_ in lists]
         rows = [dict(zip(keys, values)) for values in zip(*[values for _, values, _ in lists])]
         tree = {pick(rng, ("items", "entries", "rows")): rows}
-    if rng.random() < 0.1:
+    if rng.random() < 0.25:
         return (user(text),), THOUGHT, tree
     rule = "<list>" if listed else "<noname>"
     return _asked(rng, rule, text, a=about, l=lists[0][0] if lists else ""), THOUGHT, tree
@@ -117,7 +121,9 @@ def unnamed(rng: Random) -> Made:
 
 def loose(rng: Random) -> Made:
     """The same with keys as people say them, often without "JSON", some with a remark on the value."""
-    _, text, kept = _stated(rng)
+    about, text, kept = _stated(rng)
+    listed = [one for one in kept if isinstance(one[1], list)][: about != "note" and rng.random() < 0.4]
+    kept = listed or kept
     often, the = pick(rng, (0.0, 0.0, 0.3, 0.8)), "the " * (len(kept) > 1 and rng.random() < 0.3)
     wanted, shown, after = [], [], ""
     for word, value, kind in kept:
@@ -132,5 +138,22 @@ def loose(rng: Random) -> Made:
             said, remark = f"whether the {said} is {' or '.join(kind[1:].split(','))}", ""
         shown.append((the if said[:7] != "whether" else "") + said + remark)
     keys = enumerated(shown, pick(rng, (" and ", " and ", ", ", ", and ", " & ")))
-    messages = _asked(rng, "<loose>" if shown[1:] else "<one>", text, after, keys=keys)
+    rule = "<loose>" if shown[1:] else "<under>" if listed else "<one>"
+    messages = _asked(rng, rule, text, after, keys=keys, l=kept[0][0])
     return messages, "\n".join(lines_of("", wanted, 0)), {w.key: w.values[0] for w in wanted}
+
+
+def worked(rng: Random) -> Made:
+    """Sums: beside their numbers, alone, or under a key not named."""
+    y, x = sorted([2 + int(rng.random() ** 2 * 400) for _ in "yx"])
+    how, (a, b) = pick(rng, (0, 0, 1, 2)), pick(rng, _RULES["pairs"]).split(" ")
+    made, said = {} if how else {a: x, b: y}, []
+    trace = [THOUGHT] if how > 1 else [f"{key}: number {n}" for key, n in made.items()]
+    for sign in rng.sample("+-", 1 + (how < 2 and rng.random() < 0.3)):
+        forms, work = _RULES[sign], TRACES[sign](x, y)
+        key = pick(rng, forms[:2])
+        made[key] = int(work.split("=")[-1])
+        trace += [work, f"{key}: number {made[key]}"][: 3 - how]
+        said.append(pick(rng, (forms[2:4], forms[4:5], forms[5:])[how]).replace("{k}", key))
+    ask = phrase(rng, capital(expand(rng, _RULES, f"<sum{how}>"))).replace("{t}", enumerated(said))
+    return (user(ask.format(keys=enumerated([*made]), a=a, b=b, x=x, y=y)),), "\n".join(trace), made
