@@ -69,6 +69,42 @@ def two(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield llm
 
 
+# Before the tests of `two`, whose last engine lives to the end of the file: ranks beside an engine of the same process
+# do not exchange over peer memory.
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_ends_the_step_that_waits_for_it_and_leaves_no_memory(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "perilune.engine")
+    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
+    llm = LLM("kimi-nano", **CONFIG, draft="off", tp=2)
+    assert llm.info.tp == 2 and ("exchange", "peer") in [made[:2] for made in llm.info.choices]
+    assert llm._engine is not None and llm._engine._ranks is not None
+    assert "self-test of" in caplog.text
+    (rank,) = llm._engine._ranks._ranks
+    at: list[float] = []
+
+    def harm() -> None:
+        at.append(time.monotonic())
+        os.kill(rank.process.pid, number)
+
+    thread = threading.Timer(1.0, harm)
+    thread.start()
+    with pytest.raises(EngineError, match="rank 1 of 2"):
+        llm.generate(["a"] * 400, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+    seconds = time.monotonic() - at[0]
+    begin = time.monotonic()
+    llm.close()
+    print(f"error {seconds:.2f} s after the signal; closed in {time.monotonic() - begin:.2f} s")
+    assert seconds < 10 and time.monotonic() - begin < 10
+    assert rank.process.poll() is not None
+    torch.cuda.empty_cache()
+    # Of GPU 0 this process keeps kernels and NCCL's code; of GPU 1 nothing.
+    assert torch.cuda.mem_get_info(1)[0] > before[1] - (64 << 20)
+    assert torch.cuda.mem_get_info(0)[0] > before[0] - (1 << 30)
+
+
 @pytest.mark.parametrize("draft", ["off", "eagle3"])
 def test_greedy_answers_and_scores_are_those_of_one_gpu(one: Any, two: LLM, draft: str) -> None:
     assert two._engine is not None
@@ -121,37 +157,3 @@ def test_the_progress_of_a_long_step_is_seen(two: LLM, monkeypatch: pytest.Monke
     two.generate("A new one. " + LONG_PROMPT, GREEDY)
     if model.group.name != "gloo":
         assert model.group.progress() - before >= len(model.weights.layers)
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_rank_ends_the_step_that_waits_for_it_and_leaves_no_memory(
-    number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "perilune.engine")
-    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
-    llm = LLM("kimi-nano", **CONFIG, draft="off", tp=2)
-    assert llm.info.tp == 2 and ("exchange", "peer") in [made[:2] for made in llm.info.choices]
-    assert llm._engine is not None and llm._engine._ranks is not None
-    assert "self-test of" in caplog.text
-    (rank,) = llm._engine._ranks._ranks
-    at: list[float] = []
-
-    def harm() -> None:
-        at.append(time.monotonic())
-        os.kill(rank.process.pid, number)
-
-    thread = threading.Timer(1.0, harm)
-    thread.start()
-    with pytest.raises(EngineError, match="rank 1 of 2"):
-        llm.generate(["a"] * 400, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
-    seconds = time.monotonic() - at[0]
-    begin = time.monotonic()
-    llm.close()
-    print(f"error {seconds:.2f} s after the signal; closed in {time.monotonic() - begin:.2f} s")
-    assert seconds < 10 and time.monotonic() - begin < 10
-    assert rank.process.poll() is not None
-    torch.cuda.empty_cache()
-    # Of GPU 0 this process keeps kernels and NCCL's code; of GPU 1 nothing.
-    assert torch.cuda.mem_get_info(1)[0] > before[1] - (64 << 20)
-    assert torch.cuda.mem_get_info(0)[0] > before[0] - (1 << 30)

@@ -5,8 +5,8 @@ thought`. The thought ends with `label: answer`; `;` begins a new line of it. Th
 the kind of X to W, cells. <2,A,X> is cell 2 (one of those with # between them) with A for {l} and X for {p}. {Q} asks
 for A. Of [a/b] one is taken. Clauses with & between them may come in any order.
 
-What anybody knows stands before them: `question|...^answer^label=>data`, where a/b are {a} and {b}, a=b goes both
-ways and a+b+... is a ring; then words by sorts.
+The file begins with common knowledge, `question|...^answer^label=>data` (a/b: {a} and {b}; a=b: both ways; a+b+...: a
+ring), then words by sorts.
 """
 
 import re
