@@ -22,26 +22,7 @@ from perilune.tasks.tools import Request, Tool, catalog_tool, opening
 from perilune.tasks.wordings import capital, expand, lined, small
 from perilune.tasks.words import CITIES, NAMES, any_word
 
-_MORE: Final = """
-hello: <hey>|<hey> before I start on <it>|<hey>. No need to do anything
-hey: Good morning|Hello there|I only wanted to say hi|Hi from {n}
-% lesson bill
-multiply_numbers,multiply|Multiply|a:pages;b:hours|multiply ~ {a} by {b}|={a} times {b}|=use the tool: ~ {a} by {b}
-add_numbers,add|Add|a:count;b:pages|add ~ {a} to {b}
-subtract_numbers|a minus b|a:pages;b:count|subtract ~ {b} from {a}
-translate_text,translate|Translate|word:noun+;language:lang+|look up ~ the word {a} in {b}|give me ~ the {b} for {a}
-% kitchen pasta
-set_light,lights|Lights|room:spot;state:on,off|turn ~ {b} the {a} light|turn ~ the {a} light {b}
-start_timer|Start a timer|minutes:hours|start ~ a {a} minute timer
-set_alarm|Set an alarm|hour:small;minute:hours|set ~ an alarm for {a}:{b}|=alarm at {a}:{b}
-call_contact|Ring a person|name:first+|ring ~ {a}|call ~ {a}
-add_item|Add to the shopping list|item:larder;quantity:small|=shopping list: ~ {b} {a}
-% shop shelf
-check_stock|How many we have|item:ware+|check ~ the stock of {a}
-order_item|Order items|item:ware;quantity:hours|order ~ {b} {a}
-book_space|A room for an hour|room:city;hour:hour|book ~ the {a} room at {b}
-"""  # fmt: skip
-_HEAD, *_BLOCKS = lines("errands.txt").replace("\n% ", f"{_MORE}% ", 1).split("% ")
+_HEAD, *_BLOCKS = lines("errands.txt").split("% ")
 _RULES: Final = lined(_HEAD)
 _GROUPS: Final = tuple([tuple(block.strip().split("\n")) for block in _BLOCKS])
 _WORDS: Final = dict([word.split("=") for word in _RULES["word"]])
