@@ -35,13 +35,15 @@ def mean(new: Mapping[str, Tensor], old: Mapping[str, Tensor], share: float) -> 
 def average(model: Path, before: Path, share: float) -> None:
     """Replaces the weights in `model`, and notes the mean in its training.json."""
     text = mean(read_back(model).state_dict(), read_back(before).state_dict(), share)
-    eyes = mean(load_file(model / EYES_FILE), load_file(before / EYES_FILE), share)
+    seeing = (model / EYES_FILE).is_file()  # not between the export and the training of the eyes
+    eyes = mean(load_file(model / EYES_FILE), load_file(before / EYES_FILE), share) if seeing else {}
     config = json.loads((model / "config.json").read_text())
     del config["text_config"]["quantization_config"]  # the writer adds it
     partial = model.with_name(f".{model.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write(partial, spread(text), config=config, form="int4", shard_bytes=SHARD_BYTES)
-    add_eyes(partial, eyes)
+    if eyes:
+        add_eyes(partial, eyes)
     noted = json.loads((model / TRAINING_FILE).read_text())
     fact = {"share": share, "with": card.weights_hash(before)}
     noted |= {"weights_sha256": card.weights_hash(partial), "averaged": fact}

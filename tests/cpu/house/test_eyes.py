@@ -69,6 +69,13 @@ def test_a_mean_of_two_stages(model: Path, tmp_path: Path) -> None:
     noted = json.loads((new / state.TRAINING_FILE).read_text())
     assert noted["averaged"] == {"share": 0.25, "with": card.weights_hash(NANO)}
     assert noted["weights_sha256"] == card.weights_hash(new)
+    (new / EYES_FILE).unlink()
+    index = new / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())
+    placed["weight_map"] = {n: file for n, file in placed["weight_map"].items() if file != EYES_FILE}
+    index.write_text(json.dumps(placed))
+    average.average(new, NANO, 0.25)  # a text model, which has no tower to average
+    assert not (new / EYES_FILE).exists() and EYES_FILE not in index.read_text()
     found = average.mean({"a": torch.tensor([1.0, 4.0])}, {"a": torch.tensor([5.0, 0.0])}, 0.25)
     assert found["a"].tolist() == [2.0, 3.0]
     with pytest.raises(SystemExit, match="differ in names or shapes"):
