@@ -2,14 +2,14 @@
 # The bundled model from nothing, on one GPU: vocabulary, training, INT4 export, training on from the export with the
 # learning rate warmed up anew, export, eyes (the text model learns too), scores, card. About 45 minutes on an H200: 13.5,
 # 10 and 9 of training.
-# The weights bundled now took this recipe's second stage six times after 13.5 minutes from nothing on 21 November, when the
+# The weights bundled now took this recipe's second stage seven times after 13.5 minutes from nothing on 21 November, when the
 # generators had plain wordings only: 8.6 minutes and eyes on 24 November, 8.5 (--rate 0.0015) and eyes on 28 November, then on two
 # GPUs (--gpus 2 --tokens 65536 --rate 0.0016) on 29 November 8 minutes and eyes of 2.8 and 4.2, which began with the tower of the
 # 28th, 11 and eyes of 4.2, and 11.5, with plain texts of people, and eyes of 4.2 (--tower model-vision.safetensors --reading 0.05
 # --guide 0.4 --rate 1.5e-3 --words RUN --words-rate 1.5e-4 --words-kept 0). A mean with the stage before followed these two
-# (runs.kimi_nano.average). The last stage, on 30 November: four GPUs (--gpus 4 --tokens 65536 --rate 0.0022), 7.8 minutes and eyes of
-# 3.8, no mean; then 60 steps on two CPU cores with half the tokens of sums (--device cpu --tokens 2048 --steps 60 --rate 5e-4
-# --optimizer adamw) and a mean with the weights before these (--share 0.6).
+# (runs.kimi_nano.average). On 30 November: four GPUs (--gpus 4 --tokens 65536 --rate 0.0022), 7.8 minutes and eyes of 3.8, no mean;
+# then 60 steps on two CPU cores with half the tokens of sums (--device cpu --tokens 2048 --steps 60 --rate 5e-4 --optimizer adamw)
+# and a mean with the weights before these (--share 0.6). The last stage, the same day: two GPUs, 13.5 minutes and eyes of 4, no mean.
 # sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                              FONTS: a directory with TrueType fonts for pictures, or ''
 #                                              SETS: a directory with clones of public data sets, whose sentences are
