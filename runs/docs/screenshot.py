@@ -13,33 +13,27 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from PIL import Image
 
+from perilune.tasks import families
 from runs.docs.browser import Browser, browsing
 from runs.docs.tables import ROOT
 
 PICTURE = ROOT / "docs/images/page.webp"
 TOOLS_PICTURE = ROOT / "docs/images/page-tools.webp"  # a call that waits for its result, settings open, dark
-ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.webp"  # a question with pictures that is not sent yet
+ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.webp"  # a question about a picture, answered
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 40_000
-COLOURS = 14  # size of the pictures' palette
+COLOURS = 28  # size of the pictures' palette
 QUESTIONS = (
     "What is 347 + 589?",
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",
 )
 SIZE, SCALE = (820, 660), 1.5
-ATTACHED_SIZE = (720, 420)
-SHAPES = {"spring.png": [40, 90, 60, 120], "autumn.png": [110, 70, 140, 95]}  # heights of bars, of 150
-ATTACH = (
-    "(async (name, bars) => { const c = document.createElement('canvas'); c.width = 240; c.height = 150;"
-    " const p = c.getContext('2d'); p.fillStyle = '#fff'; p.fillRect(0, 0, 240, 150);"
-    " bars.forEach((bar, i) => { p.fillStyle = ['#1f5fd6', '#e8a33d', '#2a9d6f', '#b3261e'][i];"
-    " p.fillRect(20 + 55 * i, 150 - bar, 35, bar); });"
-    " await attachFiles([new File([await new Promise(r => c.toBlob(r))], name, {type: 'image/png'})]); })"
-)
+ATTACHED_SIZE = (720, 690)
+ATTACH = "attachFiles([new File([Uint8Array.from(atob('{}'), c => c.charCodeAt(0))], 'a.png', {{type: 'image/png'}})])"
 KEY = b"page"
 
 
@@ -59,9 +53,9 @@ def digest() -> bytes:
 
 
 @contextlib.contextmanager
-def serving(*program: str, options: Sequence[str] = ()) -> Iterator[str]:
-    """Starts a server of kimi-nano by a module with arguments; gives the server's address."""
-    command = [sys.executable, "-m", *program, "serve", "kimi-nano", "--port", "0", *options]
+def serving() -> Iterator[str]:
+    """Starts a server of kimi-nano; gives its address."""
+    command = [sys.executable, "-m", "perilune.cli.main", "serve", "kimi-nano", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -84,35 +78,40 @@ def few_colours(picture: Image.Image) -> bytes:
     return file.getvalue()
 
 
+def opened(browser: Browser, url: str, size: tuple[int, int], scale: float = 1.0) -> None:
+    browser.open(f"{url}/", size, scale)
+    browser.wait('document.getElementById("model")?.textContent === "kimi-nano"')
+
+
+def asked(browser: Browser, question: str) -> None:
+    """Returns when the answer is complete."""
+    browser.value(f'document.getElementById("text").value = {json.dumps(question)}')
+    browser.value('document.getElementById("ask").requestSubmit()')
+    browser.wait('document.getElementById("send").textContent === "send"')
+
+
 def main() -> None:
     chromium = sys.argv[1] if len(sys.argv) > 1 else "chromium"
-    with serving("perilune.cli.main") as url, browsing(chromium) as browser:
-        browser.open(f"{url}/", SIZE, SCALE)
-        browser.wait('document.getElementById("model")?.textContent === "kimi-nano"')
+    with serving() as url, browsing(chromium) as browser:
+        opened(browser, url, SIZE, SCALE)
         for question in QUESTIONS:
-            browser.value(f'document.getElementById("text").value = {json.dumps(question)}')
-            browser.value('document.getElementById("ask").requestSubmit()')
-            browser.wait('document.getElementById("send").textContent === "send"')
+            asked(browser, question)
         browser.value('document.querySelector("details").open = true')
         browser.value('document.querySelector("main").scrollTop = 0')
         PICTURE.write_bytes(taken(browser))
-        browser.value('document.getElementById("new").click()')
+        opened(browser, url, ATTACHED_SIZE)
+        chart = families.problems("picture_charts", "heldout", 10, thinking=True)[9].messages[0]["content"][0]
+        browser.value(ATTACH.format(chart["image_url"]["url"].partition(",")[2]))
+        asked(browser, "How many bars are there?")
+        browser.value('document.querySelector("details").open = true')
+        ATTACHED_PICTURE.write_bytes(taken(browser))
+        opened(browser, url, SIZE, SCALE)
         browser.value('document.querySelectorAll(".tries button")[1].click()')
         browser.wait('!!document.querySelector(".results")')
         browser.value('document.getElementById("open").click()')
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)
         TOOLS_PICTURE.write_bytes(taken(browser))
-    # The tests' scripted engine, because kimi-nano takes no pictures. No question is sent.
-    sees = serving("tests.scripted_engine", "--sees", options=("--served-model-name", "a model that sees"))
-    with sees as url, browsing(chromium) as browser:
-        browser.open(f"{url}/", ATTACHED_SIZE)
-        browser.wait('document.getElementById("model")?.textContent === "a model that sees"')
-        for name, shape in SHAPES.items():
-            browser.value(f"{ATTACH}({json.dumps(name)}, {json.dumps(shape)})")
-        browser.value('document.getElementById("text").value = "Which of the two has the higher bars?"')
-        browser.wait('[...document.querySelectorAll("#pictures img")].every(i => i.complete && i.naturalWidth)')
-        ATTACHED_PICTURE.write_bytes(taken(browser))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from runs.docs.browser import Browser
-from tests.cpu.media.pictures import file, scene
+from runs.docs.screenshot import PICTURE
+from tests.cpu.media.pictures import file
 from tests.cpu.media.videos import scenes, video
 from tests.e2e.server import Server
 from tests.e2e.test_page import Page, browser, pytestmark  # noqa: F401  (a fixture, and what the tests need)
 from tests.e2e.test_pictures import counted
 
-SHOT = file(scene(640, 480))  # 414 tokens
+SHOT = file(Image.open(PICTURE).crop((0, 0, 640, 480)))  # of a screenshot; 414 tokens, 15 kB
 
 
 @pytest.fixture(scope="module")

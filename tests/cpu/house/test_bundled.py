@@ -146,8 +146,6 @@ def test_rows_of_different_evaluations_make_no_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("picture_sums", 6), ("picture_shapes", 6), ("picture_charts", 6)])
 def test_held_out_pictures(llm: LLM, name: str, least: int) -> None:
-    if not llm.info.media:
-        pytest.skip("the bundled weights have no tower yet")
     codec = Codec(NANO)
     asked = placed(problems(name, "heldout", 8, thinking=True))
     shown = [
