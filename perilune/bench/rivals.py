@@ -78,7 +78,7 @@ class Llama:
 
 def require_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("the comparison needs transformers: pip install 'transformers>=5.17,<6'")
+        raise ConfigError("the comparison needs transformers: pip install 'transformers==5.24.0'")
 
 
 def export(model_dir: Path, out: Path) -> KimiConfig:

@@ -48,7 +48,8 @@ class DecoderPool:
         except asyncio.CancelledError:
             while not work.done():
                 decoder.interrupt()
-                await asyncio.wait((work,), timeout=INTERRUPT_SECONDS)
+                with contextlib.suppress(asyncio.CancelledError):  # a second one changes nothing
+                    await asyncio.wait((work,), timeout=INTERRUPT_SECONDS)
             work.exception()  # marks the error as read: the worker was ended above
             raise
         finally:

@@ -97,8 +97,8 @@ class Eagle3:
     def hidden(self, step: Step, features: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """(the input of `logits`, the features of the next drafting step), [T, D] each.
 
-        `step.tokens` are the tokens *after* the step's positions; all else is as in the target's step. `features` may
-        be overwritten.
+        `step.tokens` and `replaced` are those *after* the step's positions; all else is as in the target's step.
+        `features` may be overwritten.
         """
         w = self.weights
         x, cos, sin = self._inputs(step, features)
@@ -136,14 +136,19 @@ class Eagle3:
     def _inputs(self, step: Step, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x [T, 2 D], cos and sin of the step's positions)."""
         w = self.weights
+        at, angles = step.positions, self.angles
         if self.group.ranks == 1:
-            return draft_embed(
-                step.tokens, step.positions, w.embed, w.input_norm, features, w.hidden_norm, self.angles, self.eps
-            )
-        angles, first = self.angles, self._target_vocabulary.first
-        h, part, cos, sin = embed_part(step.tokens, None, None, step.positions, w.embed, first, angles.cos, angles.sin)
-        token = self._add(h, part, w.input_norm)
-        return torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1), cos, sin
+            x, cos, sin = draft_embed(step.tokens, at, w.embed, w.input_norm, features, w.hidden_norm, angles, self.eps)
+        else:
+            first = self._target_vocabulary.first
+            h, part, cos, sin = embed_part(step.tokens, None, None, at, w.embed, first, angles.cos, angles.sin)
+            token = self._add(h, part, w.input_norm)
+            x = torch.cat([token, rmsnorm(features, w.hidden_norm, self.eps)], -1)
+        if step.replaced is not None:
+            where, values = step.replaced
+            if values.shape[1] == len(w.input_norm):  # the draft is as wide as its target
+                x[where, : values.shape[1]] = rmsnorm(values.to(x.dtype), w.input_norm, self.eps)
+        return x, cos, sin
 
     def _add(self, h: Tensor, x: Tensor, norm: Tensor) -> Tensor:
         """h += x summed over ranks, in place; returns the norm of h."""

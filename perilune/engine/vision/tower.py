@@ -62,13 +62,15 @@ class Tower:
                     rows = weight.new_empty(own.grid[1] * own.grid[2] // 4, len(weight))
                 self._rows[own.digest] = self.group.broadcast(rows.contiguous(), own.rank)
 
-    def replaced(self, work: Sequence[Work], starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """(rows of the step [M] int64, their embeddings [M, D]); None if no work has a picture."""
+    def replaced(self, work: Sequence[Work], starts: Sequence[int], *, ahead: int = 0) -> tuple[Tensor, Tensor] | None:
+        """(rows of the step [M] int64, their embeddings [M, D]); None if no work has a picture. `ahead` 1: those
+        of the next positions."""
         places, values = [], []
         for w, start in zip(work, starts):
             for digest, first, at, count in w.media:
-                places.append(np.arange(start + at, start + at + count))
-                values.append(self._rows[digest][first : first + count])
+                skipped = max(0, ahead - at)  # the row before belongs to other work
+                places.append(np.arange(start + at + skipped, start + at + count) - ahead)
+                values.append(self._rows[digest][first + skipped : first + count])
         if not values:
             return None
         where = torch.from_numpy(np.concatenate(places)).to(values[0].device, non_blocking=True)

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import random
 import re
 import signal
 import subprocess
@@ -51,6 +52,28 @@ def test_patches_come_back_as_they_are(shared: Decoder) -> None:
         assert not picture.patches.flags.writeable
 
 
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+ONE = scene(57, 29)
+FILES = {
+    "1 x 1": (file(scene(1, 1)), 2, 2),
+    "1 x 8000": (file(scene(1, 8000)), 512, 2),
+    "turned": (file(scene(100, 30), "JPEG", exif=TURNED), 8, 4),
+    "palette": (file(ONE.quantize(16)), 4, 6),
+    "16-bit": (file(Image.fromarray(np.full((28, 85), 40_000, np.uint16))), 2, 8),
+    "CMYK": (file(scene(640, 480).convert("CMYK"), "JPEG"), 36, 46),
+    "alpha": (file(scene(29, 28).convert("RGBA")), 2, 4),
+    **{form: (file(ONE, form, save_all=True, append_images=[ONE.rotate(9)]), 4, 6) for form in ("GIF", "WEBP")},
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_golden_grids_of_files(shared: Decoder, kind: str) -> None:
+    data, rows, columns = FILES[kind]
+    picture = shared.decode(data)
+    assert (picture.grid, picture.tokens) == ((1, rows, columns), rows * columns // 4)
+
+
 def test_the_model_is_not_imported_and_nothing_stays_behind(shared: Decoder) -> None:
     """Descriptors and mappings go with the pictures."""
     data = file(scene(300, 300))
@@ -80,11 +103,39 @@ def test_a_bad_file_is_refused_and_the_worker_goes_on(shared: Decoder) -> None:
     assert shared.decode(file(scene(9, 9))).tokens == 1 and pid(shared) == worker
 
 
+def test_random_damage_is_refused_or_harmless(shared: Decoder) -> None:
+    shared.decode(file(ONE))
+    worker, rng, refusals = pid(shared), random.Random(1), 0
+    files = [file(scene(90, 70), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    for i in range(420):
+        data = bytearray(files[i % 6])
+        for _ in range(i % 7):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        data = data[: rng.randrange(len(data)) if i % 5 == 0 else None]
+        try:
+            assert shared.decode(bytes(data)).tokens
+        except RequestError as e:
+            refusals += 1
+            assert e.status == 400 and "\n" not in str(e)
+    assert 100 < refusals < 400 and pid(shared) == worker
+
+
 def test_memory_is_bounded(shared: Decoder) -> None:
     shared.decode(file(scene(9, 9)))
     limits = Path(f"/proc/{pid(shared)}/limits").read_text()
     found = re.search(r"Max address space +(\d+) +(\d+)", limits)
     assert found is not None and {*map(int, found.groups())} == {ADDRESS_SPACE_BYTES}
+
+
+@pytest.mark.slow
+def test_a_hundred_megapixels_fit_the_limits() -> None:
+    size = 10_000, 10_000
+    turned = file(Image.new("RGB", (12_500, 8_000)), "JPEG", exif=TURNED)
+    with Decoder(LIMITS) as decoder:
+        for data in (*(file(Image.new(mode, size), compress_level=1) for mode in ("RGB", "RGBA")), turned):
+            assert decoder.decode(data).tokens > 4000
+            peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid(decoder)}/status").read_text())
+            assert peak is not None and int(peak[1]) < 1 << 20
 
 
 def test_a_picture_that_takes_too_long_is_refused_and_the_next_is_served() -> None:

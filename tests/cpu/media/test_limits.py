@@ -1,9 +1,12 @@
-"""Sizes and token counts of pictures against the published examples and the reference's rule."""
+"""Sizes and token counts of pictures against the published examples and transformers."""
 
+import ast
 import json
 import math
 import random
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,17 +34,23 @@ def test_video_frames_are_smaller() -> None:
     assert Limits().fit(3000, 3000) == Fit(1794, 1794, 130, 130, 4225)  # padded to 1820
 
 
-def test_random_sizes_follow_the_rule() -> None:
-    """As docs/formats.md has it."""
-    rng = random.Random(0)
-    for _ in range(3000):
-        w, h = (math.ceil(math.exp(rng.uniform(0, 11))) for _ in range(2))
-        s = min(1, math.sqrt(16384 / (max(1, w // 14) * max(1, h // 14))), 512 * 14 / w, 512 * 14 / h)
-        new = [min(max(1, int(n * s)), 7168) for n in (w, h)]
-        across, down = (-(-n // 28) for n in new)
-        fit = Limits().fit(w, h)
-        assert fit == Fit(*new, 2 * down, 2 * across, down * across)
-        assert down <= 256 and across <= 256 and fit.tokens < 4700  # padding adds to the limit's 4096
+@pytest.mark.parametrize(("kind", "limit", "frames"), [("image", 16384, 0), ("video", 4096, 4)])
+def test_random_sizes_are_those_of_transformers(kind: str, limit: int, frames: int) -> None:
+    """Read from its source, which imports torchvision."""
+    if (spec := find_spec("transformers")) is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    tree = ast.parse((Path(spec.origin).parent / f"models/kimi_k25/{kind}_processing_kimi_k25.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "navit_resize"]
+    made: dict[str, Any] = {"math": math}
+    exec(compile(tree, kind, "exec"), made)
+    rng = random.Random(1)
+    for i in range(20_000):
+        w, h = (math.ceil(math.exp(rng.uniform(0, 11.5))) for _ in range(2))
+        if i % 2:  # beside the borders of patches
+            w, h = (max(1, n // 14 * 14 + rng.randint(-1, 1)) for n in (w, h))
+        (new_h, new_w), (tall, wide) = made["navit_resize"](h, w, 14, 2, limit, 512)
+        expected = Fit(new_w, new_h, tall // 14, wide // 14, tall * wide // 784)
+        assert Limits().fit(w, h, frames=frames) == expected, (w, h)
     with pytest.raises(ValueError, match="0 x 5"):
         Limits().fit(0, 5)
 

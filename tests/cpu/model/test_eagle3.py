@@ -214,6 +214,10 @@ def test_a_drafting_step_leaves_the_pool_alone(tmp_path: Path, target: tuple[Kim
     assert before.abs().sum() > 0
     drafter.propose(step, MAX_CHAIN_TOKENS)
     assert torch.equal(before, drafter._pages[:6])
+    step = followed(list(step.work), [[0, 1, 9, *text[3:]]], aux, [6], 4)
+    shown = dataclasses.replace(step.step, replaced=(torch.tensor([1]), drafter._weights.embed[2:3]))
+    drafter.propose(dataclasses.replace(step, step=shown), 0)
+    torch.testing.assert_close(before, drafter._pages[:6])
     assert drafter.scratch_bytes(4, torch.float32, 2) == drafter._pages[6:].nbytes
     assert drafter.block_bytes(4, torch.float32) == drafter._pages[0].nbytes
 

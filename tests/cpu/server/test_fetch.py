@@ -67,6 +67,10 @@ class Web:
         self.asked.append((path, host.removeprefix("host: ")))
         if path == "/slow.png":
             await asyncio.sleep(HANG_SECONDS)
+        if path == "/drip.png":
+            while not writer.is_closing():
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                await asyncio.sleep(0.05)
         writer.write(ANSWERS[path].replace(b"{port}", b"%d" % self.port))
         writer.close()
 
@@ -212,8 +216,9 @@ def test_a_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FETCH_SECONDS", 0.2)
 
     async def test(w: Web, fetcher: Fetcher) -> None:
-        with pytest.raises(RequestError, match=r"takes longer than 0.2 s"):
-            await fetcher.fetch(w.url("slow.png"))
+        for path in ("slow.png", "drip.png"):
+            with pytest.raises(RequestError, match=r"takes longer than 0.2 s"):
+                await fetcher.fetch(w.url(path))
 
     with_web(test)
 

@@ -20,6 +20,7 @@ from perilune.media.decoder import Picture
 from perilune.media.kinds import reads_video
 from perilune.server.audit import AuditLog
 from perilune.server.call import Call
+from perilune.server.pictures import reader
 from perilune.server.pictures.reader import _key
 from tests.cpu.media.pictures import chunk, file, png, scene
 from tests.serving import BYTES, CHAT, HANG_SECONDS, INFO, Reply, Served, serve, served
@@ -290,6 +291,15 @@ async def test_a_hundred_pictures_are_one_clear_error(s: Served) -> None:
     reply = await s.client.post(CHAT, chat(*[part()] * 20, part(b"x"), *[part()] * 40))
     check_refused(reply, "messages[0].content[20]", "none of PNG")
     assert (await s.client.post(CHAT, chat(*[part()] * 64))).status == 200
+
+
+@served(**SEES)
+async def test_the_time_limit_of_a_request(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "REQUEST_SECONDS", 1)
+    large = png(10_000, 10_000, bytes(12_510_000), depth=1, colour=0)
+    reply = await s.client.post(CHAT, chat(*(part(large + bytes([i])) for i in range(64))))
+    assert reply.status == 400 and "64 pictures of this request takes longer than 1 s" in reply.text
+    assert not any(decoder._turn.locked() for decoder in s.service.pictures.pool._idle)
 
 
 @served(**SEES, hold=0, media_memory_mb=2)
