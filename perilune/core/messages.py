@@ -1,6 +1,7 @@
 """The records that cross between a front end (server, `LLM`) and the engine.
 
-Between processes they travel as msgpack over a private socket pair (engine/wire.py): never pickle.
+Between processes they travel over private socket pairs (engine/wire.py): as msgpack, never pickle, and pixels as the
+descriptor of the memory that holds them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 from perilune.core.constraint import Constraint
 from perilune.core.sampling import SamplingParams
+from perilune.core.sealed import SealedFile
 from perilune.core.step import TokenLogprob
 
 
@@ -40,6 +42,11 @@ class Picture(Protocol):
     @property
     def patches(self) -> Any:
         """A contiguous buffer of uint8, [patches, 3, P, P] by frame, then row, then column."""
+        ...
+
+    @property
+    def shared(self) -> tuple[SealedFile, int] | None:
+        """The file that holds `patches`, and where they begin in it; None: they lie in this process only."""
         ...
 
 
@@ -113,11 +120,12 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Front end -> engine: the answer to a `Want`. `patches` as Picture's."""
+    """Front end -> engine: the answer to a `Want`. `patches` and `shared` as Picture's."""
 
     rid: int
     item: int
     patches: memoryview
+    shared: tuple[SealedFile, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

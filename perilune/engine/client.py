@@ -116,16 +116,20 @@ class _Process:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        pixels: socket.socket,
     ) -> None:
-        self.process, self.reader, self.writer = process, reader, writer
+        self.process, self.reader, self.writer, self._pixels = process, reader, writer, pixels
         self.info: EngineInfo
         self.stepped = self._killed = False
 
     @classmethod
     async def start(cls, launch: "Launch") -> "_Process":
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        body = msgspec.msgpack.encode((str(launch.model), launch.config))
+        (ours, theirs), (pixels, their_pixels) = socket.socketpair(), socket.socketpair()
+        pixels.setblocking(False)
+        with theirs, their_pixels:
+            socket.send_fds(ours, [wire.HEADER.pack(len(body))], [their_pixels.fileno()])
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
                 process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
@@ -138,13 +142,13 @@ class _Process:
                 )
             except BaseException:  # also if this is cancelled: no process will ever use the socket
                 writer.close()
+                pixels.close()
                 raise
-        self = cls(process, reader, writer)  # no await up to the `try`: a cancellation would leave the process
+        self = cls(process, reader, writer, pixels)  # no await up to the `try`: a cancellation would leave the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))
-        body = msgspec.msgpack.encode((str(launch.model), launch.config))
         try:
-            writer.write(wire.HEADER.pack(len(body)) + body)
+            writer.write(body)
             (first,) = await _read(reader)
         except (asyncio.IncompleteReadError, ConnectionError) as e:
             await self.kill(CRASH_SECONDS)
@@ -165,7 +169,10 @@ class _Process:
         return f"signal {-code}{signal_note(code)}" if code is not None and code < 0 else f"exit code {code}"
 
     def send(self, message: Any) -> None:
-        self.writer.write(wire.encode([message]))
+        if isinstance(message, Pixels):
+            wire.send_pixels(self._pixels, message)
+        else:
+            self.writer.write(wire.encode([message]))
 
     async def kill(self, wait_seconds: float = 0.0) -> None:
         """Ends the process, by force if it has not ended after `wait_seconds`, and all processes that it started."""
@@ -177,6 +184,7 @@ class _Process:
             os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader: ranks, compilers
         self._killed = True
         self.writer.close()
+        self._pixels.close()
         await self.process.wait()
         if self._relaying is not None:  # log its last lines; a process that it started may still hold the pipe open
             await asyncio.wait([self._relaying], timeout=CRASH_SECONDS)
@@ -384,8 +392,9 @@ class EngineClient:
                             request.inbox.put(message)
                     elif isinstance(message, Want):
                         if (request := self._requests.get(message.rid)) is not None:
-                            patches = memoryview(request.pictures[message.item].patches).cast("B")
-                            process.send(Pixels(message.rid, message.item, patches))
+                            picture = request.pictures[message.item]
+                            patches = memoryview(picture.patches).cast("B")
+                            process.send(Pixels(message.rid, message.item, patches, picture.shared))
                     elif isinstance(message, EngineStats):
                         process.stepped = process.stepped or message.steps > 0
                         self.stats = message

@@ -2,11 +2,16 @@
 
 No code is executed on receipt (no pickle), a frame has a bounded size, and every payload is checked against the
 dataclass that it names.
+
+Pixels have a socket of their own; its descriptor comes with the header of the first frame. Each picture is a record of
+PIXELS and the descriptor of the file that holds the pixels, which the engine maps: neither process copies them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import operator
+import socket
 import struct
 import typing
 from typing import Any
@@ -15,16 +20,17 @@ import msgspec
 
 from perilune.core import messages
 from perilune.core.errors import EngineError
+from perilune.core.sealed import SealedFile
 
 MAX_FRAME_BYTES = 256 << 20
 HEADER = struct.Struct(">I")
+PIXELS = struct.Struct(">4Q")  # rid, item, where the patches begin in the file, their bytes
 
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         messages.Submit,
         messages.Want,
-        messages.Pixels,
         messages.Cancel,
         messages.Shutdown,
         messages.EngineInfo,
@@ -46,7 +52,7 @@ _delta_decoder = msgspec.msgpack.Decoder(list[tuple[*(_hints[name] for name in _
 
 
 def encode(batch: list[Any]) -> bytearray:
-    """One frame with all messages of `batch`, header included. A picture's pixels are copied once."""
+    """One frame with all messages of `batch`, header included."""
     entries: list[tuple[str, Any]] = []
     for kind, group in itertools.groupby(batch, type):
         if kind is messages.Delta:
@@ -78,3 +84,35 @@ def decode(body: bytes) -> list[Any]:
         return found
     except (msgspec.DecodeError, KeyError) as e:
         raise EngineError(f"a malformed message reached this process: {e}") from e
+
+
+def send_pixels(link: socket.socket, pixels: messages.Pixels) -> None:
+    """Sends pixels over the non-blocking socket for them, or nothing if the engine has ended. They are copied only if
+    no file holds them yet. EngineError if the engine does not take those that it asked for."""
+    start, size, descriptors = 0, pixels.patches.nbytes, list[int]()
+    with contextlib.suppress(OSError):  # no descriptor or memory is left: without the file this request fails alone
+        file, start = pixels.shared or (SealedFile.of(pixels.patches), 0)
+        descriptors = [file.descriptor]
+    try:
+        socket.send_fds(link, [PIXELS.pack(pixels.rid, pixels.item, start, size)], descriptors)
+    except ConnectionError:
+        return
+    except OSError as e:
+        raise EngineError(f"pixels cannot be sent to the engine: {e.strerror}") from e
+
+
+def receive_pixels(link: socket.socket) -> messages.Pixels | None:
+    """The next pixels, mapped; None: none have come, and the socket is non-blocking. EOFError when it is closed. If the
+    file is shorter than the record says, or cannot be mapped, the patches are too few: Engine.provide refuses them."""
+    try:
+        record, descriptors, *_ = socket.recv_fds(link, PIXELS.size, 1)
+    except BlockingIOError:
+        return None
+    if not record:
+        raise EOFError
+    rid, item, start, size = PIXELS.unpack(record)
+    patches = memoryview(b"")
+    for file in map(SealedFile, descriptors):
+        with contextlib.suppress(OSError):
+            patches = file.mapped(start, size)
+    return messages.Pixels(rid, item, patches)

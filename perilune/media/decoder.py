@@ -3,10 +3,8 @@ nor crash or delay it. No thread or queue of its own: callers wait for their tur
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-import mmap
 import os
 import signal
 import socket
@@ -24,6 +22,8 @@ from numpy.typing import NDArray
 from perilune.core.errors import RequestError
 from perilune.core.interpreter import environment
 from perilune.core.messages import Video
+from perilune.core.sealed import SEALS as SEALS
+from perilune.core.sealed import SealedFile
 from perilune.media.limits import Limits
 from perilune.media.refusal import busy, refused
 
@@ -36,18 +36,18 @@ REPLY_BYTES = 1 << 20  # largest answer of the worker: some 100 bytes per chunk 
 PART_BYTES = 1 << 16  # of the answer, read per call
 REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
 NO_PILLOW = 3  # exit code of a worker that cannot import it
-# Seals of the memory with the patches: if it shrank, reading it would end this process (SIGBUS). 0: not Linux.
-SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) if sys.platform == "linux" else 0
+COPIED_BYTES = 1 << 20  # Fewer bytes of patches are copied, because a mapped file holds two descriptors.
 
 
 @dataclasses.dataclass(slots=True)
 class Picture:
-    """A decoded image, or a chunk of a video. `patches` are the pages that the worker wrote, not a copy."""
+    """A decoded image, or a chunk of a video. From COPIED_BYTES on, `patches` are the pages that the worker wrote."""
 
     patches: NDArray[np.uint8]  # [frames * rows * columns, 3, P, P], read-only
     grid: tuple[int, int, int]  # frames, rows, columns; 1 frame of an image
     tokens: int
     digest: bytes  # 32 bytes: of pixels and grid
+    shared: tuple[SealedFile, int] | None = None  # the file that holds `patches`, and where they begin in it
 
 
 class Decoder:
@@ -134,22 +134,20 @@ class Decoder:
             self._end()
         if "error" in reply:
             raise RequestError(str(reply["error"]), code=str(reply["code"]))
-        (memory,) = handles
+        (memory,) = map(SealedFile, handles)
         side, merged = self._limits.patch_size, self._limits.merge_kernel_size
         counts = [math.prod(grid) for grid in reply["grids"]]
-        try:
-            sealed = sys.platform != "linux" or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS == SEALS
-            if not sealed or os.fstat(memory).st_size != sum(counts) * 3 * side * side:
-                raise self._died(what)
-            pages = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(memory)
-        patches = np.frombuffer(pages, np.uint8).reshape(-1, 3, side, side)
+        size = sum(counts) * 3 * side * side
+        pages = memory.mapped(0, size)
+        if pages.nbytes != size:
+            raise self._died(what)
+        copied = size < COPIED_BYTES
+        patches = np.frombuffer(bytes(pages) if copied else pages, np.uint8).reshape(-1, 3, side, side)
         found, start = [], 0
         for (frames, rows, columns), count, digest in zip(reply["grids"], counts, reply["digests"], strict=True):
-            own, start = patches[start : start + count], start + count
-            tokens = rows * columns // (merged * merged)
-            found.append(Picture(own, (frames, rows, columns), tokens, bytes.fromhex(digest)))
+            own, shared = patches[start : start + count], None if copied else (memory, start * 3 * side * side)
+            tokens, start = rows * columns // (merged * merged), start + count
+            found.append(Picture(own, (frames, rows, columns), tokens, bytes.fromhex(digest), shared))
         return found, reply["times"]
 
     def _reply(self, link: socket.socket, deadline: float) -> tuple[dict[str, Any], list[int]]:

@@ -7,22 +7,20 @@ one after the other, and "full": whether to start another process for the next f
 a time.
 """
 
-import fcntl
 import json
 import math
-import os
 import resource
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.core.errors import RequestError
-from perilune.media.decoder import NO_PILLOW, REQUEST, SEALS
+from perilune.core.sealed import SealedFile
+from perilune.media.decoder import NO_PILLOW, REQUEST
 from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
@@ -48,23 +46,22 @@ def main() -> None:
             return
         signal.alarm(math.ceil(seconds) + SPARE_SECONDS)  # SIGALRM ends the process
         grids, digests, times = list[tuple[int, int, int]](), list[str](), list[str]()
-        memory = _memory()
+        memory = SealedFile.empty()
         try:
             for patches, grid, time in _chunks(data, limits) if is_video else [(*patches_of(data, limits), "")]:
-                _write(memory, patches)
+                memory.write(patches.data.cast("B"))
                 grids.append(grid)
                 digests.append(digest(patches, grid).hex())
                 times.append(time)
                 del patches  # before the next ones are decoded
-            _seal(memory)
+            memory.seal()
         except (RequestError, MemoryError) as e:
             what = "video" if is_video else "image"
             error = e if isinstance(e, RequestError) else refused("it takes too much memory: send a smaller one", what)
             _send(link, {"error": str(error), "code": error.code, "full": _full()}, [])
         else:
-            _send(link, {"grids": grids, "digests": digests, "times": times, "full": _full()}, [memory])
-        os.close(memory)
-        del data
+            _send(link, {"grids": grids, "digests": digests, "times": times, "full": _full()}, [memory.descriptor])
+        del data, memory
         signal.alarm(0)
 
 
@@ -98,25 +95,6 @@ def _full() -> bool:
         return False
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize() > FULL_BYTES
-
-
-def _memory() -> int:
-    """The descriptor of an empty file without a name; in memory where the system has such files."""
-    if sys.platform == "linux":
-        return os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _write(memory: int, patches: NDArray[np.uint8]) -> None:
-    left = patches.data.cast("B")
-    while left:
-        left = left[os.write(memory, left) :]
-
-
-def _seal(memory: int) -> None:
-    if sys.platform == "linux":
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Prompts with pictures, from the front doors to the tokens: against transformers, which computes them whole."""
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from perilune import LLM, SamplingParams
 from perilune.core.config import EngineConfig
 from perilune.core.errors import CheckpointError, ConfigError, RequestError
 from perilune.core.messages import Cancel, Media, Pixels, Submit
+from perilune.core.sealed import SealedFile
 from perilune.core.step import Slice, Work
 from perilune.dist.group import ALONE
 from perilune.engine import wire
@@ -301,11 +304,53 @@ def test_pixels_cross_when_they_are_wanted_and_again_after_a_crash(checkpoint: S
     asyncio.run(asyncio.wait_for(main(), 200))
 
 
+@pytest.mark.parametrize("how", ["short", "unsealed", "another kind", "none left"])
+def test_pixels_that_cannot_be_mapped_fail_their_request_alone(
+    checkpoint: Seeing, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, other = picture(12, 10, 42), picture(8, 8, 43)
+    ids, others = prompt(TEXTS[:2], [p]), prompt(TEXTS[:2], [other])
+    file = SealedFile.of(memoryview(p.patches.tobytes()[:-1]))
+    if how == "unsealed":
+        file = SealedFile.empty()
+        file.write(memoryview(p.patches.tobytes()))
+    elif how == "another kind":
+        file = SealedFile(os.open(os.devnull, os.O_RDONLY))
+
+    def no_descriptor() -> SealedFile:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main() -> None:
+        client = await EngineClient.start(checkpoint.path, EngineConfig(**CONFIG))
+
+        async def ask(ids: list[int], p: Picture) -> list[Any]:
+            return [d async for d in client.generate(ids, GREEDY, pictures=[p])]
+
+        try:
+            with monkeypatch.context() as patch:
+                if how == "none left":
+                    patch.setattr(SealedFile, "empty", no_descriptor)
+                (last,) = await ask(ids, p if how == "none left" else replace(p, shared=(file, 0)))
+            kept = p.patches.nbytes - 1 if how == "short" else 0
+            assert last.finish_reason == "error"
+            assert f"{kept} bytes of pixels instead of {p.patches.nbytes}" in last.error
+            wrong = ask(ids, replace(p, shared=(file, 0)))
+            right, _ = await asyncio.gather(ask(others, other), wrong)
+            assert [t for d in right for t in d.tokens] == checkpoint.greedy(others, [other], 6)
+            assert [t for d in await ask(ids, p) for t in d.tokens] == checkpoint.greedy(ids, [p], 6)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+
+
 def test_a_frame_that_comes_slowly_delays_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(theirs)
-        first, large = wire.encode([Cancel(1)]), wire.encode([Pixels(1, 0, memoryview(bytes(300_000)))])
+        submit = Submit(1, (100_000,) * 60_000, GREEDY)
+        first, large = wire.encode([Cancel(1)]), wire.encode([submit])
+        assert len(large) > 300_000
         ours.sendall(first + large[:50_000])
         assert channel.receive(0.0) == [Cancel(1)]
         assert channel.receive(0.0) == []
@@ -315,7 +360,7 @@ def test_a_frame_that_comes_slowly_delays_nothing() -> None:
         found: list[Any] = []
         while len(found) < 2:
             found += channel.receive(None)
-        assert [type(m).__name__ for m in found] == ["Pixels", "Cancel"] and found[0].patches.nbytes == 300_000
+        assert found == [submit, Cancel(1)]
         ours.close()
         with pytest.raises(EOFError):
             channel.receive(None)
