@@ -1,4 +1,4 @@
-"""What problems with tools share: requests whose calls belong to a split, the tools that are declared, remarks."""
+"""What problems with tools share: requests with calls of a split, the tools that are declared, remarks."""
 
 import functools
 import json
