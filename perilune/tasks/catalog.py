@@ -4,23 +4,24 @@ data/kits.txt has groups of tools of one noun, below an empty line of everyday t
 `name | description | requests`, with `(one/other)`, `{name:kind}` and `<tank {tank}>` for what "it" may stand for.
 
 data/catalog*.txt have a block per tool: `# verb noun | other names | descriptions`, then
-`= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and calling/values.py, a list
-of choices with commas, a pool of the file's head, or one of these with a `+`: a list of such values), then `- request`.
+`= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
+choices with commas, a pool of the file's head, or one of these with a `+`: a list of such values), then `- request`.
 A request gives the parameters that it has in braces; `[name=value name=value]` at its end gives those that are implied;
 `\\n` is the end of a line. Before its first tool a file may have pools of values: `@ pool value|value`.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.calling.values import CODES, FILES, NOTED, SENTENCES, Parameter, drawn, filled, spoken
-from perilune.tasks.fields import Field
+from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
-from perilune.tasks.records import Shown, iso_of, lines
-from perilune.tasks.wordings import capital, enumerated, in_words, parted
-from perilune.tasks.words import listed
+from perilune.tasks.records import Shown, iso_of, lines, same
+from perilune.tasks.records import drawn as drawn_for_record
+from perilune.tasks.wordings import capital, enumerated, in_words, lined, parted
+from perilune.tasks.words import NAMES, SURNAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
 _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
@@ -31,6 +32,15 @@ STATEMENT: Final = re.compile(
     r"|After|Any|Before|Same|Let's|Don't|Please|Kindly|Lights|Sprinkler|Directions)\b"
 )
 _WRITTEN: Final = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    kind: str
+    required: bool
+    choices: tuple[str, ...]
+    descriptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,8 @@ def _entry(block: str) -> Entry:
     )
 
 
-ENTRIES: Final = tuple(_entry(block) for file in FILES for block in file[1:])
+_FILES: Final = tuple(f"\n{lines(f'catalog{name}.txt')}".split("\n# ") for name in ("", "_more", "_town"))
+ENTRIES: Final = tuple(_entry(block) for file in _FILES for block in file[1:])
 _REFERRED: Final = re.compile(r"<[^<>{]*\{(\w+)\}>")
 
 
@@ -113,11 +124,199 @@ def _kits(text: str) -> tuple[tuple[Entry, ...], ...]:
 _RARE, _, _EVERYDAY = lines("kits.txt").partition("\n\n")
 KITS: Final = _kits(_RARE)
 COMMON: Final = _kits(_EVERYDAY)
+_POOLS: Final = {
+    name: tuple(values.split("|"))
+    for head, *_ in _FILES
+    for name, values in [line[2:].split(" ", 1) for line in head.split("\n") if line.startswith("@ ")]
+}
 
+# ---- values ------------------------------------------------------------------------------------------------------
+
+_MESSAGES: Final = parted(
+    "I'm running late|see you at noon|the meeting is cancelled|happy birthday|thank you for everything|call me back|"
+    "dinner is ready|I will be there soon|good luck|where are you|the key is under the mat|we won|please bring the "
+    "documents|I am on my way|buy milk|have a nice weekend|I cannot come today|the train is delayed|good morning|"
+    "where is the station|the bill is attached|can we talk tomorrow|I found your phone|the dog is fine|let's meet at "
+    "the park|we need more time|how are you|I love this place|the car is ready|sorry I missed you"
+)
+_CURRENCIES: Final = lined("""
+USD: dollars|US dollars
+EUR: euros
+GBP: pounds|British pounds
+JPY: yen|Japanese yen
+CHF: francs|Swiss francs
+INR: rupees
+CAD: Canadian dollars
+SEK: Swedish kronor
+PLN: zloty
+CNY: yuan
+AUD: Australian dollars
+MXN: Mexican pesos
+NOK: Norwegian kroner
+CZK: Czech koruna
+HUF: forints
+BRL: Brazilian reais
+THB: Thai baht
+ZAR: South African rand
+TRY: Turkish lira
+KRW: Korean won
+""")
+_UNITS: Final = listed("""
+    miles kilometers meters feet inches pounds kilograms ounces grams liters gallons celsius fahrenheit hours minutes
+    acres yards cups
+""")  # fmt: skip
+_BROKEN: Final = parted(
+    "the {t} is broken|the {t} does not start|the {t} crashes|I cannot log in to the {t}|the {t} is slow|the {t} "
+    "shows an error|my {t} is gone|the {t} makes a noise"
+)
+_THINGS: Final = listed("""
+    printer scanner laptop website app monitor phone mailbox search door heater projector keyboard camera
+""")  # fmt: skip
+_ACCOUNTS: Final = parted("savings|checking|business|joint|holiday|salary|credit card|travel|main")
+_DOORS: Final = parted("front|back|garage|cellar|garden|side|balcony|kitchen")
+_ROOMS: Final = parted(
+    "the kitchen|the living room|the bedroom|the bathroom|the office|the hall|the garage|the cellar|the attic|the "
+    "nursery|the dining room|the guest room"
+)
+_DAYS: Final = parted("tomorrow|today|Monday|Tuesday|Friday|next Monday|Saturday|Sunday")
+_ERRANDS: Final = parted(
+    "call {n}|buy {o}|pay the rent|water the plants|pick up {n}|take out the rubbish|feed the cat|renew the passport|"
+    "book the train|wash the car|send the {o}|visit {n}|clean the {o}|take my pills|back up the laptop|return the {o}"
+)
+_HOSTS: Final = listed("web db cache mail api build proxy node app search")
+_HALLS: Final = parted(
+    "Birch|Rowan|Hazel|Turing|Curie|Jupiter|Ruby|Harbour|Everest|Linden|Blue Room|Room 12|Loft|Lab 3"
+)
+_COMMANDS: Final = parted(
+    "ls -la|git status|df -h|npm install|pytest -x|make test|uptime|whoami|docker ps|cargo build|git pull|free -m|pip "
+    "list|ls {w}|echo {w}|python {w}.py|cat {w}.log"
+)
+
+
+_SENTENCES: Final = parted(
+    "Where is the {w}?|Don't forget the {w}!|How much is this {w}?|Happy birthday, {n}!|We're late, sorry!|Hi {n}, "
+    "can you call me?|I'm out of {w}. Help!|It's {n}'s {w}."
+)
+_VENUES: Final = parted("{n}'s|{n}'s|{s}'s|{n}'s Diner|St. {n}'s|Dr. {s}'s|O'{s}")
+
+
+def _filled(rng: Random, forms: tuple[str, ...]) -> str:
+    return pick(rng, forms).format(n=pick(rng, NAMES), s=pick(rng, SURNAMES), w=any_word(rng))
+
+
+def _message(rng: Random) -> str:
+    if rng.random() < 0.6:
+        return pick(rng, _MESSAGES)
+    return pick(rng, ("the {} is {}", "bring the {} and the {}", "no {} without {}", "{} or {}", "I like {} and {}",
+        "we are out of {} and {}")).format(any_word(rng), any_word(rng))  # fmt: skip
+
+
+def _currency(rng: Random, first: bool) -> Shown:
+    codes = tuple(_CURRENCIES)
+    code = pick(rng, codes[:6] if first and rng.random() < 0.7 else codes[6:] if rng.random() < 0.4 else codes[1:5])
+    return code, pick(rng, _CURRENCIES[code]) if rng.random() < 0.5 else code
+
+
+def _count(rng: Random, high: int) -> Shown:
+    n = 2 + int(rng.random() * (high - 1))
+    return n, in_words(n) if rng.random() < 0.25 and n < 30 else str(n)
+
+
+def _date(rng: Random) -> Shown:
+    return (day := pick(rng, _DAYS), day) if rng.random() < 0.3 else drawn_for_record(rng, "date")
+
+
+def _mostly(kind: str, draw: Callable[[Random], str]) -> Callable[[Random], Shown]:
+    return lambda rng: drawn_for_record(rng, kind) if rng.random() < 0.65 else same(draw)(rng)
+
+
+# What descriptions ask for, by kind.
+_NOTED: Final = lined("""
+date: YYYY-MM-DD|date as YYYY-MM-DD|ISO date, YYYY-MM-DD
+clock24: HH:MM|24 hour time, HH:MM|time in 24-hour format (HH:MM)
+cur: ISO 4217 code, e.g. EUR|three letter currency code
+lang: two letter language code|ISO 639-1 code, e.g. en
+land: two letter country code|ISO 3166 code, e.g. FR
+""")
+# Other names begin with their codes.
+_CODES: Final = dict(name.split(":") for name in listed("""
+    German:de Spanish:es Polish:pl Dutch:nl Greek:el Turkish:tr Portuguese:pt Chinese:zh Japanese:ja
+    Spain:ES Poland:PL Japan:JP Chile:CL Nepal:NP Portugal:PT Turkey:TR Vietnam:VN Ireland:IE Iceland:IS Morocco:MA
+    """))  # fmt: skip
+_PAST: Final = {0: "{} o'clock", 15: "quarter past {}", 30: "half past {}", 40: "twenty to {}", 45: "quarter to {}"}
+
+
+def _spoken(rng: Random) -> Shown:
+    """A time as HH:MM, and as people say it."""
+    hour, minute = int(rng.random() * 24), pick(rng, (0, 0, 30, 30, 15, 45, 5, 10, 20, 40))
+    time, roll, twelve = f"{hour:02d}:{minute:02d}", rng.random(), (hour + 11) % 12 + 1
+    if roll < 0.2 or hour % 12 + minute == 0:
+        return time, time if roll < 0.2 else "noon" if hour else "midnight"
+    if roll < 0.5 or not 4 < hour < 23:
+        text = f"{twelve}:{minute:02d}" if minute or roll < 0.3 else str(twelve)
+        return time, text + pick(rng, (" {}m", "{}m", " {}.m.")).format("pa"[hour < 12])
+    named = twelve % 12 + (minute > 30) or 12
+    form = "{}" if minute == 0 and roll < 0.6 else _PAST.get(minute, f"{in_words(minute)} past {{}}")
+    text = form.format(in_words(named) if roll > 0.7 else named)
+    return time, f"{text} in the {'morning' if hour < 12 else 'afternoon' if hour < 18 else 'evening'}"
+
+
+_MINUTES: Final = parted("00|15|30|45|10|20|05")
+_DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
+    "message": same(_message),
+    "first": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.2 else pick(rng,
+        (*NAMES, "mum", "dad", "my boss", "my sister"))),
+    "cur": lambda rng: _currency(rng, True), "cur2": lambda rng: _currency(rng, False),
+    "unit": same(lambda rng: pick(rng, _UNITS[:9])), "unit2": same(lambda rng: pick(rng, _UNITS[9:])),
+    "count1": lambda rng: _count(rng, 14), "count": lambda rng: _count(rng, 100),
+    "minutes": lambda rng: _count(rng, 90), "date": _date,
+    "clock24": same(lambda rng: f"{int(rng.random() * 24):02d}:{pick(rng, _MINUTES)}"),
+    "broken": same(lambda rng: pick(rng, _BROKEN).format(t=pick(rng,
+        _THINGS) if rng.random() < 0.6 else made_up(rng))),
+    "account": same(lambda rng: pick(rng, _ACCOUNTS)), "door": same(lambda rng: pick(rng, _DOORS)),
+    "place": lambda rng: (bare(room := pick(rng, _ROOMS)), room),
+    "noun": same(any_word), "errand": same(lambda rng: pick(rng, _ERRANDS).format(n=pick(rng, NAMES),
+        o=any_word(rng))),
+    "path": same(lambda rng: pick(rng, parted(
+        "{a}.txt|/tmp/{a}|{a}/{b}.py|notes/{a}.md|/home/{a}/{b}.csv|{a}.json|docs/{a}.pdf|/var/log/{a}.log|src/{a}.rs"
+    )).format(a=any_word(rng), b=any_word(rng))),
+    "command": same(lambda rng: pick(rng, _COMMANDS).format(w=any_word(rng))),
+    "code": _mostly("code", lambda rng: str(1000 + int(rng.random() * 1e5))),
+    "restaurant": _mostly("restaurant", lambda rng: _filled(rng, _VENUES)),
+    "cm": lambda rng: (n := 150 + int(rng.random() * 50), str(n)),
+    "bool": lambda rng: (rng.random() < 0.5, ""),
+    "warm": lambda rng: (n := 15 + int(rng.random() * 11), str(n)),
+    "hour": lambda rng: (n := int(rng.random() * 24), pick(rng, (f"{n}:00", f"{n:02d}:00", str(n), f"{n} o'clock"))),
+    "server": same(lambda rng: f"{pick(rng, _HOSTS)}{pick(rng, '- 0').strip()}{1 + int(rng.random() * 9)}"),
+    "sku": same(lambda rng: f"{any_word(rng)[:3].upper()}-{1 + int(rng.random() * 990)}"),
+    "aircraft": same(lambda rng: pick(rng, "ABKLQSTU") + pick(rng, "AFHKLQRSX") + str(100 + int(rng.random() * 8900))),
+    "hall": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.3 else pick(rng, _HALLS)),
+}  # fmt: skip
 _WHOLE: Final = frozenset(
     listed("count1 count minutes small big degrees year size hours age percent pages calories port small2 warm cm hour")
 )
 _FRACTIONS: Final = frozenset(listed("money weight rating decimal"))
+
+
+def _drawn(rng: Random, p: Parameter) -> Shown:
+    if p.choices:
+        chosen = pick(rng, p.choices)
+        text = chosen.replace("_", " ")
+        return chosen, text.capitalize() if rng.random() < 0.2 and p.name == "unit" else text
+    if p.kind.endswith("+"):
+        texts = list({_one(rng, p.kind[:-1])[1]: 0 for _ in range(2 + int(rng.random() * 3))})
+        return texts, enumerated(texts, pick(rng, (" and ", ", ", " and ")))
+    return _one(rng, p.kind)
+
+
+def _one(rng: Random, kind: str) -> Shown:
+    if kind in _POOLS:
+        text = pick(rng, _POOLS[kind])
+        if " " not in text and rng.random() < 0.2:
+            text = made_up(rng)
+        return text, text
+    value, text = _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
+    return bare(value) if kind == "room" else value, text
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -145,7 +344,7 @@ def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, 
         if p.choices and not one.choices:
             schema["enum"] = list(map(int, p.choices))
         about = pick(rng, p.descriptions or (one.label.capitalize(), f"The {one.label}"))
-        if iso and (notes := NOTED.get(p.kind.rstrip("2"))):
+        if iso and (notes := _NOTED.get(p.kind.rstrip("2"))):
             schema["description"] = capital(pick(rng, ("", f"{about}, ")) + pick(rng, notes))
         elif rng.random() < described:
             schema["description"] = about
@@ -172,7 +371,7 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
     for name in places:
         values[name], shown[name] = fresh(rng, by_name[name], iso, values)
         if by_name[name].kind == "message" and f'"{{{name}}}"' in form and rng.random() < 0.4:
-            values[name] = shown[name] = filled(rng, SENTENCES)
+            values[name] = shown[name] = _filled(rng, _SENTENCES)
     return form, shown, _ordered(entry, values)
 
 
@@ -201,11 +400,11 @@ def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | N
 def fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
     """A value and how it is written, other than those given if it is a text."""
     while True:
-        value, text = drawn(rng, p)
+        value, text = _drawn(rng, p)
         if iso and p.kind == "clock24":
-            return spoken(rng)
+            return _spoken(rng)
         if iso and p.kind in ("lang", "land"):
-            code = CODES.get(text, text[:2])
+            code = _CODES.get(text, text[:2])
             return code.lower() if p.kind == "lang" else code.upper(), text
         if p.kind == "date" and iso:
             if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
@@ -248,7 +447,7 @@ def asked_together(
     for _ in range(20):
         if len(values) == count:
             break
-        value, text = drawn(rng, parameter)
+        value, text = _drawn(rng, parameter)
         if value not in arguments.values() and value not in values.values():
             values[text] = value
     if len(values) < count:

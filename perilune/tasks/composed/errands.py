@@ -15,7 +15,6 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks import catalog
-from perilune.tasks.calling.values import Parameter
 from perilune.tasks.composed.clauses import clause, sentence
 from perilune.tasks.problem import ToolCall, pick
 from perilune.tasks.records import lines
@@ -38,7 +37,7 @@ class _Ask:
 
     def __init__(self, rng: Random, row: str) -> None:
         names, about, parameters, *self.forms = row.split("|")
-        self.rng, self.many, self.places = rng, "", dict[str, Parameter]()
+        self.rng, self.many, self.places = rng, "", dict[str, catalog.Parameter]()
         for letter, one in zip("abc", parameters.split(";")):
             known, kind, *said = one.split(":")
             self.many += letter * (kind[-1] == "+")
@@ -46,7 +45,7 @@ class _Ask:
             if kind == "on,off" and rng.random() < 0.5:
                 name, kind, noted = "on", "bool", ("true for on, false for off", "Whether it is on")
             choices = tuple(kind.split(",")) if "," in kind else ()
-            self.places[letter] = Parameter(name, kind, True, choices, noted if noted[0] else ())
+            self.places[letter] = catalog.Parameter(name, kind, True, choices, noted if noted[0] else ())
         self.names, declared = tuple(names.split(",")), tuple(self.places.values())
         verb, noun = self.names[0].replace("_", " ").split(" ", 1)
         self.tool = catalog_tool(rng, catalog.Entry(verb, noun, self.names, tuple(about.split("/")), declared, ()))

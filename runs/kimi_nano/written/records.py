@@ -15,7 +15,7 @@ from random import Random
 from types import ModuleType
 from typing import Any, Final
 
-from perilune.tasks.calling.requests import distinct
+from perilune.tasks.calls import distinct
 from perilune.tasks.families import Family
 from perilune.tasks.problem import Problem
 from runs.kimi_nano.written import functions, intents, prose, questions, statements, stories, utterances

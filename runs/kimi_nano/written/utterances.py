@@ -20,8 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.calling.requests import REFUSAL
-from perilune.tasks.calling.several import joined
+from perilune.tasks.calls import REFUSAL, joined
 from perilune.tasks.extraction import copied, or_null, prompt_messages, wide_prompt
 from perilune.tasks.fields import Field, written
 from perilune.tasks.problem import Problem, Reply, ToolCall, pick, user
