@@ -83,7 +83,7 @@ def played(
             rid = 1_000_000 + len(arrived) + len(first_tokens)
             submit(rid)
             arrived[rid], coming = coming, coming + rng.expovariate(1 / every)
-        for want in engine.wants():
+        for want in engine.wants() if fit is not None else ():
             engine.provide(Pixels(want.rid, want.item, pixels))
         for delta in engine.step():
             at = time.perf_counter()

@@ -149,12 +149,12 @@ def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
     page.fill("#text", "and now?")
     page.key("Enter")
     assert page.value("document.activeElement.matches('.results textarea')"), "calls are answered first"
-    page.fill(".results textarea", '{"weather": "sunny"}')
+    page.fill(".results textarea", '{"sky": "sunny"}')
     page.press("send results")
     assert "sunny" in page.answer()
     kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages")
     assert [m["role"] for m in kept] == ["user", "assistant", "tool", "assistant"]
-    assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"weather": "sunny"}'
+    assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"sky": "sunny"}'
 
 
 def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:

@@ -67,7 +67,8 @@ def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
             assert [t for t, _ in mine.top] == [t for t, _ in right.top]
 
 
-@pytest.mark.parametrize("draft", ["off", "suffix", "eagle3"])
+# The draft model first: it follows no prompt that is in the cache, and guesses badly then.
+@pytest.mark.parametrize("draft", ["eagle3", "off", "suffix"])
 def test_tokens_are_those_of_one_rank(one: LLM, several: LLM, draft: str) -> None:
     if draft == "suffix" and several.info.tp != 2:
         pytest.skip("whole steps of 2 ranks show it: suffix drafts are rank 0's alone")
