@@ -34,7 +34,6 @@ from perilune.model.moonvit import MoonVit
 
 CONTEXT_TOKENS = 1024
 SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
-PATCH_PIXELS = 14 * 14
 BESIDE_TOKENS = 16  # of text before a picture
 LONG_MEDIANS = 2.0  # An interval above this many medians counts in `long_share`. Above 0.01, it decides the p99.
 
@@ -66,7 +65,7 @@ def played(
         media = Media(rid.to_bytes(32, "big"), (1, fit.rows, fit.columns), fit.tokens)
         engine.submit(Submit(rid, (*tokens(BESIDE_TOKENS), *[encoder.pad] * fit.tokens), params, pictures=(media,)))
 
-    pixels = memoryview(os.urandom(0 if fit is None else 3 * fit.rows * fit.columns * PATCH_PIXELS))
+    pixels = memoryview(os.urandom(0 if fit is None else 3 * fit.rows * fit.columns * Limits().patch_size ** 2))
     most = engine.info.max_model_len - context
     for rid in range(decoding):
         engine.submit(Submit(rid, tokens(context), SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)))

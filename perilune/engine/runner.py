@@ -224,7 +224,7 @@ class Runner:
         chains = None
         if self.drafter is not None and plan.chain != LEFT_OUT:
             lengths = None if accepted is None else accepted.lengths
-            if self.tower is not None:
+            if self.tower is not None and batch.step.replaced is not None:
                 shown = self.tower.replaced(batch.work, batch.starts, ahead=1)
                 batch = replace(batch, step=replace(batch.step, replaced=shown))
             start = self.drafter.follow(followed(batch, features, sampled.checked.clamp_min(0), lengths))

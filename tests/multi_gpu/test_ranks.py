@@ -69,8 +69,8 @@ def two(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield llm
 
 
-# Before the tests of `two`, whose last engine lives to the end of the file: ranks beside an engine of the same process
-# do not exchange over peer memory.
+# Runs before the tests of `two`: its last engine is closed at the end of this file, and ranks do not use peer memory
+# while another engine of their process holds the GPU.
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_step_that_waits_for_it_and_leaves_no_memory(

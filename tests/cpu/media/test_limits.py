@@ -51,6 +51,8 @@ def test_random_sizes_are_those_of_transformers(kind: str, limit: int, frames: i
         (new_h, new_w), (tall, wide) = made["navit_resize"](h, w, 14, 2, limit, 512)
         expected = Fit(new_w, new_h, tall // 14, wide // 14, tall * wide // 784)
         assert Limits().fit(w, h, frames=frames) == expected, (w, h)
+        # Padding adds to the limit of 4,096 tokens.
+        assert expected.rows <= 512 and expected.columns <= 512 and expected.tokens < 4700
     with pytest.raises(ValueError, match="0 x 5"):
         Limits().fit(0, 5)
 
