@@ -50,7 +50,7 @@ def call_key(call: ToolCall) -> tuple[str, str]:
 
 
 def _any_tool(rng: Random, split: str) -> Tool:
-    return catalog_tool(rng) if widely(split) and rng.random() < 0.58 else tool(rng, split)
+    return catalog_tool(rng) if widely(split) and rng.random() < 0.5 else tool(rng, split)
 
 
 def _request(rng: Random, split: str) -> Request:
@@ -226,10 +226,10 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 @_distinctly
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
-    if split == "train" and rng.random() < 0.28:
+    if split == "train" and rng.random() < 0.24:
         return _errand(rng, split, thinking, "tools_multi", pick(rng, (2, 2, 2, 2, 2, 3, 3, 4)))
-    if widely(split) and (roll := rng.random()) < 0.35:
-        return (_stepwise if roll < 0.22 else _at_once)(rng, split, thinking)
+    if widely(split) and (roll := rng.random()) < 0.31:
+        return (_stepwise if roll < 0.2 else _at_once)(rng, split, thinking)
     if widely(split) and rng.random() < 0.2:
         return pick(rng, (_again, _again, _contrast, _contrast, _talk))(rng, split, thinking)
     if widely(split) and (roll := rng.random()) < 0.36:
@@ -237,7 +237,7 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
         return pick(rng, ways)(rng, split, thinking)
     roll = rng.random()
     # In training fewer refusals: who refuses often also refuses what is asked for in other words.
-    parallel, result = (0.52, 0.76) if widely(split) else (0.36, 0.68)
+    parallel, result = (0.46, 0.74) if widely(split) else (0.36, 0.68)
     kind = _parallel if roll < parallel else _result if roll < result else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
 
@@ -406,29 +406,65 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
         asked = asked[:1]  # one question cannot be put to two kinds of results
     new = split == "structural"
     keys = fields(rng, 1 + int(rng.random() * 4), 0.5 if new else 0.0)
-    wanted = pick(rng, keys)
-    contents, facts = [], []
-    for _ in asked:
-        if rng.random() < 0.08:
-            why = f"{said(value(rng, wanted))} not found"
-            contents.append(json.dumps({"error": why}, ensure_ascii=False))
-            facts.append(("error", why, f"The tool failed: {why}."))
-            continue
-        values = {f.name: value(rng, f) for f in keys}
-        shown = values[wanted.name]
-        if len(keys) == 1 and rng.random() < 0.5:
-            contents.append(said(shown))
-        else:
-            contents.append(_shown(rng, values, split))
-        facts.append((wanted.name, shown, f"The {wanted.label} is {said(shown)}."))
-    question = pick(rng, _WHAT).format(l=wanted.label)
-    text = f"{joined(rng, [a.text for a in asked], [a.call for a in asked], split)} {question}"
+    if split == "train" and rng.random() < 0.4:
+        question, (contents, lines, sentences) = "", _unasked(rng, asked, keys)
+    else:
+        wanted = pick(rng, keys)
+        contents, lines, sentences = list[str](), list[str](), list[str]()
+        for _ in asked:
+            if rng.random() < 0.08:
+                _append_failure(rng, wanted, contents, lines, sentences)
+                continue
+            values = {f.name: value(rng, f) for f in keys}
+            shown = values[wanted.name]
+            if len(keys) == 1 and rng.random() < 0.5:
+                contents.append(said(shown))
+            else:
+                contents.append(_shown(rng, values, split))
+            lines.append(f"{wanted.name}: {written(shown)}")
+            sentences.append(f"The {wanted.label} is {said(shown)}.")
+        question = " " + pick(rng, _WHAT).format(l=wanted.label)
+    text = joined(rng, [a.text for a in asked], [a.call for a in asked], split) + question
     thought = "\n".join([a.trace(text) for a in asked])
     messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
-    lines = [f"{name}: {written(shown)}" for name, shown, _ in facts]
-    reply = Reply("\n".join(lines) if thinking else "", " ".join([sentence for _, _, sentence in facts]))
+    reply = Reply("\n".join(lines) if thinking else "", " ".join(sentences))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
+
+
+def _append_failure(rng: Random, wanted: Field, contents: list[str], lines: list[str], sentences: list[str]) -> None:
+    why = f"{said(value(rng, wanted))} not found"
+    contents.append(json.dumps({"error": why}, ensure_ascii=False))
+    lines.append(f"error: {written(why)}")
+    sentences.append(f"The tool failed: {why}.")
+
+
+def _unasked(rng: Random, asked: list[Request], keys: list[Field]) -> tuple[list[str], list[str], list[str]]:
+    """Results of requests without a question ("Get the weather."), lines of the thought and sentences of the reply:
+    all values, one mostly, often under the name of what was asked for; a text as it is; or that it is done."""
+    noun, kind = asked[0].tool.noun.split()[-1], rng.random()
+    named = replace(keys[0], name=noun, label=noun) if keys[0].kind != "choice" else keys[0]
+    keys = [pick(rng, (keys[0], named)), *keys[1:]][: 1 if rng.random() < 0.7 else 3]
+    contents, lines, sentences = list[str](), list[str](), list[str]()
+    for _ in asked:
+        values = {f.name: value(rng, f) for f in keys}
+        if rng.random() < 0.08:
+            _append_failure(rng, keys[0], contents, lines, sentences)
+        elif kind < 0.25:
+            values = pick(rng, _OKS)
+            contents.append(_shown(rng, values, "train"))
+            ((name, shown),) = values.items()
+            lines.append(f"{name}: {written(shown)}")
+            sentences += ["Done."] * ("Done." not in sentences)
+        elif kind < 0.35:
+            contents.append(text := ", ".join([said(v) for v in values.values()]))
+            lines.append(f"result: {written(text)}")
+            sentences.append(f"The result is {text}.")
+        else:
+            contents.append(_shown(rng, values, "train"))
+            lines += [f"{f.name}: {written(values[f.name])}" for f in keys]
+            sentences += [f"The {f.label} is {said(values[f.name])}." for f in keys]
+    return contents, lines, sentences
 
 
 def _found(rng: Random, split: str, thinking: bool) -> Problem:
@@ -537,6 +573,8 @@ def _compared(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, made_key, messages, reply, _declared(rng, asked, split), thinking)
 
 
+_OKS: Final[tuple[dict[str, Any], ...]] = ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1},
+    {"status": "ok"}, {"success": True}, {"status": "success"}, {"done": True})  # fmt: skip
 _NOW: Final = ("", "Now ", "Good. Now ", "Great, ", "ok. ", "And then ", "Thanks! Now ", "Right, ", "Next ")
 
 
@@ -548,7 +586,7 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
         last = shortly(rng, pick(rng, kit), first.call.arguments)
         if last and last.call != first.call and belongs(key := ("call", *call_key(last.call)), split):
             break
-    values: dict[str, Any] = pick(rng, ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1}))
+    values = pick(rng, _OKS[:4])
     text = pick(rng, _NOW) + _lowered(last.text, [last.call])
     messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
     reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
