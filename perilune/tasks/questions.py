@@ -2,9 +2,11 @@
 
 A paragraph belongs to one split by its hash. Structural problems word the question anew.
 
-A thought begins with the answer and quotes its sentence after it. A model that wrote the sentence first chose a wrong
-one more often (70 % right against 86 % without a thought, docs/LOG.md): where a sentence begins, its later words are
-not yet known. Short texts (briefs.py) have thoughts of `words of the question: answer`, without sentences.
+A thought about a paragraph repeats the question, then has the answer and the sentence that it is from. A model that
+wrote the sentence first chose a wrong one more often (70 % right against 86 % without a thought, docs/LOG.md): where a
+sentence begins, its later words are not yet known. One that began with the answer took the first of several like
+things ("the red bike is Ann's, the blue one Bo's"). Short texts (briefs.py) have thoughts of `words of the question:
+answer`, without sentences.
 """
 
 import re
@@ -191,8 +193,8 @@ def _about_record(rng: Random, split: str, thinking: bool) -> Problem:
             break
     content = _with_unit(stated.text, question, content)
     found = [s for s in _SENTENCES.split(stated.text) if re.search(rf"(?<!\w){re.escape(content)}(?!\w)", s)]
-    prompt = _form(rng).format(p=stated.text, q=careless(rng, question))
-    reply = Reply("\n".join([content, *found[:1]]) if thinking else "", content)
+    prompt = _form(rng).format(p=stated.text, q=(question := careless(rng, question)))
+    reply = Reply("\n".join([_answered(question, content), *found[:1]]) if thinking else "", content)
     return Problem("doc_questions", split, (*passage_key(stated.text), slot), (user(prompt),), reply, thinking=thinking)
 
 
@@ -206,8 +208,12 @@ def _about_paragraph(rng: Random, split: str, thinking: bool) -> Problem:
     if rng.random() < 0.05:
         messages = ({"role": "system", "content": pick(rng, _TEXT_FIRST).format(p=made.text)}, user(made.question))
     key = (*passage_key(made.text), made.question)
-    reply = Reply(f"{made.answer}\n{made.trace}" if thinking else "", made.answer)
+    reply = Reply(f"{_answered(made.question, made.answer)}\n{made.trace}" if thinking else "", made.answer)
     return Problem("doc_questions", split, key, messages, reply, thinking=thinking)
+
+
+def _answered(question: str, answer: str) -> str:
+    return f"{question.rstrip('?.! ')}: {answer}"
 
 
 def _about_brief(rng: Random, split: str, thinking: bool) -> Problem:

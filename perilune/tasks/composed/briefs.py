@@ -3,7 +3,8 @@
 A block of data/briefs.txt begins with forms: `text|text => question^answer^label|... => begin of the
 thought`. The thought ends with `label: answer`; `;` begins a new line of it. Then there are rows: the kind of A to D,
 the kind of X to W, cells. <2,A,X> is cell 2 (one of those with # between them) with A for {l} and X for {p}. {Q} asks
-for A. Of [a/b] one is taken. Clauses with & between them may come in any order.
+for A. Of [a/b] one is taken. Clauses with & between them may come in any order. In the last block they stay in order,
+because those after the first have no verb ("the red bike is for Ann, the blue one for Bo").
 
 The file begins with common knowledge, `question|...^answer^label=>data` (a/b: {a} and {b}; a=b: both ways; a+b+...: a
 ring), then words by sorts.
@@ -34,7 +35,7 @@ _PARITY: Final = parted(
     "is {n} odd or even|is {n} an odd or an even number|is the number {n} even or odd|{n}: odd or even"
 )
 _LISTS: Final = parted("{q}: {l}|{q}, {l}|{l}: {q}|on my list are {l}, and {q}|I've got {l}. {Q}")
-_SHARES: Final = (*[0] * 7, *[1] * 4, *[2] * 3, *[3] * 3, 4, 4, 4, 5, 5, 6, 7)  # numbers of blocks
+_SHARES: Final = (*[0] * 7, *[1] * 5, *[2] * 3, *[3] * 4, 4, 4, 4, 5, 5, 6, 7, *[8] * 6)  # numbers of blocks
 _PAIRS: Final = parted("old,new,spare,best|big,small,long,round|red,green,blue,white|first,second,third,last")
 _NOUNS: Final = listed("server office printer shop bike key machine tent door")
 _STATES: Final = {
@@ -44,6 +45,7 @@ _STATES: Final = {
 }
 _STEPS: Final = listed("lint test build deploy backup login upload payment scan import")
 _THEN: Final = parted("then |later |after that |the next day |soon |a week later ||")
+_LAST: Final = (" and ", ", and ", ", ", "; ")
 _KIN: Final = parted("my friend |our neighbour |his boss |my cousin |her cousin |the new colleague ")
 _YES: Final = parted("{Q}? Answer yes or no.|{q}, yes or no?|{Q}? Please reply with yes or no.|{Q}?")
 _PLACED: Final = re.compile(r"(^|: |> |\b(?:from|to|out of) )(?:in|on) (?=the )", re.MULTILINE)
@@ -143,16 +145,22 @@ def brief(rng: Random) -> Paragraph:
         return re.sub(r"\ba (?=[aeioAEIO])", "an ", form.format(**words))
 
     text, asks, *begin = pick(rng, forms)
+    if "{year" in text:
+        words |= zip(("year", "year2", "year3"), reversed(_values(rng, "{year}", [])))
     groups, kin = [], tuple(names) if who == "who" and names[0][:4] != "the " else "/"
     ways = text.split("|")
     # Not "Sam called Ann, Bo Kim", nor "Sam: Ann".
     few = 0 if number else 4 if kind == what else 2 if values[0][:1].isupper() or " a {p}" in cells[0] else 0
     for group in opened(pick(rng, ways[: len(ways) - few])).split("+"):
         said = [filled(one) for one in group.split("&")]
-        if number != 2 or rng.random() < 0.5:
+        if number != 8 and (number != 2 or rng.random() < 0.5):
             rng.shuffle(said)
-        if kind == "{pair}" and rng.random() < 0.5:
+        if number == 4 and what and rng.random() < 0.4:  # "Ann sold 9 apples, Bo 4"
+            pairs = [next(pair for pair in zip(names, values) if one.startswith(f"{pair[0]} ")) for one in said[1:]]
+            said = [enumerated([said[0], *map(" ".join, pairs)], pick(rng, _LAST))]
+        if kind == "{pair}" and (number == 8 or rng.random() < 0.5):
             said[1:] = [one.replace(f" {noun} ", " one ") for one in said[1:]]
+        said = [enumerated(said, pick(rng, _LAST))] if number == 8 else said
         groups.append([pick(rng, _KIN) + one if one.startswith(kin) and rng.random() < 0.1 else one for one in said])
     if number == 4 and kind and "{year}" not in what and rng.random() < 0.2:
         groups = [[re.sub(r"\b\d+", lambda m: in_words(int(m[0])), one) for one in said] for said in groups]
@@ -172,7 +180,7 @@ def brief(rng: Random) -> Paragraph:
     thought = "\n".join([*map(filled, begin), f"{label}: {answer}"]).replace(";", "\n")
     form = pick(rng, _YES if answer in ("yes", "no") else FORMS["plain"])
     if (
-        re.match(r"(?!\w+ \w+ (?:is|was|does)\b)(who|which \w+|what) (?!(is|are|was|do|did|does)\b)", asked)
+        re.match(r"(?!\w+ \w+ (?:is|was|does)\b)(who|which \w+|what) (?!(is|are|was|do|did|does|will)\b)", asked)
         and rng.random() < 0.25
     ):
         form = pick(rng, FORMS["indirect"])
