@@ -1,7 +1,7 @@
 """Requests that decode while prompts arrive: intervals between their tokens, with and without decode_stretch's bound.
 
 python -m runs.prompt_arrivals [--layers 9 --decoding 8,64 --prompt 10000 --every 3 --seconds 20 --ledger DIR]
-python -m runs.prompt_arrivals --picture 4000x3000   prompts of such a picture each, and a few tokens
+python -m runs.prompt_arrivals --picture 4000x3000 --stretch 2   prompts of such a picture each, and a few tokens
 
 On a GPU at Kimi K2.5's shapes with random weights, those of the vision tower too; elsewhere kimi-nano, with smaller
 numbers to try the script. Prompts arrive at random, the same times for both settings; no two pictures are equal. Each
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--decoding", default="8,64")
     parser.add_argument("--prompt", type=int, default=10_000)
     parser.add_argument("--picture", metavar="WIDTHxHEIGHT", help="pixels of a picture, instead of --prompt")
+    parser.add_argument("--stretch", default="0,2,0,2", help="decode_stretch of the engines, one by one (0: no bound)")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between prompts, on average")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ledger", type=Path)
@@ -132,7 +133,7 @@ def main() -> None:
     if cuda:
         limits |= {"kv_blocks": 16 * (-(-prompt // 64) + 2) + max(batches) * 512, "block_size": 64}
     bench = Bench("kimi-k2.5", args.layers) if cuda else None
-    for stretch in (0.0, 2.0, 0.0, 2.0):
+    for stretch in map(float, args.stretch.split(",")):
         config: dict[str, Any] = {**limits, "decode_stretch": stretch}
         if bench is not None:
             engine, vocab = bench.engine(args.layers, **config), 160_000
