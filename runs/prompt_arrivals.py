@@ -42,7 +42,7 @@ def see(engine: Engine) -> None:
     """Gives the engine a vision tower of Kimi K2.5's size with random weights."""
     tower = Tower(MoonVit(vision.K25, vision.random_weights(vision.K25, torch.device("cuda"))), Limits())
     engine.runner.tower = tower
-    engine._encoder = engine.scheduler.encoder = open_encoder(tower, engine.config, Choices())
+    engine._encoder = engine.scheduler.encoder = open_encoder(tower, engine.config, Choices([]))
 
 
 def played(
