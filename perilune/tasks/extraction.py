@@ -15,7 +15,7 @@ from typing import Any, Final
 from perilune.tasks.composed.entries import RULES, Wanted, entry, in_line, request, rows, template
 from perilune.tasks.composed.notices import notice
 from perilune.tasks.composed.slips import NOTICES, SLIPS, Found, slip
-from perilune.tasks.composed.unnamed import loose, unnamed, worked
+from perilune.tasks.composed.unnamed import loose, nested, related, table, unnamed, worked
 from perilune.tasks.fields import Field, bare, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
 from perilune.tasks.records import iso_of, record
@@ -130,14 +130,19 @@ _NEW_PROMPTS: Final = (
 )
 
 
+# Makers that training draws from beside the others, each with the number that a random one must be below.
+_TRAINED: Final = ((0.18, unnamed), (0.27, loose), (0.32, worked), (0.43, related), (0.465, table), (0.5, nested))
+
+
 def sample_json_extract(rng: Random, split: str, thinking: bool) -> Problem:
     new, wide = split == "structural", widely(split)
     while True:
         roll, noted = rng.random() if wide else 1.0, wide and rng.random() < 0.33
         train = rng.random() if split == "train" else 1.0
-        if train < 0.35 or noted or roll < 0.6:
-            if train < 0.35:
-                messages, reasoning, expected = (unnamed if train < 0.2 else loose if train < 0.3 else worked)(rng)
+        if train < 0.5 or noted or roll < 0.6:
+            if train < 0.5:
+                make = next(make for most, make in _TRAINED if train < most)
+                messages, reasoning, expected = make(rng)
             else:
                 messages, reasoning, expected = notice(rng, *_stated(rng)) if noted else entry(rng)
             content = json.dumps(expected, ensure_ascii=False)

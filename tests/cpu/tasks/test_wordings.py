@@ -247,3 +247,17 @@ def test_keys_that_no_request_names_have_values_of_the_text() -> None:
         assert trace == unnamed.THOUGHT or trace.count("\n") == len(made) - 1
         named += all(key in text for key in made)
     assert 150 < named < 450
+
+
+def test_related_values_rows_and_nested_objects_are_of_the_text() -> None:
+    rng, unasked = random.Random(9), 0
+    for make in (unnamed.related, unnamed.table, unnamed.nested) * 400:
+        messages, trace, made = make(rng)
+        text = " ".join([m["content"] for m in messages])
+        for value in made.values():
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            assert all(v in text for v in inner if isinstance(v, str)), (text, made)
+        flat = [len(value) if isinstance(value, dict) else 1 for value in made.values()]
+        unasked += trace == unnamed.THOUGHT
+        assert trace == unnamed.THOUGHT or trace.count("\n") == sum(flat) - 1
+    assert 120 < unasked < 300
