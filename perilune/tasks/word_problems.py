@@ -67,12 +67,13 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
     new, words = split == "structural", {}
     while True:
         roll = rng.random() if widely(split) else 1
-        wider, everyday = roll < 0.85, roll < 0.42
+        fresh = split == "train" and rng.random() < 0.16
+        wider, everyday = fresh or roll < 0.85, fresh or roll < 0.42
         if wider:
             words = _words(rng, new)
             roll = rng.random()
             if everyday:
-                pattern, text, unit = lesson(rng)
+                pattern, text, unit = lesson(rng, "fresh" if fresh else "story")
             else:
                 pattern, text, unit = plan(rng) if roll < 0.45 else (tale if roll < 0.64 else wide)(rng, words["o"])
         else:
