@@ -6,13 +6,14 @@ their parameters are new as well, and half of the requests are worded anew.
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed.chores import PLAIN, chore, counted, there
-from perilune.tasks.composed.errands import around, context, errand, thanks
+from perilune.tasks.composed.chores import PLAIN, chore, counted, handed, sought, there
+from perilune.tasks.composed.errands import around, context, errand, framed, puzzle, thanks
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import BASES, Field, fields, said, value, written
 from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
@@ -37,7 +38,7 @@ from perilune.tasks.tools import (
     wishes,
     worded,
 )
-from perilune.tasks.wordings import enumerated, small
+from perilune.tasks.wordings import capital, enumerated, small
 from perilune.tasks.words import CITIES, NAMES, any_word
 
 REFUSAL: Final = "None of the declared tools can do that."
@@ -85,7 +86,7 @@ def _distinctly(sample: Callable[[Random, str, bool], Problem]) -> Callable[[Ran
 @_distinctly
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     made = None
-    if split == "train" and rng.random() < 0.26:
+    if split == "train" and rng.random() < 0.31:
         return _errand(rng, split, thinking, "tool_call", 1)
     if widely(split):
         made = (
@@ -107,13 +108,16 @@ def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) -> Problem:
-    """Requests as colleagues write them; now and then none at all, or one without a declared tool."""
+    """Requests as colleagues write them; now and then none at all, a question or one without a declared tool."""
     while True:
-        roll = rng.random()
+        roll, question = rng.random(), ""
         if roll < 0.1 and count > 1:
             text, beside = thanks(rng)
             text = f"{context(rng, (), 'hello')}." if roll < 0.04 else text
             asked, key = list[Request](), tuple[str, ...](("chat", text))
+        elif 0.1 < roll < 0.15:
+            text, question, beside = puzzle(rng)
+            asked, key = [], ("chat", text)
         else:
             text, asked, beside = errand(rng, count)
             key = ("call", *call_key(asked[0].call))
@@ -124,13 +128,16 @@ def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) ->
     messages: tuple[Message, ...] = (user(text),)
     known = [] if refused else list(targets)
     known += [t for t in beside if all(t is not one for one in targets)]
-    known += others(rng, [*targets, *beside], pick(rng, (0, 0, 0, 1, 2, 5)) + (not known), split)
+    more = others(rng, [*targets, *beside], pick(rng, (0, 0, 0, 1, 2, 5)) + (not known), split)
+    known += [t for t in more if not question or not re.search("define|dict|mean|word|search|explain", str(t.spec))]
     if roll > 0.8 and count > 1:
         before, (first,), _ = errand(rng, 1)
         if all(first.tool.noun != t.noun for t in known):  # its finished exchange goes before
             known.append(first.tool)
             messages = (*_finished(rng, before, first, {"status": "ok"}, "Done.", split), *messages)
-    if not asked:
+    if question:
+        reply = Reply(f"{question}\nnone" if thinking else "", REFUSAL)
+    elif not asked:
         thought, content, *_ = TALK[4 * (roll >= 0.04)]
         reply = Reply(thought if thinking else "", content)
     elif refused:
@@ -226,7 +233,9 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 @_distinctly
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
-    if split == "train" and rng.random() < 0.24:
+    if split == "train" and (roll := rng.random()) < 0.29:
+        if roll < 0.014:
+            return _sought_before(rng, split, thinking)
         return _errand(rng, split, thinking, "tools_multi", pick(rng, (2, 2, 2, 2, 2, 3, 3, 4)))
     if widely(split) and (roll := rng.random()) < 0.31:
         return (_stepwise if roll < 0.2 else _at_once)(rng, split, thinking)
@@ -367,7 +376,8 @@ def _at_once(rng: Random, split: str, thinking: bool) -> Problem:
 def _stepwise(rng: Random, split: str, thinking: bool) -> Problem:
     """Something is to be done with a result, or all has been done (chores.py)."""
     while True:
-        text, past, thought, due, answer, asked = (counted if split == "train" and rng.random() < 0.14 else chore)(rng)
+        roll = rng.random() if split == "train" else 1.0
+        text, past, thought, due, answer, asked = (counted if roll < 0.12 else handed if roll < 0.4 else chore)(rng)
         if belongs(key := ("call", *call_key(asked[0].call)), split):
             break
     messages: tuple[Message, ...] = (user(text),)
@@ -591,6 +601,33 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
     messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
     reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
     return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
+
+
+_TOLD: Final = ("The {0} is {1}.", "I found {1}.", "There is one: {1}.", "{1}", "Yes, {1}.")
+_IS_THERE: Final = ("is there a ", "do we have a ", "which is the ", "what about the ", "was there a ", "have I got a ")
+
+
+def _sought_before(rng: Random, split: str, thinking: bool) -> Problem:
+    """A thing was found, and its code was told or something else; then something is to be done with "it"."""
+    while True:
+        (text, first, key, shown), (wish, last), known = sought(rng)
+        if belongs(made := ("call", *call_key(last.call)), split):
+            break
+    told = pick(rng, (key, key, next(iter(shown))))
+    answer = pick(rng, _TOLD).format(told.replace("_", " "), said(shown[told]))
+    values = {told: shown[told]} | shown if rng.random() < 0.7 else shown
+    text = framed(rng, text) if rng.random() < 0.6 else capital(f"{pick(rng, _IS_THERE)}{text.split(' the ', 1)[1]}?")
+    asking, result, *rest = _finished(rng, text, replace(first, opening=opening(text)), values, answer, split)[1:]
+    result |= {
+        "content": f"[{result['content']}]" if rng.random() < 0.3 and result["content"][0] == "{" else result["content"]
+    }
+    before = (user(text), asking, result, *rest)
+    wished = framed(rng, wish)
+    text = (
+        pick(rng, _NOW) + small(wished) if rng.random() < 0.4 else around(rng, wished, ("list", "day", "mail", "week"))
+    )
+    reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
+    return Problem("tools_multi", split, made, (*before, user(text)), reply, _declared(rng, known, split), thinking)
 
 
 def _finished(

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
+from perilune.tasks.composed.clauses import clause, sentence
 from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
 from perilune.tasks.records import Shown, iso_of, lines, same
 from perilune.tasks.records import drawn as drawn_for_record
 from perilune.tasks.wordings import capital, enumerated, in_words, lined, parted
-from perilune.tasks.words import NAMES, SURNAMES, any_word, listed, made_up
+from perilune.tasks.words import CITIES, NAMES, SURNAMES, any_word, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
 _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")
@@ -261,6 +262,44 @@ def _spoken(rng: Random) -> Shown:
     return time, f"{text} in the {'morning' if hour < 12 else 'afternoon' if hour < 18 else 'evening'}"
 
 
+_TAGS: Final = parted(
+    "{A}-{n}|{A}-{n}|{A}{n}|{a}_{n}|{a}-{n}|{a}{n}|{A}{B}-{n}|{a}{b}-{n:03}|{A}{B}{n}|{A}-{B}-{n:02}|{A}{B}-{C}{D}-{n}|"
+    "{W}-{n:02}|{W}-{V}|{W}-XL|{W}{n}|{n:04}"
+)
+
+
+def _tag(rng: Random) -> str:
+    """A code as shops, offices and programs give it: T-90, c_9912, MUG-RED."""
+    letters = {x: pick(rng, "ABCDEFGHKLMNPRSTUVWX") for x in "ABCD"}
+    letters |= {x.lower(): y.lower() for x, y in letters.items()}
+    words = {x: any_word(rng).split(" ")[0].upper()[:7] for x in "WV"}
+    return pick(rng, _TAGS).format(n=int(10 ** (0.3 + rng.random() * 3.7)), **letters, **words)
+
+
+def _own(rng: Random) -> str:
+    name = any_word(rng) + (f"-{any_word(rng)}" if rng.random() < 0.15 else "")
+    return name.capitalize() if rng.random() < 0.4 else name
+
+
+_WHO: Final = parted("The {w}|{w}|Our {w}|{n}|A customer|The new {w}|{n}'s {w}|The {w} of {n}|Customer|No {w}|Team {w}")
+_WHERE: Final = parted("|||| on floor {i}| in {c}| near the {v}| for {n}| in room {i}| with the {v} {u}| at the {v}")
+_DOES: Final = parted(
+    "is jammed|called twice|does not start|is out of {x}|asked for the {x}|wants a new {x}|has to be replaced|left at "
+    "{i}:00|is too {x}|lost the {x} again|was here {i} times|smells of {x}|needs {i} more|broke|gets no {x}|and {x} {y}"
+)
+
+
+def _line(rng: Random) -> str:
+    """A title or a comment of several words."""
+    if (roll := rng.random()) < 0.3:
+        return capital(sentence(rng, clause(rng)))
+    if roll < 0.5:
+        return " ".join([any_word(rng) for _ in range(2 + int(rng.random() * 4))]).capitalize()
+    words = {x: any_word(rng) for x in "wvuxy"} | {"n": pick(rng, NAMES), "c": pick(rng, CITIES)}
+    form = f"{pick(rng, _WHO)}{pick(rng, _WHERE)} {pick(rng, _DOES)}"
+    return capital(form.format(i=2 + int(rng.random() * 20), **words))
+
+
 _MINUTES: Final = parted("00|15|30|45|10|20|05")
 _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "message": same(_message),
@@ -290,6 +329,7 @@ _DRAW: Final[dict[str, Callable[[Random], Shown]]] = {
     "server": same(lambda rng: f"{pick(rng, _HOSTS)}{pick(rng, '- 0').strip()}{1 + int(rng.random() * 9)}"),
     "sku": same(lambda rng: f"{any_word(rng)[:3].upper()}-{1 + int(rng.random() * 990)}"),
     "aircraft": same(lambda rng: pick(rng, "ABKLQSTU") + pick(rng, "AFHKLQRSX") + str(100 + int(rng.random() * 8900))),
+    "tag": same(_tag), "own": same(_own), "say": lambda rng: (line := _line(rng), f'"{line}"'),
     "hall": same(lambda rng: made_up(rng).capitalize() if rng.random() < 0.3 else pick(rng, _HALLS)),
 }  # fmt: skip
 _WHOLE: Final = frozenset(
@@ -315,6 +355,7 @@ def _one(rng: Random, kind: str) -> Shown:
         if " " not in text and rng.random() < 0.2:
             text = made_up(rng)
         return text, text
+    kind = kind[:3] if kind[:4] in ("tag_", "own_") else kind
     value, text = _DRAW[kind](rng) if kind in _DRAW else drawn_for_record(rng, kind)
     return bare(value) if kind == "room" else value, text
 
@@ -338,8 +379,9 @@ def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, 
     """The tool as declared: described mostly, and its parameters now and then. `iso`: see tools.Tool."""
     properties = {}
     described = pick(rng, (0.0, 0.3, 0.9))
+    known = {f.name: f for group in declared_fields(entry) for f in group}
     for p in entry.parameters:
-        one = next(f for group in declared_fields(entry) for f in group if f.name == p.name)
+        one = known[p.name]
         schema = one.schema(rng, 0.0)
         if p.choices and not one.choices:
             schema["enum"] = list(map(int, p.choices))

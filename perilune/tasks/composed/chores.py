@@ -1,5 +1,8 @@
 """Wishes of several steps, for `tools_multi`: a call needs what another one returned, or is due only if that is so.
 
+In errands.txt's groups of tools about one thing it is found by one of its data, and what is to be done has its code; or
+a value that was found goes into the next call; or what a question's tool returned has more keys than the asked one.
+
 `_ROWS` are as in kits.txt; `_STATES` has things, conditions, states in which they hold, others, and what is done then.
 """
 
@@ -9,6 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from perilune.tasks import catalog
+from perilune.tasks.composed.errands import DESKS, GROUPS, Ask, around, framed, thing_of, wanted
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import Field, fields, said, value, written
 from perilune.tasks.problem import ToolCall, pick
@@ -35,6 +39,7 @@ order,parcel|has not been shipped yet,is not on its way|not shipped,processing|s
 task,ticket|is still open,has not been closed|open,in progress|closed,done|close,assign
 table,room|is free,is available|free,available|taken,booked|book,reserve
 """
+Steps = tuple[Any, ...]  # as chore() returns them
 _KEYS: Final = {"place": "room", "phone": "number", "path": "file"}
 
 
@@ -193,3 +198,154 @@ def counted(rng: Random) -> tuple[Any, ...]:
         return text, past, f"{what}: {n}", [], f"The {what} is {n}.", calls
     thought = "".join([f"{one}: {n}\n" for one, n in found.items()]) + add_trace(a, b)
     return text, past, thought, [], f"{a} + {b} = {a + b}", calls
+
+
+# ---- things that are found first ----------
+
+_BY: Final = (("email", "email", "with the mail {}"), ("email", "email", "that {} sent us"), ("date", "date", "of {}"),
+    ("name", "person", "of {}"), ("person", "first", "that {} made"), ("title", "say", "called {}"),
+    ("title", "say", "that says {}"), ("city", "city", "from {}"), ("phone", "phone", "with the number {}"),
+    ("date", "date", "from {}"), ("day", "dayname", "of {}"), ("owner", "person", "that belongs to {}"))  # fmt: skip
+_FIND: Final = ("find", "find", "look up", "look for", "search", "get me")
+_MORE: Final = (("created", "date"), ("title", "say"), ("time", "clock24"), ("owner", "person"), ("city", "city"),
+    ("label", "noun"), ("size", "count"))  # fmt: skip
+
+
+def _fresh(rng: Random, name: str, kind: str) -> tuple[Any, str]:
+    return catalog.fresh(rng, catalog.Parameter(name, kind, True, (), ()), True, {})
+
+
+def _beside(asks: list[Ask], calls: list[Request]) -> list[Request]:
+    """The calls, and more that are never made, so that their tools are declared."""
+    more = [a.tool for a in asks if all(a.tool is not c.tool and a.tool.name != c.tool.name for c in calls)]
+    return [*calls, *[Request(t, "", "", ToolCall(t.name, {})) for t in more]]
+
+
+def _steps(
+    rng: Random, text: str, calls: list[Request], key: str, shown: dict[str, Any], known: list[Request]
+) -> Steps:
+    """Before the first call, after it, or after both."""
+    found, (first, last), stage = shown[key], calls, rng.random()
+    if stage < 0.25:
+        return text, [], "", [first], "", known
+    past = [([first], [pick(rng, (shown, shown, [shown], {"results": [shown]}))])]
+    if stage > 0.85:
+        return text, [*past, ([last], [{"status": "ok"}])], 'status: "ok"', [], "Done.", known
+    return text, past, f"{key}: {written(found)}", [last], "", known
+
+
+def _desk_of(rng: Random) -> tuple[str, list[Ask], Ask, Any, str]:
+    """The noun of a thing, its tools, one of them with a request about "it", the thing's code, and that request."""
+    while True:
+        head, *rows = pick(rng, DESKS)
+        tools, noun = [Ask(rng, row) for row in rows], head.split(" ")[0]
+        known = [t for t in tools if t.places["a"].kind == tools[0].places["a"].kind]
+        it, _ = thing_of(rng, noun, known[0].places["a"])
+        act = pick(rng, known)
+        if act.say(1, it) and act.mood == "!":
+            return noun, tools, act, it[1], wanted(act.text)
+
+
+def sought(rng: Random) -> tuple[tuple[str, Request, str, dict[str, Any]], tuple[str, Request], list[Request]]:
+    """A search for a thing (its text, its call, the key of what was found and its result), what is then to be done with
+    "it" in words of its own, and all calls."""
+    noun, tools, act, code, wish = _desk_of(rng)
+    name, kind, form = pick(rng, _BY)
+    value, said_so = _fresh(rng, name, kind)
+    search = f"{pick(rng, _FIND)} the {noun} {form.format(said_so)}"
+    first = _call(rng, f"{pick(rng, ('find', 'search', 'look_up'))}_{noun}", {name: value}, search)
+    key = "id" if rng.random() < 0.2 else act.places["a"].name
+    more = {k: _fresh(rng, k, kind)[0] for k, kind in rng.sample(_MORE, int(rng.random() * 3)) if k != key}
+    shown = {name: value} | more if rng.random() < 0.3 else more
+    last = _asked(act.tool, wish, act.calls[0])
+    items = [*shown.items(), (key, code)]
+    rng.shuffle(items)
+    return (search, first, key, dict(items)), (wish, last), _beside(tools, [first, last])
+
+
+def _both(rng: Random, search: str, wish: str) -> str:
+    join = pick(rng, (" and ", ", then ", ", and ", "", " and then ", "; ", "Then ", "After that, ", " and "))
+    if join[:1] in " ,;" and join:
+        return framed(rng, search + join + wish)
+    return f"{framed(rng, search)} {f'{join}{wish}.' if join else framed(rng, wish)}"
+
+
+def _sought(rng: Random) -> Steps:
+    (search, first, key, shown), (wish, last), known = sought(rng)
+    text = _both(rng, search, wish)
+    text = around(rng, text) if rng.random() < 0.3 else text
+    return _steps(rng, text, [first, last], key, shown, known)
+
+
+def _same(rng: Random) -> Steps:
+    """What a first call returns goes into the next one: the version of one place is for the other one."""
+    while True:
+        head, *rows = pick(rng, [g for g in DESKS if g[0].split(" ")[0] in ("service", "article")])
+        tools = [Ask(rng, row) for row in rows]
+        first = next(a for a in tools if len(a.gives) and len(a.places) == 2)
+        keys, kind = first.gives[0].split(":")
+        last = next(a for a in tools if a is not first and kind in [p.kind for p in a.places.values()])
+        it, _ = thing_of(rng, head.split(" ")[0], first.places["a"])
+        key, (value, _) = pick(rng, keys.split(",")), _fresh(rng, "", kind)
+        word = pick(rng, _THAT[2 * (kind == "money") :]).format(key if key != "tag" else "one")
+        first.say(1, None, given={"a": it[1:]})
+        useful = first.mood == "!" and last.say(1, it, True, {"c": (value, word)}) and last.mood == "!"
+        if useful and first.calls[0][first.places["b"].name] != last.calls[0][last.places["b"].name]:
+            break
+    search, wish = wanted(first.text), wanted(last.text)
+    calls = [_asked(first.tool, search, first.calls[0]), _asked(last.tool, wish, last.calls[0])]
+    text = _both(rng, search, wish)
+    return _steps(rng, text, calls, key, {key: value}, _beside(tools, calls))
+
+
+_THAT: Final = ("the same one", "that one", "the same {}", "that {}", "the same")
+
+
+_MONEY: Final = tuple([g for g in GROUPS if any("convert_currency" in row for row in g)])
+
+
+def _told(rng: Random) -> Steps:
+    """A result repeats what was asked with, and has one value more."""
+    while True:
+        rows = pick(rng, _MONEY if rng.random() < 0.12 else GROUPS)[1:]
+        tools = [Ask(rng, row) for row in rows]
+        if asks := [a for a in tools if a.gives]:
+            break
+    ask = pick(rng, asks)
+    ask.say()
+    end = "?" if ask.mood == "?" else "."
+    text = capital(wanted(ask.text)) + end if ask.mood != "!" else framed(rng, wanted(ask.text))
+    call = _asked(ask.tool, wanted(ask.text), ask.calls[0])
+    other = pick(rng, [a for a in tools if a is not ask])
+    if rng.random() < 0.35:
+        text += " " + pick(rng, _NOT_YET).format(v=other.verb, o=other.noun)
+    elif rng.random() < 0.3:
+        text = around(rng, text)
+    keys, kind = ask.gives[0].split(":")
+    key = pick(rng, keys.split(","))
+    shown = {n: v for n, v in call.call.arguments.items() if rng.random() < 0.6 and n != key}
+    if "cur" in [p.kind for p in ask.places.values()]:
+        shown = pick(rng, (shown, {"currency": list(call.call.arguments.values())[-1]}))
+    items = [*shown.items(), *[("updated", _fresh(rng, "", "date")[0])] * (rng.random() < 0.2)]
+    items.append((key, value := _fresh(rng, key, kind)[0]))
+    rng.shuffle(items)
+    known = _beside(tools, [call])
+    if rng.random() < 0.2:
+        return text, [], "", [call], "", known
+    return (
+        text,
+        [([call], [dict(items)])],
+        f"{key}: {written(value)}",
+        [],
+        f"The {key.replace('_', ' ')} is {said(value)}.",
+        known,
+    )
+
+
+_NOT_YET: Final = ("Don't {v} the {o} yet.", "No {o} for now.", "Nothing more yet", "The {o} can wait.", "I only ask.",
+    "I won't {v} the {o}.", "Only that, no {o}.", "I'll think about the {o} later")  # fmt: skip
+
+
+def handed(rng: Random) -> Steps:
+    """As `chore`: a thing is found, then used; a value is passed on; or one of several keys is told."""
+    return pick(rng, (_sought, _sought, _same, _told, _told))(rng)

@@ -5,8 +5,8 @@ import re
 from itertools import pairwise
 
 from perilune.tasks import catalog, tools
-from perilune.tasks.composed.chores import chore
-from perilune.tasks.composed.errands import errand, thanks
+from perilune.tasks.composed.chores import chore, handed
+from perilune.tasks.composed.errands import errand, puzzle, thanks
 from perilune.tasks.families import problems
 
 
@@ -109,3 +109,25 @@ def test_no_two_tools_of_a_problem_have_one_name() -> None:
         for p in problems(family, "train", 400, thinking=True):
             names = [t["function"]["name"] for t in p.tools]
             assert len(set(names)) == len(names) and {c.name for c in p.reply.tool_calls} <= set(names)
+
+
+def test_a_found_thing_is_used_and_a_told_value_is_the_asked_one() -> None:
+    rng = random.Random(9)
+    used = 0
+    for _ in range(300):
+        text, past, thought, due, answer, calls = handed(rng)
+        assert bool(due) != bool(answer) and all(r.opening.lower() in text.lower() for r in due), text
+        if past and due:
+            found = re.findall(r': "?([^"]+)"?$', thought)[0]
+            assert found in map(str, due[0].call.arguments.values()), (thought, due)
+            used += 1
+        elif past and answer != "Done.":
+            assert thought.split(": ", 1)[1].strip('"') in answer, (text, calls)
+    assert used > 50
+
+
+def test_a_question_about_a_meaning_has_its_words_and_no_call() -> None:
+    rng = random.Random(10)
+    for _ in range(100):
+        text, question, tools = puzzle(rng)
+        assert question in text and tools and not set(text) & set("{}<>\0\1\2")
