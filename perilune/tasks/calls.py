@@ -603,19 +603,19 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
 
 
-_TOLD: Final = ("The {0} is {1}.", "I found {1}.", "There is one: {1}.", "{1}", "Yes, {1}.")
+_FOUND: Final = ("The {0} is {1}.", "I found {1}.", "There is one: {1}.", "{1}", "Yes, {1}.")
 _IS_THERE: Final = ("is there a ", "do we have a ", "which is the ", "what about the ", "was there a ", "have I got a ")
 
 
 def _sought_before(rng: Random, split: str, thinking: bool) -> Problem:
-    """A thing was found, and its code was told or something else; then something is to be done with "it"."""
+    """A thing was found, and its code was said or something else; then something is to be done with "it"."""
     while True:
         (text, first, key, shown), (wish, last), known = sought(rng)
         if belongs(made := ("call", *call_key(last.call)), split):
             break
-    told = pick(rng, (key, key, next(iter(shown))))
-    answer = pick(rng, _TOLD).format(told.replace("_", " "), said(shown[told]))
-    values = {told: shown[told]} | shown if rng.random() < 0.7 else shown
+    one = pick(rng, (key, key, next(iter(shown))))
+    answer = pick(rng, _FOUND).format(one.replace("_", " "), said(shown[one]))
+    values = {one: shown[one]} | shown if rng.random() < 0.7 else shown
     text = framed(rng, text) if rng.random() < 0.6 else capital(f"{pick(rng, _IS_THERE)}{text.split(' the ', 1)[1]}?")
     asking, result, *rest = _finished(rng, text, replace(first, opening=opening(text)), values, answer, split)[1:]
     result |= {

@@ -304,7 +304,7 @@ _THAT: Final = ("the same one", "that one", "the same {}", "that {}", "the same"
 _MONEY: Final = tuple([g for g in GROUPS if any("convert_currency" in row for row in g)])
 
 
-def _told(rng: Random) -> Steps:
+def _looked_up(rng: Random) -> Steps:
     """A result repeats what was asked with, and has one value more."""
     while True:
         rows = pick(rng, _MONEY if rng.random() < 0.12 else GROUPS)[1:]
@@ -347,5 +347,5 @@ _NOT_YET: Final = ("Don't {v} the {o} yet.", "No {o} for now.", "Nothing more ye
 
 
 def handed(rng: Random) -> Steps:
-    """As `chore`: a thing is found, then used; a value is passed on; or one of several keys is told."""
-    return pick(rng, (_sought, _sought, _same, _told, _told))(rng)
+    """As `chore`: a thing is found, then used; a value is passed on; or one of several keys is said."""
+    return pick(rng, (_sought, _sought, _same, _looked_up, _looked_up))(rng)

@@ -43,7 +43,7 @@ class Ask:
     """A tool and what asks for it: a text with marks, its mood, the arguments of its calls and how they are written."""
 
     def __init__(self, rng: Random, row: str, flag: str = "", brand: str = "") -> None:
-        """`flag`: names of one more parameter, its description, what says yes and what says no. `brand`: whose tool."""
+        """`flag`: names of one more parameter, its description, words for yes and for no. `brand`: its product."""
         names, about, parameters, *forms = row.split("|")
         self.forms, self.gives = [f for f in forms if f[0] != ">"], [f[1:] for f in forms if f[0] == ">"]
         self.rng, self.many, self.places = rng, "", dict[str, catalog.Parameter]()
@@ -248,13 +248,13 @@ def puzzle(rng: Random) -> tuple[str, str, list[Tool]]:
     form = pick(rng, _RULES["mean"])
     word = any_word(rng) if '"' in form else pick(rng, (pick(rng, PLAIN), made_up(rng)))
     a, a2 = ["an" if w[0] in "aeio" else "a" for w in (noun, word)]
-    question = form.format(o=noun, w=word, a=a, a2=a2)
+    question = form.rstrip(".").format(o=noun, w=word, a=a, a2=a2)
     before = expand(rng, _RULES, "<only>") if rng.random() < 0.85 else ""
     before = before.format(o=noun, v=pick(rng, asks).verb, n=pick(rng, NAMES))
     if rng.random() < 0.7:
         before = re.sub(r"\. \w", lambda m: m[0].upper(), before)
     question = capital(question) if not before or before[-2] == "." else question
-    end = "." if question.lower().startswith(("tell", "explain")) else "?"
+    end = "." if form[-1] == "." else "?"
     text = f"{capital(before)}{question}{pick(rng, (end, end, end, ''))}"
     if rng.random() < 0.2:
         text = f"{capital(context(rng, (noun,)))}. {text}"
