@@ -86,7 +86,7 @@ def _distinctly(sample: Callable[[Random, str, bool], Problem]) -> Callable[[Ran
 @_distinctly
 def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
     made = None
-    if split == "train" and rng.random() < 0.31:
+    if split == "train" and rng.random() < 0.35:
         return _errand(rng, split, thinking, "tool_call", 1)
     if widely(split):
         made = (
@@ -233,7 +233,7 @@ _SMALL_JOINS: Final = (" and ", " and then ", ", and also ", " and ", ", then ",
 
 @_distinctly
 def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
-    if split == "train" and (roll := rng.random()) < 0.29:
+    if split == "train" and (roll := rng.random()) < 0.31:
         if roll < 0.014:
             return _sought_before(rng, split, thinking)
         return _errand(rng, split, thinking, "tools_multi", pick(rng, (2, 2, 2, 2, 2, 3, 3, 4)))
