@@ -7,19 +7,21 @@ wordings in `NEW_*`. Half of the structural problems have such lengths, the othe
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from operator import add, floordiv, mul, sub
 from random import Random
 from typing import Any, Final
 
-from perilune.tasks.composed.expressions import asked
+from perilune.tasks.composed.expressions import Asked, asked, bracketed, chain, powers
 from perilune.tasks.composed.readings import reading, stated
-from perilune.tasks.composed.sums import in_words_of, more
+from perilune.tasks.composed.sums import asked_from, column, divided, in_words_of, more
 from perilune.tasks.forms import FORMS, OPERATOR_WORDS
 from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
-from perilune.tasks.wordings import bare, enumerated, numeral, phrase
+from perilune.tasks.wordings import bare, enumerated, expand, numeral, phrase
 from perilune.tasks.words import listed
 from perilune.tasks.working import (
     TRACES,
+    Step,
     Tokens,
     add_trace,
     comparison_line,
@@ -76,6 +78,8 @@ def asked_in(rng: Random, form: str, kept: tuple[str, ...], **numbers: int) -> s
 
 
 def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
+    if split == "train" and rng.random() < 0.15:
+        return _continued(rng, "add_sub", "+-", thinking)
     while True:
         new_lengths = split == "structural" and rng.random() < 0.5
         lengths = _LENGTHS if widely(split) else _EXAMINED_UNSEEN if new_lengths else _EXAMINED
@@ -136,6 +140,10 @@ a+b*k (a+b)*(k+m) (a-b)*(k-m) k*(a+b*m) k*(a+b*m)-c k*(a-b*m)+c (a+b*k)*m a-(b+c
 
 def sample_arithmetic(rng: Random, split: str, thinking: bool) -> Problem:
     kinds = _WIDE if widely(split) else _KINDS
+    if split == "train" and (roll := rng.random()) < 0.19:
+        if roll < 0.02:
+            return _continued(rng, "arithmetic", "*/", thinking)
+        kinds = _FRESH
     while True:
         key, question, trace, content = pick(rng, kinds)(rng, split)
         if belongs(key, split):
@@ -252,6 +260,21 @@ def _composed(rng: Random, split: str) -> Drawn:
     return ("expression", worked), question, lambda: solve_trace(steps), f"{content} = {value}"
 
 
+def _made(rng: Random, make: Callable[[Random], Asked]) -> Drawn:
+    """An expression of composed/expressions.py that is made for training only."""
+    value, steps = -1, list[Step]()
+    while not 0 <= value < 20_000:
+        form, shown, worked = make(rng)
+        value, steps = solve([int(t) if t[0].isdigit() else t for t in parted(worked)], wide=True) or (-1, [])
+    if form:
+        form = phrase(rng, form.replace("~", "\n"), _KEPT_EXPRESSION, asking=0.1)
+        if form[0] == "{" and make is chain:
+            shown = shown[0].upper() + shown[1:] if rng.random() < 0.6 else shown
+    content = re.sub(r"(?<=[\d)])([-+*/])", r" \1 ", worked)
+    question = form.format(e=shown) if form else _framed(rng, shown)
+    return ("expression", worked), question, lambda: solve_trace(steps), f"{content} = {value}"
+
+
 def _product(rng: Random, split: str) -> Drawn:
     new, wide = split == "structural", widely(split)
     while True:
@@ -348,6 +371,68 @@ _KINDS: Final[tuple[Callable[[Random, str], Drawn], ...]] = (
     _expression, _expression, _expression, _product, _product, _comparison, _units,
 )  # fmt: skip
 _WIDE: Final = (*_KINDS, _expression, _quotient, *[_beside] * 4, _read, _read, *[_composed] * 10)
+_FRESH: Final[tuple[Callable[[Random, str], Drawn], ...]] = (
+    *[lambda rng, split: _made(rng, chain)] * 5, *[lambda rng, split: _made(rng, bracketed)] * 3,
+    *[lambda rng, split: _made(rng, powers)] * 3, *[lambda rng, split: divided(rng)] * 5,
+    *[lambda rng, split: column(rng)] * 3,
+)  # fmt: skip
+
+
+# ---- a result that is worked on ----------------------------------------------------------------------------------
+
+_VALUES: Final[dict[str, Callable[[int, int], int]]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
+_KEPT_FIRST: Final = (*_KEPT_ADD, *_KEPT_SUBTRACT, *_KEPT_EXPRESSION, *_KEPT_TIMES)
+_BOTH: Final[dict[str, tuple[str, ...]]] = {
+    sign: tuple([f for f in _FORMS[pattern] if "{a}" in f and "}th" not in f])
+    for sign, pattern in (("+", "a+b"), ("-", "a-b"), ("*", "a*k"), ("/", "a/k"))
+}
+
+
+def _upon_it(rng: Random, value: int, signs: str, below: int) -> tuple[str, int]:
+    """An operation on a value that is smaller than half of `below`, and by how much."""
+    while True:
+        sign = pick(rng, signs)
+        k = number(rng, pick(rng, (1, 2, 2, 3))) or 1
+        if sign in "*/":
+            k = 2 + int(rng.random() * pick(rng, (2, 8)))
+        fits = {"+": True, "-": k <= value, "*": value * k < below, "/": value > k and value % k == 0}[sign]
+        if fits and (sign in "*/" or not unseen_lengths(value, k)):
+            return sign, k
+
+
+def _continued(rng: Random, family: str, signs: str, thinking: bool) -> Problem:
+    """An operation on what the assistant has said before, or (less often) one that has nothing to do with it."""
+    while True:
+        value, history = number(rng, pick(rng, (2, 2, 3, 3, 4))), list[dict[str, Any]]()
+        for turn in range(pick(rng, (1, 1, 1, 2))):
+            before, (sign, k) = value, _upon_it(rng, value, "+-+-*/", 50_000)
+            value = _VALUES[sign](before, k)
+            question = asked_in(rng, pick(rng, _BOTH[sign]), _KEPT_FIRST, a=before, b=k, k=k)
+            if turn:
+                question = _upon(rng, sign, k)
+            said = pick(rng, FORMS["fu_said"]).format(e=f"{before} {sign} {k}", v=value)
+            history += [user(question), {"role": "assistant", "content": said}]
+        a, (sign, k) = value, _upon_it(rng, value, signs, 100_000)
+        new = signs == "+-" and rng.random() < 0.15
+        a = max(k, number(rng, len(str(a)))) if new else a
+        key: tuple[Any, ...] = ("+", min(a, k), max(a, k)) if sign == "+" else ("-", a, k)
+        key = ("expression", f"{a}{sign}{k}") if sign in "*/" else key
+        if belongs(key, "train") and value and not unseen_lengths(a, k):
+            break
+    question = _upon(rng, sign, k)
+    if new:
+        question = asked_from(rng, "fu_new", _KEPT_FIRST).format(a=a, b=k, s=sign)
+    reply = Reply(TRACES[sign](a, k) if thinking else "", f"{a} {sign} {k} = {_VALUES[sign](a, k)}")
+    return Problem(family, "train", key, (*history, user(question)), reply, thinking=thinking)
+
+
+def _upon(rng: Random, sign: str, k: int) -> str:
+    """A question about the last result."""
+    kind = {"+": "fup", "-": "fum", "*": "fut", "/": "fud"}[sign]
+    kind = f"{kind}2" if sign in "*/" and k == 2 and rng.random() < 0.6 else kind
+    form = pick(rng, FORMS["fu_pre"]) + expand(rng, FORMS, pick(rng, FORMS[kind]))
+    form = form[0].upper() + form[1:] if rng.random() < 0.5 else form
+    return phrase(rng, form, _KEPT_FIRST, asking=0.1).format(k=numeral(rng, k, 0.04))
 
 
 # ---- judging -----------------------------------------------------------------------------------------------------

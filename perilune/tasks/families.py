@@ -26,6 +26,7 @@ from perilune.tasks.smalltalk import same_reply, sample_chat
 from perilune.tasks.tools import forget_pools, how_many, others, shuffled
 from perilune.tasks.word_problems import sample_word_problems
 from perilune.tasks.words import NEW_NAMES, NEW_NOUNS, NEW_OBJECTS, learn
+from perilune.tasks.working import with_multiples
 
 Sample = Callable[[Random, str, bool], Problem]
 Check = Callable[[Problem, Answer], bool]
@@ -179,6 +180,8 @@ def training_mix(rng: Random, families: Mapping[str, Family] = FAMILIES) -> Prob
     shares = [f.weight / f.tokens for f in members]  # of problems: weights count tokens
     chosen = rng.choices(members, shares)[0]
     problem = chosen.sample(rng, "train", rng.random() < THINKING_SHARE)
+    if chosen.check is same_number and problem.thinking:
+        problem = replace(problem, reply=replace(problem.reply, reasoning=with_multiples(problem.reply.reasoning)))
     if rng.random() < BEYOND_ASCII_SHARE:
         problem = beyond_ascii(rng, problem)
     messages = problem.messages

@@ -321,8 +321,8 @@ def sample_programs(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     while True:
         plain, roll = (rng.random(), rng.random()) if widely(split) else (1.0, 1.0)
-        if split == "train" and rng.random() < 0.12:
-            key, question, trace, content = listing(rng, "<tiny>")
+        if split == "train" and rng.random() < 0.27:
+            key, question, trace, content = listing(rng, "<tiny>" if rng.random() < 0.42 else "<fresh>")
         elif plain < 0.42:
             key, question, trace, content = (listing if plain < 0.22 else coded if plain < 0.32 else task)(rng)
         elif roll < 0.62:

@@ -19,6 +19,7 @@ smaller one, the numbers are swapped and the result is negative. The letters sta
 where the tokenizer cannot merge them with anything.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -101,6 +102,25 @@ def divide_trace(a: int, k: int, sign: str = "/") -> str:
         return "\n".join([*lines, f"={rest}"])
     lines += [labelled(quotient), f"={a // k}"]
     return "\n".join([*lines, add_trace(a // k, 1)] if sign == "^" and rest else lines)
+
+
+_BY_TWO_DIGITS: Final = re.compile(r"[a-j]\d+/(\d\d+)=")
+
+
+def with_multiples(trace: str) -> str:
+    """The trace, with the multiples of a divisor of two digits before its first line: `1:17,2:34,...,9:153`.
+
+    Training has them, so that the next digit is a matter of looking: `b39/17=2r5` as 34 is the last one up to 39.
+    """
+    lines, before = list[str](), ""
+    for line in trace.split("\n"):
+        found = _BY_TWO_DIGITS.match(line)
+        k = found[1] if found else ""
+        if k and k != before:
+            lines.append(",".join([f"{i}:{i * int(k)}" for i in range(1, 10)]))
+        before = k
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def multiply_trace(a: int, k: int) -> str:

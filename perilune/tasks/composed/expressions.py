@@ -9,6 +9,7 @@ import re
 from random import Random
 from typing import Final
 
+from perilune.tasks.forms import FORMS
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, enumerated, expand, lined
 from perilune.tasks.working import DIVISORS
@@ -160,3 +161,130 @@ def asked(rng: Random) -> Asked:
     """One of the above."""
     kind = pick(rng, (*[""] * 7, *["ops"] * 8, *"--^xx="))
     return _operations(rng, kind.strip("ops")) if kind in ("ops", "=") else _literal(rng, kind)
+
+
+# ---- for training only: short chains, parentheses that are not needed, powers ----------------------------------------
+
+
+def _chain_ops(rng: Random) -> tuple[int, list[tuple[str, int, int]]]:
+    """A first number, and two or three operations, each with how often it is done."""
+    value, count = 2 + int(rng.random() * pick(rng, (20, 60, 100, 300))), pick(rng, (2, 2, 2, 3))
+    start, ops = value, list[tuple[str, int, int]]()
+    while len(ops) < count:
+        sign, often = pick(rng, "++--**//^" if not ops else "++--**//"), 1
+        k = 1 + int(rng.random() * pick(rng, (10, 30, 100)))
+        if sign in "*/":
+            k = pick(rng, (2, 2, 2, 3, 3, 4, 5, 2 + int(rng.random() * 9)))
+            often = 2 if k == 2 and rng.random() < 0.15 else 1
+        after = {"+": value + k, "-": value - k, "*": value * k**often, "/": value // k**often, "^": value**2}[sign]
+        if 1 < after < 1000 and (sign != "/" or value % k**often == 0) and (sign != "^" or value < 21):
+            value = after
+            ops.append((sign, k, often))
+    return start, ops
+
+
+def _done(rng: Random, op: tuple[str, int, int], it: str) -> str:
+    """An operation as an order."""
+    sign, k, often = op
+    form = pick(rng, _FORMS[f"{sign}{k}" if f"{sign}{k}" in _FORMS and rng.random() < 0.8 else sign])
+    said = form.replace("<it>", it).format(k=k)
+    return said if often == 1 else pick(rng, ("{} twice", "{} two times", "{}, then do that once more")).format(said)
+
+
+def chain(rng: Random) -> Asked:
+    """Two or three operations in few words: "take 96, halve it, then subtract 11"; "halve it twice" is two of them."""
+    start, ops = _chain_ops(rng)
+    worked = _folded(str(start), [(sign, k) for sign, k, often in ops for _ in range(often)])
+    first, (sign, k, often), roll = f"{start}", ops[0], rng.random()
+    form, end = "{e}", pick(rng, FORMS["ch_left" if ops[-1][0] in "-/" and rng.random() < 0.5 else "ch_end"])
+    joins = [pick(rng, (", then ", ", then ", " and then ", ", and then ", ", ")) for _ in ops]
+    if roll < 0.25 and all(op[2] == 1 for op in ops):  # "96, halved, then minus 11"
+        rows = [FORMS[name if name in FORMS else f"cs{sign}"] for sign, k, _ in ops for name in [f"cs{sign}{k}"]]
+        said = [pick(rng, row).format(k=k) for row, (_, k, _) in zip(rows, ops)]
+        said = [first, *said]
+        joins[0] = pick(rng, (" ", ", "))
+        joins[1:] = [j if "then" in j else ", then " for j in joins[1:]]
+    elif roll < 0.4 and often == 1:  # "after halving 96, subtract 11"
+        name = f"ch{sign}{k}" if f"ch{sign}{k}" in FORMS else f"ch{sign}"
+        said = ["after " + pick(rng, FORMS[name]).format(k=k, n=first), *[_done(rng, op, "it") for op in ops[1:]]]
+        joins[0] = ", "
+    elif roll < 0.75:
+        it = pick(rng, ("it", "it", "it", "that"))
+        said = [pick(rng, FORMS["ch_begin"]).format(n=first), *[_done(rng, op, it) for op in ops]]
+        joins.append(pick(rng, (", ", ", then ", " and ", ", finally ")))
+        joins[0] = pick(rng, (", ", ", ", ": ", " and ", ", then "))
+    else:
+        row = [f for f in _FORMS[f"{sign}{k}" if f"{sign}{k}" in _FORMS else sign] if "<it>" in f]
+        said = [pick(rng, row).replace("<it>", first).format(k=k) + (" twice" if often > 1 else "")]
+        said += [_done(rng, op, pick(rng, ("it", "that", "the result"))) for op in ops[1:]]
+        if rng.random() < 0.5:
+            form, end = pick(rng, FORMS["ch_if"]), ""
+    text = said[0] + "".join([join + part for join, part in zip(joins, said[1:])])
+    return form + end, text, worked
+
+
+def _redundant(rng: Random, node: ast.expr) -> tuple[str, int]:
+    """An expression with some parentheses that it does not need, and how many these are."""
+    if not isinstance(node, ast.BinOp):
+        return ast.unparse(node), 0
+    signs, extra, parts = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}, 0, []
+    sign = signs[type(node.op)]
+    for side in (node.left, node.right):
+        text, count = _redundant(rng, side)
+        if isinstance(side, ast.BinOp):
+            inner = signs[type(side.op)]
+            needed = sign in "*/" and (inner in "+-" or side is node.right)
+            needed = needed or (side is node.right and inner in "+-")
+            more = not needed and rng.random() < 0.5
+            extra += more
+            text = f"({text})" if needed or more else text
+        parts.append(text)
+        extra += count
+    return f"{parts[0]} {sign} {parts[1]}", extra
+
+
+def bracketed(rng: Random) -> Asked:
+    """An expression of three to five numbers with one or more parentheses that it does not need."""
+    extra = 0
+    while not extra:
+        value, count = 1 + int(rng.random() * pick(rng, (20, 60, 150))), pick(rng, (3, 3, 4, 4, 5))
+        shown, extra = _redundant(rng, ast.parse(_drawn(rng, value, count, ""), mode="eval").body)
+        if rng.random() < 0.06:
+            shown, extra = f"({shown})", extra + 1
+    worked = shown.replace(" ", "")
+    form = capital(expand(rng, FORMS, pick(rng, FORMS["pe"]))) if rng.random() < 0.6 else ""
+    return form, worked if rng.random() < 0.25 else shown, worked
+
+
+_SUPER: Final = dict(zip("23456", "\u00b2\u00b3\u2074\u2075\u2076"))
+_SHOWN: Final = {"+": " plus ", "-": " minus ", "*": " times "}
+
+
+def _raised(rng: Random) -> tuple[int, int]:
+    while True:
+        base, n = pick(rng, (2, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 10, 11, 12)), pick(rng, (2, 2, 3, 3, 4, 5, 6))
+        if base**n < 300 or base == 10 > 2 * n:
+            return base, n
+
+
+def powers(rng: Random) -> Asked:
+    """Powers that are added, subtracted or multiplied, with each other or with a number."""
+    terms = [_raised(rng) for _ in range(pick(rng, (1, 2, 2, 2, 2, 3)))]
+    if len(terms) == 1 or rng.random() < 0.25:
+        terms.insert(int(rng.random() * (len(terms) + 1)), (1 + int(rng.random() * pick(rng, (9, 50))), 1))
+    signs = [pick(rng, "+++--*") for _ in terms[1:]]
+    worked = "".join(["*".join([str(b)] * n) + s for (b, n), s in zip(terms, [*signs, ""])])
+    style = pick(rng, ("^", "^", "^", "**", "**", " ^ ", "super", "words"))
+    said = []
+    for base, n in terms:
+        up = {"super": _SUPER.get(str(n), ""), "words": f" to the power of {n}"}.get(style, f"{style}{n}")
+        if style == "words" and n < 4 and rng.random() < 0.7:
+            up = " squared" if n == 2 else " cubed"
+        said.append(f"{base}{up}" if n > 1 else str(base))
+    tight = style in ("^", "**") and rng.random() < 0.25
+    gaps = [_SHOWN[s] if style == "words" else s if tight else f" {s} " for s in signs]
+    text = "".join([t + g for t, g in zip(said, [*gaps, ""])])
+    noted = style.strip() in ("^", "**") and rng.random() < 0.4
+    form = expand(rng, FORMS, pick(rng, FORMS["pw" if noted else "pe"])).replace("{s}", style.strip())
+    form = re.sub(r"brackets first\.|the brackets are not all needed\.", "no calculator here.", form)
+    return capital(form), text, worked

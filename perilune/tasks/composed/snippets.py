@@ -234,12 +234,21 @@ def snippet(rng: Random, begin: str = "<program>") -> tuple[str, str, str]:
     w, n = word(rng), [f"{1 + int(rng.random() * 39)}" for _ in range(3)]
     v, u, *more = list(dict.fromkeys([any_word(rng) for _ in range(9)]))[: 3 + int(rng.random() * 3)]
     numbers = [int(rng.random() * pick(rng, (12, 30))) for _ in range(3 + int(rng.random() * 3))]
+    if fresh := begin == "<fresh>":  # names of one letter at times, and small numbers
+        v, u, *more = rng.sample(LETTERS, 2 + len(more)) if rng.random() < 0.35 else (v, u, *more)
+        numbers = [1 + int(rng.random() * 9) for _ in numbers] if rng.random() < 0.5 else numbers
     held = {k: 1 + int(rng.random() * 30) for k in rng.sample([u, v, more[0]], 3)}
     rules = {
         **_RULES, "w": [w], "v": [v], "u": [u], "n": n, "b": [f"{8 + int(rng.random() * 22)}"], "list": [f"{numbers}"],
         "words": [f"{[v, u, *more]}"], "held": [f"{held}"], "c": w, "e": LETTERS, "d": "2345", "k": "123456789",
-        "p": NAMES, "o": PLAIN,
+        "p": NAMES, "o": PLAIN, "t3": more[:1],
     }  # fmt: skip
+    if fresh:
+        rules |= {
+            "sl": [f"{[1 + int(rng.random() * 9) for _ in numbers[: pick(rng, (2, 3, 4))]]}"],
+            "n1": [f"{10 + int(rng.random() * pick(rng, (20, 40, 90)))}"],
+            "q1": [f"{2 + int(rng.random() * 9)}"],
+        }
     code = expand(rng, rules, begin).replace("~", "\n").replace("^", "    ")
     names: dict[str, str] = {}
     for k in dict.fromkeys(_NAMED.findall(code)):  # no name twice
@@ -255,7 +264,7 @@ def snippet(rng: Random, begin: str = "<program>") -> tuple[str, str, str]:
 
 
 def listing(rng: Random, begin: str = "<quick>") -> tuple[tuple[str, str], str, str, str]:
-    """A key, a question, a trace and an answer: a program of a few lines as tutorials have it, or a `<tiny>` one."""
+    """A key, a question, a trace and an answer: a program of a few lines as tutorials have it; `<tiny>`, `<fresh>`."""
     code, trace, printed = snippet(rng, begin)
     shown, gap = code, pick(rng, ("\n\n", "\n\n", "\n"))
     if "\n " not in code and rng.random() < 0.08:
@@ -266,9 +275,28 @@ def listing(rng: Random, begin: str = "<quick>") -> tuple[tuple[str, str], str, 
     ask = expand(rng, _RULES, "<ask>" if first or rng.random() < 0.4 else "<after>")
     if begin == "<tiny>" and rng.random() < 0.6:
         ask = capital(expand(rng, _RULES, "<ask2>")) if rng.random() < 0.6 else expand(rng, _RULES, "<ask2>")
+    if begin == "<fresh>" and rng.random() < 0.75:
+        ask, behind = _chatted(rng, code, printed)
+        if behind:
+            return ("code", code), f"{ask}{gap}{shown}{gap}{behind}", trace, printed
     if first and rng.random() < 0.3:
         ask = phrase(rng, ask, asking=0.0)
     return ("code", code), f"{ask}{gap}{shown}" if first else f"{shown}{gap}{ask}", trace, printed
+
+
+def _chatted(rng: Random, code: str, printed: str) -> tuple[str, str]:
+    """What is asked of a program with a remark, and what stands behind the program if both sides have words."""
+    number = re.fullmatch(r"-?\d+", printed) is not None
+    rules = {**_RULES, "res": ("number", "number", "value", "result") if number else ("output", "result", "text")}
+    last, roll = re.search(r"^print\(([a-z]\w*)\)$", code, re.MULTILINE), rng.random()
+    ask = expand(rng, rules, "<ask3>")
+    if last and rng.random() < 0.3:
+        ask = pick(rng, _RULES["var"]).format(v=last[1])
+    if roll < 0.3:
+        return capital(expand(rng, rules, "<lead>")), ask if roll < 0.15 else capital(ask)
+    if roll < 0.42:
+        return capital(ask), expand(rng, rules, "<tail3>")
+    return capital(ask) if roll < 0.75 else ask, ""
 
 
 # What is done, over a phrase s, a word t, words w and the alphabet a; and the forms that ask for it.

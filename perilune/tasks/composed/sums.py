@@ -13,7 +13,7 @@ from typing import Any, Final
 from perilune.tasks.forms import FORMS
 from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import enumerated, phrase
+from perilune.tasks.wordings import enumerated, expand, phrase
 from perilune.tasks.words import OBJECTS
 from perilune.tasks.working import (
     DIVISORS,
@@ -229,3 +229,41 @@ def more(rng: Random) -> Drawn:
     """One of the above."""
     kinds = (square, root, power, power, part, part, part, part, average, average, remainder, shared, shared, ahead)
     return pick(rng, kinds)(rng)
+
+
+# ---- for training only -----------------------------------------------------------------------------------------------
+
+_ERRORS: Final = ("an error", "an error", "#REF!", "#VALUE!", "####", "a question mark", "zero", "nothing", "N/A")
+_BEGINS: Final = re.compile(r"(?:^|(?<=[.?!:] ))[a-z]")
+
+
+def asked_from(rng: Random, kind: str, kept: tuple[str, ...] = ()) -> str:
+    """A form of this kind, put together; most sentences begin with a capital."""
+    form = expand(rng, FORMS, pick(rng, FORMS[kind])).replace(" ,", ",").replace(".?", "?").replace("~", "\n")
+    form = _BEGINS.sub(lambda m: m[0].upper(), form) if rng.random() < 0.8 else form
+    return phrase(rng, form, kept, asking=0.1)
+
+
+def column(rng: Random) -> Drawn:
+    """The sum of three to five numbers of a table, whose own sum is not to be read."""
+    solved = None
+    while solved is None:
+        top, step = pick(rng, ((40, 1), (100, 1), (100, 5), (1000, 5), (1000, 25), (1000, 1), (3000, 50)))
+        found = [step * (1 + int(rng.random() * (top // step))) for _ in range(pick(rng, (3, 3, 4, 4, 4, 5)))]
+        tokens = [t for n in found for t in (n, "+")][:-1]
+        solved = solve(tokens)
+    listed = enumerated(list(map(str, found)), pick(rng, (" and ", " and ", ", ")))
+    question = asked_from(rng, "col").format(x=listed, err=pick(rng, _ERRORS))
+    shown, (value, steps) = " ".join(map(str, tokens)), solved
+    return ("expression", shown.replace(" ", "")), question, lambda: solve_trace(steps), f"{shown} = {value}"
+
+
+_PRIMES: Final = (11, 13, 17, 19, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+def divided(rng: Random) -> Drawn:
+    """A quotient by two digits, most of them primes, without a rest."""
+    k = pick(rng, _PRIMES if rng.random() < 0.7 else DIVISORS)
+    a = k * (2 + int(rng.random() * pick(rng, (10, 40, 98))))
+    question = asked_from(rng, "dv").format(a=a, k=k, o=pick(rng, OBJECTS))
+    return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"

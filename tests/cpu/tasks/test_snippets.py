@@ -12,10 +12,11 @@ from perilune.tasks.composed.snippets import listing, run, task
 from perilune.tasks.more_programs import LETTERS
 
 
-def test_listings_print_what_python_prints() -> None:
+@pytest.mark.parametrize("begin", ["<quick>", "<fresh>"])
+def test_listings_print_what_python_prints(begin: str) -> None:
     rng, shapes = random.Random(3), set()
     for _ in range(1200):
-        (_, code), question, trace, printed = listing(rng)
+        (_, code), question, trace, printed = listing(rng, begin)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, {})

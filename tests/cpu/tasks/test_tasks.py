@@ -206,6 +206,25 @@ def test_every_column_of_a_trace_is_right(name: str) -> None:
     assert columns > 300
 
 
+def test_multiples_of_a_divisor_of_two_digits_are_written_out() -> None:
+    assert working.with_multiples(working.divide_trace(391, 17)).split("\n") == [
+        "391/17", "c3b9a1", ",".join([f"{i}:{17 * i}" for i in range(1, 10)]), "c3/17=0r3", "b39/17=2r5", "a51/17=3r0",
+        "c0b2a3", "=23",
+    ]  # fmt: skip
+    assert working.with_multiples(working.divide_trace(84, 12)) == working.divide_trace(84, 12)
+
+
+def test_a_result_is_worked_on_in_the_next_turn() -> None:
+    seen = 0
+    for p in drawn("add_sub", "train", 400) + drawn("arithmetic", "train", 400):
+        if len(p.messages) > 1:
+            said = [m["content"] for m in p.messages]
+            first = re.findall(r"\d+", p.reply.content)[0]
+            assert re.findall(r"\d+", said[-2])[-1] == first or first in said[-1], said
+            seen += 1
+    assert seen > 40
+
+
 def test_the_answers_of_expressions_are_pythons() -> None:
     for p in drawn("word_problems", "heldout") + drawn("arithmetic", "train", 200):
         if p.key[0] == "expression":
