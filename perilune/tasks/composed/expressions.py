@@ -11,37 +11,13 @@ from typing import Final
 
 from perilune.tasks.forms import FORMS
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import capital, enumerated, expand, lined
+from perilune.tasks.wordings import capital, enumerated, expand
 from perilune.tasks.working import DIVISORS
 
 Asked = tuple[str, str, str]  # a form with {e} ("": any that an expression has), e, what to work on
 Ops = list[tuple[str, int]]
 
-_FORMS: Final = lined("""
-+: add {k} to <it>|add {k}|increase <it> by {k}|add another {k}
--: take {k} away from <it>|subtract {k} from <it>|remove {k} from <it>|subtract {k}|take away {k}|take {k} off
-*: multiply <it> by {k}|multiply by {k}
-/: divide <it> by {k}|divide by {k}|take one of {k} equal parts of <it>
-^: square <it>|multiply <it> by itself
-*2: double <it>|take <it> twice
-*3: triple <it>
-/2: halve <it>|take half of <it>
-~+: that plus {k}|that and {k} more|plus {k}|{k} more
-~-: that minus {k}|minus {k}
-~*: that times {k}|times {k}
-~/: that divided by {k}|divided by {k}
-~^: that squared
-~*2: twice that
-~*3: three times that
-~/2: half of that
-begin: start with|begin with|take|take the number|start at
-end: .|.|. What is the result?|. What do I get?|. Result?|: what comes out?|. Final number please.|. What is it now?
-of: What do you get if you {e}?|What do I get when I {e}?|If you {e}, what is the result?
-let: If {g}, what is {e}?|Let {g}. Compute {e}.|{i}. What is {e}?|{e} for {g}?|Given {g}, find {e}.|{i}, so {e} is?|\
-What is {e} when {i}?|Suppose {i}. How much is {e}?|For {g}, work out {e}.|What is {e} if {g}?|Evaluate {e} for {g}.
-x: {e}. What is x?|Solve {e} for x.|Find x: {e}|If {e}, what is x?|{e}, x = ?|Solve for x: {e}
-number: I think of a number, {e}. Which number was it?|Take a number, {e}. What was the number?
-""")
+_FORMS: Final = {kind[1:]: forms for kind, forms in FORMS.items() if kind[0] == "@"}
 _NAMES: Final = {"+": "sum", "-": "difference", "*": "product", "/": "quotient", "^": "square"}
 _ROOTS: Final = {r**n: f"{r}**{n}" for n in (3, 2) for r in range(2, 13) if r**n < 150}
 

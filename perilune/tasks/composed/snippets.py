@@ -285,7 +285,7 @@ def listing(rng: Random, begin: str = "<quick>") -> tuple[tuple[str, str], str, 
 
 
 def _chatted(rng: Random, code: str, printed: str) -> tuple[str, str]:
-    """What is asked of a program with a remark, and what stands behind the program if both sides have words."""
+    """What is asked of a program with a remark, and what follows the program if both sides have words."""
     number = re.fullmatch(r"-?\d+", printed) is not None
     rules = {**_RULES, "res": ("number", "number", "value", "result") if number else ("output", "result", "text")}
     last, roll = re.search(r"^print\(([a-z]\w*)\)$", code, re.MULTILINE), rng.random()

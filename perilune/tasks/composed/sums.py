@@ -245,7 +245,7 @@ def asked_from(rng: Random, kind: str, kept: tuple[str, ...] = ()) -> str:
 
 
 def column(rng: Random) -> Drawn:
-    """The sum of three to five numbers of a table, whose own sum is not to be read."""
+    """The sum of three to five numbers of a table in which the sum is missing or wrong."""
     solved = None
     while solved is None:
         top, step = pick(rng, ((40, 1), (100, 1), (100, 5), (1000, 5), (1000, 25), (1000, 1), (3000, 50)))
