@@ -9,6 +9,7 @@ line is JSON.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -42,7 +43,8 @@ def see(engine: Engine) -> None:
     """Gives the engine a vision tower of Kimi K2.5's size with random weights."""
     tower = Tower(MoonVit(vision.K25, vision.random_weights(vision.K25, torch.device("cuda"))), Limits())
     engine.runner.tower = tower
-    engine._encoder = engine.scheduler.encoder = open_encoder(tower, engine.config, Choices([]))
+    engine._encoder = engine.scheduler.encoder = encoder = open_encoder(tower, engine.config, Choices([]))
+    engine.info = engine._admission._info = dataclasses.replace(engine.info, media_pad=encoder.pad)
 
 
 def played(
