@@ -36,12 +36,15 @@ from perilune.model.moonvit import MoonVit
 CONTEXT_TOKENS = 1024
 SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
 BESIDE_TOKENS = 16  # of text before a picture
+MAX_PATCHES = 18_432
 LONG_MEDIANS = 2.0  # An interval above this many medians counts in `long_share`. Above 0.01, it decides the p99.
 
 
 def see(engine: Engine) -> None:
     """Gives the engine a vision tower of Kimi K2.5's size with random weights."""
     tower = Tower(MoonVit(vision.K25, vision.random_weights(vision.K25, torch.device("cuda"))), Limits())
+    with torch.inference_mode():
+        tower.warm(MAX_PATCHES)
     engine.runner.tower = tower
     engine._encoder = engine.scheduler.encoder = encoder = open_encoder(tower, engine.config, Choices([]))
     engine.info = engine._admission._info = dataclasses.replace(engine.info, media_pad=encoder.pad)

@@ -101,9 +101,10 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
         """Runs the plan after those launched before. A CUDA graph is launched on the caller's thread, because handing
-        it to the worker takes as long as launching it; the worker must have queued the previous step first."""
+        it to the worker takes as long as launching it; the worker must have queued the previous step first. The worker
+        encodes pictures: launching a slice takes long, and cuDNN keeps its kernels for one thread."""
         plan = self.ordered(plan)
-        if self._graphed(plan):
+        if self._graphed(plan) and not plan.slices:
             if self._launched is not None:
                 wait((self._launched,))
             self._launched = Future()

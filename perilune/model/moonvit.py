@@ -7,6 +7,10 @@ tower's width, H its heads, d their width, D the text model's width.
 A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all of them. A caller that runs other work
 in between calls smaller parts: `project`, then `mix` for a layer (in a pass of one item also for groups of rows), and
 `merge`, then `head` (of any tokens) instead of `finish`.
+
+cuDNN's attention is the fastest one on a GPU, and needs tens of milliseconds for each new shape. So attention of groups
+of rows has few shapes there: PADDED_ROWS queries, and keys in multiples of that. Rows that only pad are keys of weight
+0, by one more value in all queries and keys. `warm` runs the shapes once.
 """
 
 import math
@@ -17,6 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perilune.model.moonvit_config import MAX_SIDE_PATCHES, MERGE_SIDE, MoonVitConfig
 
@@ -24,6 +29,16 @@ EPS = 1e-5  # of the tower's norms; no key of config.json sets it
 THETA = 10000.0  # of rotations and of the frames' sinusoids
 
 ALL = slice(None)
+
+PADDED_ROWS = 1024  # Queries of an attention launch on a GPU: with 16 heads, a wave of 128 CTAs of 128 rows.
+WIDER = 8  # more values of padded queries and keys, of which the first one counts: kernels take multiples of 8
+NO_WEIGHT = -30000.0  # That value of keys which only pad; queries have 1 there. After scaling, its exponential is 0.
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
@@ -71,14 +86,19 @@ class Pass:
     x: Tensor  # [N, C]: the residual stream
     grids: Sequence[Grid]
     rotations: Tensor  # [N, 1, d / 2] complex64: of the neighbouring pairs of a query or key
-    qkv: list[Tensor]  # the layer's queries, keys and values, [N, H, d] each; rows are valid once projected
+    # The layer's queries, keys and values, [N, H, d] each, or padded [rows, H, d + WIDER]; valid once projected.
+    qkv: list[Tensor]
 
 
 class MoonVit:
-    """The tower with its projector. Runs where its weights are, in their dtype."""
+    """The tower with its projector. Runs where its weights are, in their dtype.
+
+    `pad`: queries of each attention launch of groups of rows; 0: those of the group, without padding.
+    """
 
     def __init__(self, config: MoonVitConfig, weights: MoonVitWeights) -> None:
         self.config, self.weights = config, weights
+        self.pad = PADDED_ROWS if weights.norm.device.type == "cuda" else 0
 
     def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[tokens, D], the items' rows one after the other; `begin` has the arguments and errors."""
@@ -125,15 +145,44 @@ class MoonVit:
         if rows == ALL:
             state.qkv = parts
             return
-        state.qkv = state.qkv or [part.new_empty(len(state.x), *part.shape[1:]) for part in parts]
+        state.qkv = state.qkv or self._room(len(state.x))
         for whole, part in zip(state.qkv, parts):
-            whole[rows] = part
+            whole[rows, :, : c.head_dim] = part
+
+    def _room(self, count: int) -> list[Tensor]:
+        """Queries, keys and values of `count` rows, to be filled in; with `pad` in whole groups, WIDER wider."""
+        c, weight = self.config, self.weights.norm
+        if not self.pad:
+            return [weight.new_empty(count, c.num_attention_heads, c.head_dim) for _ in "qkv"]
+        rows = -(-count // self.pad) * self.pad
+        q, k, v = (weight.new_zeros(rows, c.num_attention_heads, c.head_dim + WIDER) for _ in "qkv")
+        q[:, :, c.head_dim] = 1
+        k[count:, :, c.head_dim] = NO_WEIGHT
+        return [q, k, v]
+
+    def warm(self, count: int) -> None:
+        """Runs attention in each shape of passes of up to `count` patches. cuDNN chooses kernels for each thread."""
+        for end in range(self.pad, count + self.pad, self.pad) if self.pad else ():
+            self._padded_attention(self._room(end), slice(0, self.pad))
+
+    def _padded_attention(self, qkv: list[Tensor], rows: slice) -> Tensor:
+        """[n, C]: these rows' queries attend to all keys."""
+        q, k, v = (part.transpose(0, 1)[None] for part in qkv)
+        found, scale = list[Tensor](), self.config.head_dim**-0.5
+        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+            for first in range(rows.start, rows.stop, self.pad):
+                found.append(F.scaled_dot_product_attention(q[:, :, first : first + self.pad], k, v, scale=scale)[0])
+        x = torch.cat(found, 1)[:, : rows.stop - rows.start, : self.config.head_dim]
+        return x.transpose(0, 1).flatten(1)
 
     def mix(self, state: Pass, i: int, rows: slice) -> None:
         """The rest of layer i: changes these rows of `state.x`. Call it after `project` of all rows."""
         w, c = self.weights.blocks[i], self.config
         q, k, v = state.qkv
-        x = _attention(q, k, v, state.grids) if rows == ALL else _attend(q[rows], k, v, 1)
+        if rows == ALL:
+            x = _attention(q, k, v, state.grids)
+        else:
+            x = self._padded_attention(state.qkv, rows) if self.pad else _attend(q[rows], k, v, 1)
         h = state.x[rows] + F.linear(x, w.out, w.out_bias)
         x = F.layer_norm(h, (c.hidden_size,), w.norm1, w.norm1_bias, EPS)
         x = F.gelu(F.linear(x, w.fc0, w.fc0_bias), approximate="tanh")

@@ -1,7 +1,7 @@
 """Divides the encoding of one picture into cells, numbered from 0, so that decode steps can run between them.
 
     0                      the patches are embedded
-    then, layer by layer   for each group of Cells.GROUP_PATCHES rows a cell that projects queries, keys and values;
+    then, layer by layer   for each group of rows (Sizes.group) a cell that projects queries, keys and values;
                            after these, for each group a cell of attention and MLP
     the last               for each group, its tokens are merged and projected to the text model's width
 
@@ -16,13 +16,17 @@ RUN_SECONDS = 1e-4  # Assumed time of a run's kernel launches, besides that of i
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a vision tower: number of layers, values in a patch, widths; `out` is the text model's hidden width."""
+    """Sizes of a vision tower: number of layers, values in a patch, widths; `out` is the text model's hidden width.
+
+    `group`: rows of a cell; 0: Cells.GROUP_PATCHES.
+    """
 
     layers: int
     patch: int
     width: int
     inner: int
     out: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Cells:
     GROUP_PATCHES = 64  # More: longer gaps between decode steps on a slow device. Fewer: more cells, smaller matmuls.
 
     def __init__(self, sizes: Sizes, patches: int) -> None:
-        self._sizes, self._patches, self._group = sizes, patches, self.GROUP_PATCHES
+        self._sizes, self._patches, self._group = sizes, patches, sizes.group or self.GROUP_PATCHES
         self._groups = -(-patches // self._group)
         self.total = 1 + (2 * sizes.layers + 1) * self._groups
 
@@ -67,7 +71,10 @@ class Cells:
         return sum(RUN_SECONDS + self._flops(run) * flop_seconds for run in self.runs(start, stop))
 
     def within(self, start: int, budget_seconds: float, flop_seconds: float) -> int:
-        """The end of the cells from `start` on that fit into the budget; at least one cell."""
+        """The end of the cells from `start` on that fit into the budget; at least one cell. Cell 0 is alone: pixels are
+        copied then, by the host."""
+        if start == 0:
+            return 1
         low, high = start + 1, min(start + 2, self.total)
         while high < self.total and self.seconds(start, high, flop_seconds) <= budget_seconds:
             low, high = high, min(2 * high - start, self.total)

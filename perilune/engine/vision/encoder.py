@@ -24,7 +24,7 @@ from perilune.core.step import Slice
 from perilune.engine.vision.cells import RUN_SECONDS, Cells, Sizes
 from perilune.media import placeholders
 
-STEP_SHARE = 0.8  # A slice takes at most this share of a decode step: measured times vary.
+STEP_SHARE = 0.7  # A slice takes at most this share of a decode step: measured times vary.
 FIRST_STEP_SECONDS = 0.003  # assumed duration of a decode step until one was measured
 IDLE_SECONDS = 0.05  # Length of a slice while no request decodes. Longer: a new request waits longer.
 FIRST_FLOP_SECONDS = 1e-11  # assumed until a slice was measured: 0.1 TFLOP/s

@@ -53,7 +53,11 @@ def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group:
     if limits.patch_size != moonvit.patch_size:
         raise CheckpointError(f"{model_dir}: patches of {limits.patch_size} pixels in preprocessor_config.json, and of "
                               f"{moonvit.patch_size} in config.json")  # fmt: skip
-    return Tower(MoonVit(moonvit, weights), limits, group)
+    tower = Tower(MoonVit(moonvit, weights), limits, group)
+    if device.type == "cuda":
+        with torch.inference_mode():
+            tower.warm(int(PADDED_RATIO * limits.max_patches))
+    return tower
 
 
 def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encoder:

@@ -16,6 +16,8 @@ from perilune.engine.vision.cells import Cells, Run, Sizes
 from perilune.media.limits import Limits
 from perilune.model.moonvit import Grid, MoonVit, Pass, normalised
 
+WARM_SIDES, WARM_CELLS = (64, 32), 8  # patches of the picture that warms up; cells of its slices
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -38,6 +40,20 @@ class Tower:
         self._patches: dict[bytes, memoryview] = {}  # of pictures before their first slice
         self._dropped: tuple[bytes, ...] = ()
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
+
+    def warm(self, patches: int) -> None:
+        """Encodes a small picture twice, the second time measured, and runs attention in all shapes of up to `patches`
+        patches. On a GPU the first pictures would delay steps by seconds otherwise. Call it where `run` is called."""
+        self.model.warm(patches)
+        grid = (1, *WARM_SIDES)
+        total = self._cells(grid).total
+        pixels = memoryview(bytes(math.prod(grid) * self._sizes.patch))
+        for _ in range(2):
+            self._measuring.clear()
+            for start in (0, *range(1, total, WARM_CELLS)):
+                stop = min(start + WARM_CELLS, total) if start else 1
+                self._advance(Slice(self.group.slicing.rank, b"", grid, start, stop, None if start else pixels))
+            del self._rows[b""]
 
     def provide(self, digest: bytes, patches: memoryview) -> None:
         """Takes the pixels of a picture that this rank begins in the next plan; only on ranks other than 0."""
@@ -97,7 +113,8 @@ class Tower:
         elapsed = _stopwatch(self.model.weights.norm.device)
         for run in runs:
             self._run(own, run)
-        self._measuring.append((cells.flops(own.start, own.stop), len(runs), elapsed()))
+        if own.start:  # copying pixels takes the host's time, which later slices do not
+            self._measuring.append((cells.flops(own.start, own.stop), len(runs), elapsed()))
 
     def _run(self, own: Slice, run: Run) -> None:
         digest, rows = own.digest, slice(run.first, run.end)
@@ -134,7 +151,7 @@ class Tower:
 def sizes_of(model: MoonVit) -> Sizes:
     c = model.config
     values = 3 * c.patch_size * c.patch_size
-    return Sizes(c.num_hidden_layers, values, c.hidden_size, c.intermediate_size, c.text_hidden_size)
+    return Sizes(c.num_hidden_layers, values, c.hidden_size, c.intermediate_size, c.text_hidden_size, model.pad)
 
 
 def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float | None]]:

@@ -4,7 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -119,10 +119,14 @@ def drain(on: Machine) -> None:
         assert idle < 4 and most, "no progress"
 
 
-@pytest.mark.parametrize("speed", [1.0, 0.25, 8.0], ids=["an H200's speed", "four times slower", "eight times faster"])
-def test_others_do_not_wait_for_pictures(speed: float) -> None:
+@pytest.mark.parametrize(
+    ("speed", "group"),
+    [(1.0, 0), (0.25, 0), (8.0, 0), (1.0, 1024), (8.0, 1024)],
+    ids=["an H200's speed", "four times slower", "eight times faster", "a GPU's cells", "a faster GPU's cells"],
+)
+def test_others_do_not_wait_for_pictures(speed: float, group: int) -> None:
     """Three answers go on while two pictures of the largest kind are encoded, which takes 0.33 s by itself."""
-    on = machine(K25)
+    on = machine(replace(K25, group=group))
     on.flop_seconds /= speed
     for rid in range(3):
         submit(on, rid, tokens=2000)
@@ -138,7 +142,7 @@ def test_others_do_not_wait_for_pictures(speed: float) -> None:
     assert len(gaps) > 100
     assert statistics.quantiles(gaps, n=100)[98] <= 2 * statistics.median(gaps)
     encoding = [s for p in on.plans for s in p.slices]
-    cells = Cells(K25, 16384)
+    cells = Cells(on.sizes, 16384)
     alone = 2 * cells.flops(0, cells.total) * on.flop_seconds
     assert len(encoding) > alone / (on.step_seconds * 0.85), "slices as long as steps"
     assert max(gaps) <= 2 * calm + 256 * on.token_seconds  # the last: a chunk of the pictures' own prompts
@@ -187,6 +191,7 @@ def test_a_layer_longer_than_a_step_is_cut_by_rows() -> None:
         stop = cells.within(start, 0.003, 1 / (0.4 * 729e12))
         assert cells.seconds(start, stop, 1 / (0.4 * 729e12)) <= 0.003 and stop > start
     assert cells.within(5, 0.0, 1.0) == 6, "at least one cell"
+    assert cells.within(0, 1.0, 1e-30) == 1, "pixels are copied in a slice of their own"
 
 
 def test_cells_compute_every_row_of_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:

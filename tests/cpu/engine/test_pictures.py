@@ -95,13 +95,19 @@ def test_tokens_and_probabilities(checkpoint: Seeing, how: dict[str, Any]) -> No
         assert [r.logprob for r in got.logprobs] == pytest.approx(want.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("pad", [0, 7, 40], ids=["plain", "padded", "padded to more than a picture"])
 @pytest.mark.parametrize("seed", range(3))
-def test_slices_of_any_size_make_the_same_rows(checkpoint: Seeing, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pictures in turns, one cell or many at a time, in groups that do not divide them."""
+def test_slices_of_any_size_make_the_same_rows(
+    checkpoint: Seeing, seed: int, pad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several pictures in turns, one cell or many at a time, in groups that do not divide them. `pad`: as on a GPU."""
     rng = random.Random(seed)
     monkeypatch.setattr(Cells, "GROUP_PATCHES", rng.choice((5, 12, 30)))
     with torch.inference_mode():
         tower = open_tower(checkpoint.path, torch.float32, torch.device("cpu"), ALONE)
+        tower.model.pad, tower._sizes = pad, replace(sizes_of(tower.model), group=pad)
+        tower.warm(96)
+        assert bool(tower.measured()) and not tower._rows and not tower._passes
         at = {p.digest: 0 for p in PICTURES}
         left = list(PICTURES)
         while left:

@@ -13,6 +13,7 @@ from perilune.dist.group import ALONE
 from perilune.engine.vision.cells import Cells
 from perilune.engine.vision.open import open_tower
 from perilune.engine.vision.tower import sizes_of
+from perilune.model import moonvit
 from tests import oracle, seeing
 from tests.seeing import PAD, Seeing, picture
 
@@ -36,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 def test_rows_equal_transformers(
     checkpoint: Seeing, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cells, "GROUP_PATCHES", group)
+    monkeypatch.setattr(moonvit, "PADDED_ROWS", group)
     with torch.inference_mode():
         tower = open_tower(checkpoint.path, dtype, torch.device("cuda"), ALONE)
         for p in PICTURES:
@@ -51,7 +52,7 @@ def test_rows_equal_transformers(
                 assert (got - want).norm() / want.norm() < 0.02
         torch.cuda.synchronize()
         costs = tower.measured()
-        assert len(costs) > 10 and all(0 < cost.seconds < 1 for cost in costs)
+        assert len(costs) > 5 and all(0 < cost.seconds < 1 for cost in costs)
 
 
 @pytest.mark.parametrize("how", [{}, {"max_step_tokens": 9}, {"draft": "suffix", "draft_tokens": 3}])
