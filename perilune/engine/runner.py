@@ -101,11 +101,14 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> "Future[Readout]":
         """Runs the plan after those launched before. A CUDA graph is launched on the caller's thread, because handing
-        it to the worker takes as long as launching it; the worker must have queued the previous step first. The worker
-        encodes pictures: launching a slice takes long, and cuDNN keeps its kernels for one thread."""
+        it to the worker takes as long as launching it; the worker must have queued the previous step first. Pictures
+        are always encoded on the worker: cuDNN keeps its choice of kernels for one thread."""
         plan = self.ordered(plan)
-        if self._graphed(plan) and not plan.slices:
-            if self._launched is not None:
+        if self._graphed(plan):
+            if plan.slices:
+                self._worker.submit(self._encode, plan).result()
+                plan = replace(plan, slices=(), dropped=())
+            elif self._launched is not None:
                 wait((self._launched,))
             self._launched = Future()
             self._launched.set_result(self._timed(plan))
@@ -180,13 +183,20 @@ class Runner:
             torch.cuda.set_device(self._gpu)  # set per thread, and more than one thread queues steps
         few = self.pages.data.device.type == "cpu" and plan.tokens <= FEW_ROWS_ON_CPU
         with registry.using(self.overrides), self.workspaces.use(), torch_alone() if few else nullcontext():
-            if self.tower is not None and (plan.slices or plan.dropped):
-                self.tower.run(plan.slices, plan.dropped)
+            self._encode(plan)
             if not plan.work:
                 return from_calls(plan.step, Sampled.nothing(self.pages.data.device), None, None, [])
             if self._graphed(plan) and (readout := self._replay(plan)) is not None:
                 return readout
             return self._run_calls(self._caught_up(plan) if any(w.chained for w in plan.work) else plan)
+
+    @torch.inference_mode()
+    def _encode(self, plan: StepPlan) -> None:
+        """Queues the plan's slices of pictures."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        if self.tower is not None and (plan.slices or plan.dropped):
+            self.tower.run(plan.slices, plan.dropped)
 
     def _graphed(self, plan: StepPlan) -> bool:
         """Whether to try the step as a CUDA graph."""

@@ -87,7 +87,7 @@ def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dt
     """Bytes that pictures need on each device besides the tower's weights: the cache of embeddings, and what encoding a
     picture of the largest size allocates."""
     c, limits = MoonVitConfig.from_directory(model_dir), Limits.from_directory(model_dir)
-    values = 7 * c.hidden_size + 2 * c.intermediate_size
+    values = 10 * c.hidden_size + 2 * c.intermediate_size
     scratch = PADDED_RATIO * limits.max_patches * (values * dtype.itemsize + 3 * c.hidden_size * 4)
     return _cache_bytes(config, device) + scratch
 
