@@ -6,6 +6,7 @@ two can never disagree; only the assistant's last turn is learnt. Plain text is 
 """
 
 import json
+import os
 import random
 import sys
 import sysconfig
@@ -288,5 +289,11 @@ def loader(blocks: IterableDataset[dict[str, torch.Tensor]], workers: int) -> Da
         return DataLoader(blocks, batch_size=None)
     return DataLoader(
         blocks, batch_size=None, num_workers=workers, prefetch_factor=3, pin_memory=torch.cuda.is_available(),
-        multiprocessing_context="fork", timeout=300,
+        multiprocessing_context="fork", timeout=300, worker_init_fn=_give_way,
     )  # fmt: skip
+
+
+def _give_way(worker: int) -> None:
+    """A data process yields CPUs to the process that launches kernels: with 30 of them on 32 CPUs a training step took
+    52 to 83 ms, and waited 0.5 % of its time for data."""
+    os.nice(10)
