@@ -16,7 +16,8 @@ from perilune.tasks.composed.chores import PLAIN, chore, counted, handed, sought
 from perilune.tasks.composed.errands import around, context, errand, framed, puzzle, thanks
 from perilune.tasks.composed.findings import finding
 from perilune.tasks.fields import BASES, Field, fields, said, value, written
-from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, assistant, belongs, pick, plain, user, widely
+from perilune.tasks.problem import Answer, Problem, Reply, ToolCall, belongs, pick, plain, user, widely
+from perilune.tasks.results import OKS, WHAT, asked_about, finished, returned, shown, unasked
 from perilune.tasks.smalltalk import TALK, small_talk
 from perilune.tasks.tools import (
     Request,
@@ -134,7 +135,7 @@ def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) ->
         before, (first,), _ = errand(rng, 1)
         if all(first.tool.noun != t.noun for t in known):  # its finished exchange goes before
             known.append(first.tool)
-            messages = (*_finished(rng, before, first, {"status": "ok"}, "Done.", split), *messages)
+            messages = (*finished(rng, before, first, {"status": "ok"}, "Done.", split), *messages)
     if question:
         reply = Reply(f"{question}\nnone" if thinking else "", REFUSAL)
     elif not asked:
@@ -383,30 +384,10 @@ def _stepwise(rng: Random, split: str, thinking: bool) -> Problem:
     messages: tuple[Message, ...] = (user(text),)
     for step, (calls, results) in enumerate(past):  # no step but the last has several calls
         made, contents = tuple([a.call for a in calls]), [json.dumps(r, ensure_ascii=False) for r in results]
-        messages += _returned(rng, made, contents, "\n".join([a.trace(text) for a in calls]), step)
+        messages += returned(rng, made, contents, "\n".join([a.trace(text) for a in calls]), step)
     lines = [thought] * bool(past) + [a.trace(text) for a in due]
     reply = Reply("\n".join(lines) if thinking else "", answer, tuple([a.call for a in due]))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
-
-
-def _shown(rng: Random, values: dict[str, Any], split: str) -> str:
-    """A result as tools write it: JSON mostly."""
-    if not widely(split) or rng.random() < 0.75:
-        return json.dumps(values, ensure_ascii=False)
-    mark = pick(rng, (": ", "=", " = "))
-    return pick(rng, ("\n", " | ", "; ", ", ")).join([f"{k}{mark}{said(v)}" for k, v in values.items()])
-
-
-def _returned(
-    rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str, before: int = 0
-) -> tuple[Message, ...]:
-    """The assistant's calls and the tools' messages; clients often send the calls back without the thought."""
-    turn = assistant(Reply(thought if rng.random() < 0.6 else "", "", calls), before)
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": content}
-        for call, content in zip(turn["tool_calls"], contents)
-    ]
-    return turn, *results
 
 
 def _result(rng: Random, split: str, thinking: bool) -> Problem:
@@ -417,64 +398,15 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
     new = split == "structural"
     keys = fields(rng, 1 + int(rng.random() * 4), 0.5 if new else 0.0)
     if split == "train" and rng.random() < 0.4:
-        question, (contents, lines, sentences) = "", _unasked(rng, asked, keys)
+        question, (contents, lines, sentences) = "", unasked(rng, asked, keys)
     else:
-        wanted = pick(rng, keys)
-        contents, lines, sentences = list[str](), list[str](), list[str]()
-        for _ in asked:
-            if rng.random() < 0.08:
-                _append_failure(rng, wanted, contents, lines, sentences)
-                continue
-            values = {f.name: value(rng, f) for f in keys}
-            shown = values[wanted.name]
-            if len(keys) == 1 and rng.random() < 0.5:
-                contents.append(said(shown))
-            else:
-                contents.append(_shown(rng, values, split))
-            lines.append(f"{wanted.name}: {written(shown)}")
-            sentences.append(f"The {wanted.label} is {said(shown)}.")
-        question = " " + pick(rng, _WHAT).format(l=wanted.label)
-    text = joined(rng, [a.text for a in asked], [a.call for a in asked], split) + question
+        question, (contents, lines, sentences) = asked_about(rng, len(asked), keys, split)
+    text = f"{joined(rng, [a.text for a in asked], [a.call for a in asked], split)}{question}"
     thought = "\n".join([a.trace(text) for a in asked])
-    messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
+    messages = (user(text), *returned(rng, tuple(a.call for a in asked), contents, thought))
     reply = Reply("\n".join(lines) if thinking else "", " ".join(sentences))
     key = ("call", *call_key(asked[0].call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, asked, split), thinking)
-
-
-def _append_failure(rng: Random, wanted: Field, contents: list[str], lines: list[str], sentences: list[str]) -> None:
-    why = f"{said(value(rng, wanted))} not found"
-    contents.append(json.dumps({"error": why}, ensure_ascii=False))
-    lines.append(f"error: {written(why)}")
-    sentences.append(f"The tool failed: {why}.")
-
-
-def _unasked(rng: Random, asked: list[Request], keys: list[Field]) -> tuple[list[str], list[str], list[str]]:
-    """Results of requests without a question ("Get the weather."), lines of the thought and sentences of the reply:
-    all values, one mostly, often under the name of what was asked for; a text as it is; or that it is done."""
-    noun, kind = asked[0].tool.noun.split()[-1], rng.random()
-    named = replace(keys[0], name=noun, label=noun) if keys[0].kind != "choice" else keys[0]
-    keys = [pick(rng, (keys[0], named)), *keys[1:]][: 1 if rng.random() < 0.7 else 3]
-    contents, lines, sentences = list[str](), list[str](), list[str]()
-    for _ in asked:
-        values = {f.name: value(rng, f) for f in keys}
-        if rng.random() < 0.08:
-            _append_failure(rng, keys[0], contents, lines, sentences)
-        elif kind < 0.25:
-            values = pick(rng, _OKS)
-            contents.append(_shown(rng, values, "train"))
-            ((name, shown),) = values.items()
-            lines.append(f"{name}: {written(shown)}")
-            sentences += ["Done."] * ("Done." not in sentences)
-        elif kind < 0.35:
-            contents.append(text := ", ".join([said(v) for v in values.values()]))
-            lines.append(f"result: {written(text)}")
-            sentences.append(f"The result is {text}.")
-        else:
-            contents.append(_shown(rng, values, "train"))
-            lines += [f"{f.name}: {written(values[f.name])}" for f in keys]
-            sentences += [f"The {f.label} is {said(values[f.name])}." for f in keys]
-    return contents, lines, sentences
 
 
 def _found(rng: Random, split: str, thinking: bool) -> Problem:
@@ -495,16 +427,10 @@ def _found(rng: Random, split: str, thinking: bool) -> Problem:
     if rng.random() < 0.3:
         reply = Reply(thought if thinking else "", "", (call,))
     else:
-        messages = (*messages, *_returned(rng, (call,), [made.result], thought))
+        messages = (*messages, *returned(rng, (call,), [made.result], thought))
         content = f"The {made.key.replace('_', ' ')} is {said(made.value)}."
         reply = Reply(f"{made.key}: {written(made.value)}" if thinking else "", content)
     return Problem("tools_multi", split, key, messages, reply, tuple(declared), thinking)
-
-
-_WHAT: Final = (
-    "What is the {l}?", "Tell me the {l}.", "I want to know the {l}.", "Which {l} is it?", "Then tell me the {l}.",
-    "What {l} does it say?",
-)  # fmt: skip
 
 
 def _refusal(rng: Random, split: str, thinking: bool) -> Problem:
@@ -572,19 +498,17 @@ def _compared(rng: Random, split: str, thinking: bool) -> Problem:
         low, high = value(rng, wanted), value(rng, wanted)
     more = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
     asked_for = {name: 0} if rng.random() < 0.6 else {}
-    contents = [_shown(rng, more | dict.fromkeys(asked_for, o) | {key: n}, split) for o, n in zip(ones, (low, high))]
+    contents = [shown(rng, more | dict.fromkeys(asked_for, o) | {key: n}, split) for o, n in zip(ones, (low, high))]
     greater = rng.random() < 0.6
     most = pick(rng, ("higher", "bigger", "larger", "greater") if greater else ("lower", "smaller"))
     text = f"{text} {pick(rng, _WHICH).format(l=wanted.label, m=most)}"
     thought = "\n".join([a.trace(text) for a in asked])
-    messages = (user(text), *_returned(rng, tuple(a.call for a in asked), contents, thought))
+    messages = (user(text), *returned(rng, tuple(a.call for a in asked), contents, thought))
     lines = [*[f"{o}: {n}" for o, n in zip(ones, (low, high))], f"{low}{'<' if low < high else '>'}{high}"]
     reply = Reply("\n".join(lines) if thinking else "", str(ones[(low < high) == greater]))
     return Problem("tools_multi", split, made_key, messages, reply, _declared(rng, asked, split), thinking)
 
 
-_OKS: Final[tuple[dict[str, Any], ...]] = ({"ok": True}, {"status": "done"}, {"result": "success"}, {"changed": 1},
-    {"status": "ok"}, {"success": True}, {"status": "success"}, {"done": True})  # fmt: skip
 _NOW: Final = ("", "Now ", "Good. Now ", "Great, ", "ok. ", "And then ", "Thanks! Now ", "Right, ", "Next ")
 
 
@@ -596,9 +520,9 @@ def _later(rng: Random, split: str, thinking: bool) -> Problem:
         last = shortly(rng, pick(rng, kit), first.call.arguments)
         if last and last.call != first.call and belongs(key := ("call", *call_key(last.call)), split):
             break
-    values = pick(rng, _OKS[:4])
+    values = pick(rng, OKS[:4])
     text = pick(rng, _NOW) + _lowered(last.text, [last.call])
-    messages = (*_finished(rng, first.text, first, values, "Done.", split), user(text))
+    messages = (*finished(rng, first.text, first, values, "Done.", split), user(text))
     reply = Reply(last.trace(text) if thinking else "", "", (last.call,))
     return Problem("tools_multi", split, key, messages, reply, _siblings(rng, kit), thinking)
 
@@ -610,14 +534,14 @@ _IS_THERE: Final = ("is there a ", "do we have a ", "which is the ", "what about
 def _sought_before(rng: Random, split: str, thinking: bool) -> Problem:
     """A thing was found, and its code was said or something else; then something is to be done with "it"."""
     while True:
-        (text, first, key, shown), (wish, last), known = sought(rng)
+        (text, first, key, data), (wish, last), known = sought(rng)
         if belongs(made := ("call", *call_key(last.call)), split):
             break
-    one = pick(rng, (key, key, next(iter(shown))))
-    answer = pick(rng, _FOUND).format(one.replace("_", " "), said(shown[one]))
-    values = {one: shown[one]} | shown if rng.random() < 0.7 else shown
+    one = pick(rng, (key, key, next(iter(data))))
+    answer = pick(rng, _FOUND).format(one.replace("_", " "), said(data[one]))
+    values = {one: data[one]} | data if rng.random() < 0.7 else data
     text = framed(rng, text) if rng.random() < 0.6 else capital(f"{pick(rng, _IS_THERE)}{text.split(' the ', 1)[1]}?")
-    asking, result, *rest = _finished(rng, text, replace(first, opening=opening(text)), values, answer, split)[1:]
+    asking, result, *rest = finished(rng, text, replace(first, opening=opening(text)), values, answer, split)[1:]
     result |= {
         "content": f"[{result['content']}]" if rng.random() < 0.3 and result["content"][0] == "{" else result["content"]
     }
@@ -630,16 +554,6 @@ def _sought_before(rng: Random, split: str, thinking: bool) -> Problem:
     return Problem("tools_multi", split, made, (*before, user(text)), reply, _declared(rng, known, split), thinking)
 
 
-def _finished(
-    rng: Random, text: str, asked: Request, values: dict[str, Any], answer: str, split: str
-) -> tuple[Message, ...]:
-    """A finished exchange: the request, its call, a result of these values, the answer. The thought copies the first
-    value."""
-    name, first = next(iter(values.items()))
-    returned = _returned(rng, (asked.call,), [_shown(rng, values, split)], asked.trace(text))
-    return user(text), *returned, assistant(Reply(f"{name}: {written(first)}", answer))
-
-
 def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
     """A finished exchange with a tool, then another request: the next call, numbered on."""
     last = _request(rng, split)
@@ -649,9 +563,9 @@ def _follow_up(rng: Random, split: str, thinking: bool) -> Problem:
             break
     known = fields(rng, 2, 0.0)
     values = {f.name: value(rng, f) for f in known}
-    asked = f"{first.text} {pick(rng, _WHAT).format(l=known[0].label)}"
+    asked = f"{first.text} {pick(rng, WHAT).format(l=known[0].label)}"
     answered = f"The {known[0].label} is {said(values[known[0].name])}."
-    messages = (*_finished(rng, asked, first, values, answered, split), user(last.text))
+    messages = (*finished(rng, asked, first, values, answered, split), user(last.text))
     reply = Reply(last.trace(last.text) if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))
     return Problem("tools_multi", split, key, messages, reply, _declared(rng, [first, last], split), thinking)
@@ -695,7 +609,7 @@ def _again(rng: Random, split: str, thinking: bool) -> Problem:
     (changed,) = [v for k, v in last.call.arguments.items() if v != first.call.arguments[k]]
     values = {f.name: value(rng, f) for f in fields(rng, 1 + int(rng.random() * 2), 0.0)}
     more = pick(rng, _AGAIN).format(v=changed)
-    messages = (*_finished(rng, text, first, values, "Done.", split), user(more))
+    messages = (*finished(rng, text, first, values, "Done.", split), user(more))
     trace = replace(last, opening=opening(more)).trace(more)
     reply = Reply(trace if thinking else "", "", (last.call,))
     key = ("call", *call_key(last.call))

@@ -1,4 +1,5 @@
-"""Wordings of whole-number questions: sums, differences, products, quotients, comparisons, conversions.
+"""Wordings of whole-number questions (sums, differences, products, quotients, comparisons, conversions) and, as MORE by
+kind, of small programs; programs.py has those that structural problems may show besides.
 
 Imperatives end with a full stop, so that `wordings.phrase` may make them polite. Nothing here holds a form of `NEW_*`
 in arithmetic.py (`wordings.phrase` sees to that for what it puts together).
@@ -19,3 +20,38 @@ OPERATOR_WORDS: Final[dict[str, tuple[str, ...]]] = {
     "+": (" plus ", " plus ", " and "), "-": (" minus ", " minus ", " take away ", " less "),
     "*": (" times ", " times ", " multiplied by ", " x "), "/": (" divided by ",),
 }  # fmt: skip
+MORE: Final = {kind[1:]: forms for kind, forms in FORMS.items() if kind[0] == "#"}
+MORE["min"] = tuple(map(opposite, MORE["max"]))
+# What begins on a date, and what happens some days later or before.
+for _kind, _ends in (
+    (
+        "after",
+        " and {n} days later it is over| and takes effect {n} days later|. {n} days after that I \
+call|; {n} days later comes the letter",
+    ),
+    (
+        "before",
+        "; {n} days earlier I have to be ready|. I order {n} days before \
+that|, and {n} days before that comes the notice",
+    ),
+):
+    MORE[_kind] += tuple(
+        [
+            f"{begin} {{d}}{end}. {ask}"
+            for begin in (
+                "A parcel is posted on",
+                "The fair opens on",
+                "We plant beans on",
+                "My visa is dated",
+                "The contract is signed on",
+            )
+            for end in _ends.split("|")
+            for ask in (
+                "On which date?",
+                "Which date is that?",
+                "Give that date as YYYY-MM-DD.",
+                "date?",
+                "When is that?",
+            )
+        ]
+    )

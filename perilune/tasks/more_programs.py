@@ -10,7 +10,7 @@ from perilune.tasks.problem import pick
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
 Made = tuple[str, tuple[Any, ...], dict[str, Any], str,
-    str]  # kind of program_forms.py, key, places, trace, answer  # fmt: skip
+    str]  # kind of forms.py, key, places, trace, answer  # fmt: skip
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _VOWELS: Final = "aeiou"

@@ -18,10 +18,10 @@ from perilune.tasks.composed.procedures import coded, procedure
 from perilune.tasks.composed.readings import compared
 from perilune.tasks.composed.snippets import listing, task
 from perilune.tasks.composed.sums import ordered, whether
+from perilune.tasks.forms import MORE
 from perilune.tasks.more_programs import DAYS, KINDS, LETTERS, ORDINALS, any_day, counted, indexed
 from perilune.tasks.pipelines import loop, pipeline
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
-from perilune.tasks.program_forms import MORE
 from perilune.tasks.wordings import agreeing, bare, in_words, lined, phrase
 from perilune.tasks.words import NAMES, PLAIN, made_up
 
