@@ -33,7 +33,7 @@ MODES = {"on": [True], "off": [False], "both": [True, False]}
 @click.option(
     "--problems",
     type=options.FILE,
-    help="Problems of this JSONL file instead; bench/problems/README.md has its format.",
+    help="Problems of this JSONL file instead, which may be an .xz; bench/problems/README.md has its format.",
 )
 @click.option("--thinking", type=click.Choice(list(MODES)), default="both", help="Modes to measure.")
 @click.option(

@@ -14,6 +14,7 @@ judged:
 
 import hashlib
 import json
+import lzma
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -116,13 +117,18 @@ def digest(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
+    """The text of the file, decompressed if its name ends in .xz."""
     try:
         data = read_regular(path)
+        if path.suffix == ".xz":
+            data = lzma.LZMADecompressor().decompress(data, MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {len(data):,} bytes, the limit is {MAX_FILE_BYTES:,}: split the file")
         return data.decode()
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}; choose another file with --problems") from e
+    except lzma.LZMAError as e:
+        raise ConfigError(f"{path} is not an xz file: {e}; choose another file with --problems") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 

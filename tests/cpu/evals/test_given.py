@@ -1,6 +1,7 @@
 """`perilune evaluate --problems`: reading a file of problems, judging answers to them, the whole command."""
 
 import json
+import lzma
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from perilune.evals.given import Given
 from tests import fake_endpoint
 from tests.fake_endpoint import whole
 
-WORDINGS = Path(__file__).parents[3] / "bench/problems/wordings.jsonl"
+PROBLEMS = Path(__file__).parents[3] / "bench/problems"
 ASK = [{"role": "user", "content": "hello"}]
 
 
@@ -101,14 +102,30 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_bytes(b"\xff\n")
     with pytest.raises(ConfigError, match="not UTF-8 text"):
         given.read(path, True)
+    path = tmp_path / "p.jsonl.xz"
+    path.write_bytes(b"not compressed")
+    with pytest.raises(ConfigError, match="is not an xz file"):
+        given.read(path, True)
+    path.write_bytes(lzma.compress(b"x" * 100))
+    with monkeypatch.context() as few, pytest.raises(ConfigError, match="has 51 bytes, the limit is 50"):
+        few.setattr(given, "MAX_FILE_BYTES", 50)
+        given.read(path, True)
+    path = tmp_path / "p"
     monkeypatch.setattr(given, "MAX_FILE_BYTES", 1)
     with pytest.raises(ConfigError, match="has 2 bytes, the limit is 1"):
         given.read(path, True)
 
 
+def test_the_problems_of_strangers() -> None:
+    problems = given.read(PROBLEMS / "strangers.jsonl.xz", True)
+    assert set(Counter(p.family for p in problems).values()) == {48}
+    assert len({json.dumps([p.messages, p.tools]) for p in problems}) == len(problems)
+    assert all(p.right(*evaluate._as_answer(p.answer)) for p in problems)
+
+
 def test_the_wordings_of_the_repository() -> None:
     """Every family has 25 problems, none twice; the answer of each is judged right; calls fit their declarations."""
-    problems = given.read(WORDINGS, True)
+    problems = given.read(PROBLEMS / "wordings.jsonl", True)
     assert min(Counter(p.family for p in problems).values()) >= 25
     assert len({json.dumps([p.messages, p.tools]) for p in problems}) == len(problems)
     for p in problems:
