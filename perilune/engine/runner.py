@@ -90,6 +90,7 @@ class Runner:
         self.follow(drafter)
         self._worker = worker
         self._launched: Future[Readout] | None = None
+        self._encoded = -1  # the last step whose slices of pictures were queued
 
     def follow(self, drafter: Drafter | None) -> None:
         """Selects the draft model of the following steps; None: they run without one. No step may be in flight."""
@@ -107,7 +108,6 @@ class Runner:
         if self._graphed(plan):
             if plan.slices:
                 self._worker.submit(self._encode, plan).result()
-                plan = replace(plan, slices=(), dropped=())
             elif self._launched is not None:
                 wait((self._launched,))
             self._launched = Future()
@@ -192,11 +192,13 @@ class Runner:
 
     @torch.inference_mode()
     def _encode(self, plan: StepPlan) -> None:
-        """Queues the plan's slices of pictures."""
+        """Queues the plan's slices of pictures, unless `launch` has done so."""
+        if self.tower is None or not (plan.slices or plan.dropped) or self._encoded == plan.step:
+            return
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
-        if self.tower is not None and (plan.slices or plan.dropped):
-            self.tower.run(plan.slices, plan.dropped)
+        self.tower.run(plan.slices, plan.dropped)
+        self._encoded = plan.step
 
     def _graphed(self, plan: StepPlan) -> bool:
         """Whether to try the step as a CUDA graph."""
