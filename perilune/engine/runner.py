@@ -90,7 +90,7 @@ class Runner:
         self.follow(drafter)
         self._worker = worker
         self._launched: Future[Readout] | None = None
-        self._encoded = -1  # the last step whose slices of pictures were queued
+        self._encoded = -1  # number of the last step with queued slices of pictures
 
     def follow(self, drafter: Drafter | None) -> None:
         """Selects the draft model of the following steps; None: they run without one. No step may be in flight."""
