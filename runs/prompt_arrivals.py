@@ -27,7 +27,7 @@ from perilune.core.messages import Media, Pixels, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.engine.resolve import Choices
-from perilune.engine.vision.open import open_encoder
+from perilune.engine.vision.open import PADDED_RATIO, open_encoder
 from perilune.engine.vision.tower import Tower
 from perilune.formats.hub import resolve_model
 from perilune.media.limits import Fit, Limits
@@ -36,7 +36,6 @@ from perilune.model.moonvit import MoonVit
 CONTEXT_TOKENS = 1024
 SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
 BESIDE_TOKENS = 16  # of text before a picture
-MAX_PATCHES = 18_432
 LONG_MEDIANS = 2.0  # An interval above this many medians counts in `long_share`. Above 0.01, it decides the p99.
 
 
@@ -44,7 +43,7 @@ def see(engine: Engine) -> None:
     """Gives the engine a vision tower of Kimi K2.5's size with random weights."""
     tower = Tower(MoonVit(vision.K25, vision.random_weights(vision.K25, torch.device("cuda"))), Limits())
     with torch.inference_mode():
-        tower.warm(MAX_PATCHES)
+        tower.warm(int(PADDED_RATIO * tower.limits.max_patches))
     engine.runner.tower = tower
     engine._encoder = engine.scheduler.encoder = encoder = open_encoder(tower, engine.config, Choices([]))
     engine.info = engine._admission._info = dataclasses.replace(engine.info, media_pad=encoder.pad)

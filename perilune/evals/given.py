@@ -121,14 +121,17 @@ def _text(path: Path) -> str:
     try:
         data = read_regular(path)
         if path.suffix == ".xz":
-            data = lzma.LZMADecompressor().decompress(data, MAX_FILE_BYTES + 1)
+            unpacker = lzma.LZMADecompressor()
+            data = unpacker.decompress(data, MAX_FILE_BYTES + 1)
+            if not unpacker.eof and len(data) <= MAX_FILE_BYTES:
+                raise lzma.LZMAError("it is cut off")
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {len(data):,} bytes, the limit is {MAX_FILE_BYTES:,}: split the file")
         return data.decode()
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}; choose another file with --problems") from e
     except lzma.LZMAError as e:
-        raise ConfigError(f"{path} is not an xz file: {e}; choose another file with --problems") from e
+        raise ConfigError(f"{path} is not a whole xz file: {e}; choose another file with --problems") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 

@@ -8,9 +8,10 @@ A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all
 in between calls smaller parts: `project`, then `mix` for a layer (in a pass of one item also for groups of rows), and
 `merge`, then `head` (of any tokens) instead of `finish`.
 
-cuDNN's attention is the fastest one on a GPU, and needs tens of milliseconds for each new shape. So attention of groups
-of rows has few shapes there: PADDED_ROWS queries, and keys in multiples of that. Rows that only pad are keys of weight
-0, by one more value in all queries and keys. `warm` runs the shapes once.
+cuDNN's attention is the fastest one on a GPU. By what was measured beside decoding (docs/LOG.md) it takes tens of
+milliseconds for each new shape. So attention of groups of rows has few shapes there: PADDED_ROWS queries, and keys in
+multiples of that. Rows that only pad are keys of weight 0, by one more value in all queries and keys. `warm` runs the
+shapes once.
 """
 
 import math

@@ -8,7 +8,7 @@ in arithmetic.py (`wordings.phrase` sees to that for what it puts together).
 from typing import Final
 
 from perilune.tasks.records import lines
-from perilune.tasks.wordings import lined, opposite
+from perilune.tasks.wordings import lined, opposite, parted
 
 # By pattern; `e`: any expression, `n`: a conversion, `>x` and `+x`: the largest and the sum of several numbers.
 FORMS = lined(lines("sums.txt"))
@@ -23,35 +23,19 @@ OPERATOR_WORDS: Final[dict[str, tuple[str, ...]]] = {
 MORE: Final = {kind[1:]: forms for kind, forms in FORMS.items() if kind[0] == "#"}
 MORE["min"] = tuple(map(opposite, MORE["max"]))
 # What begins on a date, and what happens some days later or before.
-for _kind, _ends in (
-    (
-        "after",
-        " and {n} days later it is over| and takes effect {n} days later|. {n} days after that I \
-call|; {n} days later comes the letter",
+_BEGINS: Final = parted(
+    "A parcel is posted on|The fair opens on|We plant beans on|My visa is dated|The contract is signed on"
+)
+_DAYS: Final = {
+    "after": parted(
+        " and {n} days later it is over| and takes effect {n} days later|. {n} days after that I call|; {n} days later "
+        "comes the letter"
     ),
-    (
-        "before",
-        "; {n} days earlier I have to be ready|. I order {n} days before \
-that|, and {n} days before that comes the notice",
+    "before": parted(
+        "; {n} days earlier I have to be ready|. I order {n} days before that|, and {n} days before that comes the "
+        "notice"
     ),
-):
-    MORE[_kind] += tuple(
-        [
-            f"{begin} {{d}}{end}. {ask}"
-            for begin in (
-                "A parcel is posted on",
-                "The fair opens on",
-                "We plant beans on",
-                "My visa is dated",
-                "The contract is signed on",
-            )
-            for end in _ends.split("|")
-            for ask in (
-                "On which date?",
-                "Which date is that?",
-                "Give that date as YYYY-MM-DD.",
-                "date?",
-                "When is that?",
-            )
-        ]
-    )
+}
+_ASKS: Final = parted("On which date?|Which date is that?|Give that date as YYYY-MM-DD.|date?|When is that?")
+for _kind, _ends in _DAYS.items():
+    MORE[_kind] += tuple([f"{begin} {{d}}{end}. {ask}" for begin in _BEGINS for end in _ends for ask in _ASKS])

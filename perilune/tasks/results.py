@@ -92,9 +92,10 @@ def unasked(rng: Random, asked: list[Request], keys: list[Field]) -> Said:
 
 def _fail(rng: Random, wanted: Field, found: Said) -> None:
     why = f"{said(value(rng, wanted))} not found"
-    for part, text in zip(found, (json.dumps({"error": why}, ensure_ascii=False), f"error: {written(why)}")):
-        part.append(text)
-    found[2].append(f"The tool failed: {why}.")
+    contents, lines, sentences = found
+    contents.append(json.dumps({"error": why}, ensure_ascii=False))
+    lines.append(f"error: {written(why)}")
+    sentences.append(f"The tool failed: {why}.")
 
 
 def finished(

@@ -103,9 +103,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="not UTF-8 text"):
         given.read(path, True)
     path = tmp_path / "p.jsonl.xz"
-    path.write_bytes(b"not compressed")
-    with pytest.raises(ConfigError, match="is not an xz file"):
-        given.read(path, True)
+    for wrong in (b"not compressed", lzma.compress(b"{}\n" * 1000)[:-8]):
+        path.write_bytes(wrong)
+        with pytest.raises(ConfigError, match="is not a whole xz file"):
+            given.read(path, True)
     path.write_bytes(lzma.compress(b"x" * 100))
     with monkeypatch.context() as few, pytest.raises(ConfigError, match="has 51 bytes, the limit is 50"):
         few.setattr(given, "MAX_FILE_BYTES", 50)
