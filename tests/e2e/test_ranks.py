@@ -40,6 +40,11 @@ def test_two_ranks_answer_and_a_killed_one_ends_every_request_with_one_error(
             thread.start()
         while server.metric("perilune_num_requests_running") < len(threads):
             time.sleep(0.02)
+        # A request without a token would run again on the engine that is held back. Two steps are in flight at most;
+        # each brings a request one token and two drafts at most. 18 tokens take at least one step with all three.
+        tokens = server.metric("perilune_generation_tokens_total")
+        while server.metric("perilune_generation_tokens_total") < tokens + 18:
+            time.sleep(0.02)
         hold.touch()
         os.kill(rank, signal.SIGKILL)
         for thread in threads:
