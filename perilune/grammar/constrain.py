@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from perilune.core.constraint import Constraint
@@ -14,7 +16,15 @@ from perilune.grammar.expressions import length
 from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_grammar, regex_grammar, vocabulary
 from perilune.grammar.references import DEFINITIONS, SchemaError, items, mapping, nodes, resolved
-from perilune.grammar.sizes import MAX_BYTES, bounded, is_number
+from perilune.grammar.sizes import (
+    MAX_BYTES,
+    MAX_REMAINDERS,
+    bounded,
+    is_number,
+    multiple,
+    remainders,
+    remainders_of,
+)
 from perilune.text.beginning import compact
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, depth, show
@@ -131,6 +141,7 @@ def constrain(
     compile = functools.partial(known.compile, group=group)
     leaps = [0]
     grammars = []
+    steps = 0  # remainders of all tools: the answer holds all of their grammars
     for position, tool in enumerate(tools):
         if tool.name in declared:
             if tool.form is not None:
@@ -139,8 +150,12 @@ def constrain(
                 grammars.append((tool.name, grammar))
                 leaps.append(leap)
                 continue
-            write = functools.partial(_of_tool, compile, tool, f"tools[{position}].function.parameters")
-            grammar, leap = known.written(json.dumps(tool.parameters), group, write)
+            where, schema = f"tools[{position}].function.parameters", json.dumps(tool.parameters)
+            steps += remainders_of(tool.parameters) if '"multipleOf"' in schema else 0
+            if steps > MAX_REMAINDERS:
+                why = f"multipleOf cannot be enforced: those of all tools together are at most {MAX_REMAINDERS}"
+                raise RequestError(why, param=where, code="unsupported_schema")
+            grammar, leap = known.written(schema, group, functools.partial(_of_tool, compile, tool, where))
             grammars.append((tool.name, grammar))
             leaps.append(leap)
     structured = None
@@ -292,40 +307,56 @@ def _check_levels(schema: Any) -> None:
 
 
 def _check_schemas_of_values(schema: Any) -> None:
+    _check_remainders(remainders_of(schema))
     known = {"#": _alternatives(schema)}
     for word in DEFINITIONS:
         known |= {f"#/{word}/{k}": _alternatives(part) for k, part in mapping(mapping(schema).get(word)).items()}
-    starts: dict[frozenset[str], int] = {}  # references that one value follows first, and its other alternatives
-    for count, found in map(_alternatives, nodes(schema)):
-        starts[found] = max(count, starts.get(found, 0))
+    # References that one value follows first, and its multipleOf; and its other alternatives.
+    starts: dict[tuple[frozenset[str], frozenset[Fraction]], int] = {}
+    for count, found, steps in map(_alternatives, nodes(schema)):
+        starts[found, steps] = max(count, starts.get((found, steps), 0))
     visited = 0
-    for first, count in starts.items():
+    for (first, steps), count in starts.items():
         left, seen = list(first), set(first)
         while left and count <= MAX_SCHEMAS_OF_VALUE and visited < _MAX_VISITED:
-            more, found = known.get(left.pop(), (0, frozenset()))
+            more, found, others = known.get(left.pop(), (0, frozenset(), frozenset()))
             left += found - seen
             seen |= found
+            steps |= others
             count, visited = count + more, visited + 1
         if left or count > MAX_SCHEMAS_OF_VALUE:
             raise SchemaError(
                 f"one of its values may follow more than {MAX_SCHEMAS_OF_VALUE} schemas, by references and alternatives"
             )
+        if len(steps) > 1:  # the compiler combines them if they hold together
+            least = Fraction(math.lcm(*(s.numerator for s in steps)), math.gcd(*(s.denominator for s in steps)))
+            _check_remainders(remainders(least))
 
 
-def _alternatives(schema: Any) -> tuple[int, frozenset[str]]:
-    """How many schemas a value may follow (alternatives that are plain values are compiled as one), and those of them
-    that are references."""
-    count, found, left = 0, set[str](), [schema]
+def _check_remainders(count: int) -> None:
+    if count > MAX_REMAINDERS:
+        raise SchemaError(
+            f"all multipleOf together, and a common multiple of those of one value, are at most {MAX_REMAINDERS} "
+            f"without decimal points, not {str(count)[:32]}"
+        )
+
+
+def _alternatives(schema: Any) -> tuple[int, frozenset[str], frozenset[Fraction]]:
+    """How many schemas a value may follow (alternatives that are plain values are compiled as one), those of them that
+    are references, and every multipleOf in them."""
+    count, found, steps, left = 0, set[str](), set[Fraction](), [schema]
     while left:
         part = left.pop()
         node = mapping(part)
         choices = [choice for word in ("anyOf", "oneOf", "allOf") for choice in items(node.get(word))]
         if isinstance(reference := node.get("$ref"), str):
             found.add(reference)
+        if (step := multiple(node)) is not None:
+            steps.add(step)
         plain = node.get("type") in _PLAIN_TYPES or "const" in node or "enum" in node
         count += bool(reference or choices or not plain)
         left += choices
-    return count, frozenset(found)
+    return count, frozenset(found), frozenset(steps)
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:

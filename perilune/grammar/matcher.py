@@ -5,6 +5,7 @@ what a grammar matches. Beside the matcher over the model's tokens runs a second
 the shortest completion takes hundreds of steps, each of which costs ten microseconds there.
 """
 
+import contextlib
 import copy
 import json
 import re
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from perilune.grammar.clues import clues
 from perilune.grammar.recent import Recent
 from perilune.grammar.shortest_end import completions
-from perilune.grammar.sizes import MAX_EXACT
+from perilune.grammar.sizes import MAX_EXACT, MAX_REMAINDERS, remainders_of
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 # tool with six strings has 6,000. If the agents that are served at a time have more, each request compiles all its
 # tools again, 10 to 60 ms each.
 MAX_FRESH = 4 << 20
+_REMAINDER_CHARS = 10  # what each remainder of a multipleOf counts in it
 MAX_GROWN = 64  # Size of the cache of grammars that answers use. One may take 120 MB once its states have been reached.
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
 # Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
@@ -45,6 +47,7 @@ _BYTE_LIMITS = LLParserLimits(verbose_errors=False, step_lexer_fuel=10_000_000)
 _SPACED = '"item_separator": ", ?"'  # in the text of a grammar that allows blanks
 _FILLER = re.compile(r'[^"\\\x00-\x1f\x7f]+')  # text that may be anywhere in a string of JSON
 _REPEATED = re.compile(rb'([^"\\\x00-\x1f\x7f-\xff])\1{3,}')
+_JSON_RULE = re.compile(r"%json\s*")
 _ENDS = (b'"', b"]", b"}", b"0", b'""', b'"]', b'"}')  # close what one or two tokens may have opened
 _ALTERNATIVES = re.compile(r'"start: /((?:\\\\x\{[0-9a-f]+\}|\|)+)/"')  # plain alternatives, in hex
 _CODE = re.compile(r"\{([0-9a-f]+)\}")
@@ -114,7 +117,7 @@ class Vocabulary:
                 return found.copy()
         made = _on_large_stack(lambda: Matcher(self, grammar, group))
         with self._lock:
-            self._fresh.put(key, made, len(grammar))
+            self._fresh.put(key, made, len(grammar) + _REMAINDER_CHARS * remainders_of([*_schemas(grammar)]))
             return made.copy()
 
     def use(self, grammar: str, group: str) -> None:
@@ -476,7 +479,26 @@ def lark_grammar(text: str) -> str:
     for number in _NUMBER.findall(text) if "%json" in text else ():
         if float(number) >= MAX_EXACT:
             raise GrammarError(f"{number[:32]}: numbers in a grammar with %json must be below 2^53")
+    if (count := remainders_of([*_written_in(text)])) > MAX_REMAINDERS:
+        raise GrammarError(
+            f"without decimal points, all multipleOf together are at most {MAX_REMAINDERS}, not {str(count)[:32]}"
+        )
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def _written_in(text: str) -> Iterator[Any]:
+    """The schemas in Lark text, each after %json."""
+    for found in _JSON_RULE.finditer(text):
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: compiling refuses it
+            yield json.JSONDecoder().raw_decode(text, found.end())[0]
+
+
+def _schemas(grammar: str) -> Iterator[Any]:
+    """The schemas in the text of a grammar; none if they have no multipleOf."""
+    if not grammar.startswith('{"grammars"'):
+        yield from _written_in(grammar)
+    elif "multipleOf" in grammar:
+        yield from (part.get("json_schema") for part in json.loads(grammar)["grammars"])
 
 
 def _choices(grammar: str) -> Iterator[bytes]:

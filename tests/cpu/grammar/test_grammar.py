@@ -385,6 +385,29 @@ def test_schemas_that_one_value_may_follow_are_bounded(nano: Tokenizer) -> None:
             constrain(nano, answer=AnswerFormat("json_schema", schema))
 
 
+def test_the_remainders_of_multiple_of_are_bounded(nano: Tokenizer) -> None:
+    """Each takes 1 KB of the compiled grammar: 2^31 of them took minutes and all memory."""
+    kept = {"a": {"multipleOf": 365}, "b": {"multipleOf": 1440}, "c": {"multipleOf": 0.01}, "d": {"multipleOf": 1e-9}}
+    assert constrain(nano, tools=tools({"properties": kept}, {"properties": kept})) is not None
+    for schema in (
+        {"type": "integer", "multipleOf": -100_001},
+        {"multipleOf": 10**400},
+        {"properties": {"a": {"multipleOf": 60_000}, "b": {"multipleOf": 0.5}, "c": {"multipleOf": 40_000}}},
+        {"allOf": [{"multipleOf": 991}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"multipleOf": 997}}},
+    ):
+        with pytest.raises(RequestError, match="multipleOf") as e:
+            constrain(nano, answer=AnswerFormat("json_schema", schema))
+        assert e.value.code == "unsupported_schema"
+    with pytest.raises(RequestError, match="multipleOf"):
+        constrain(nano, answer=AnswerFormat("grammar", r'start: %json {"multiple\u004ff": 100001}'))
+    with pytest.raises(RequestError, match="multipleOf") as e:
+        constrain(nano, tools=tools(*[{"properties": {"a": {"multipleOf": 60_000}}}] * 2))
+    assert e.value.param == "tools[1].function.parameters"
+    known = Vocabulary(nano)
+    known.compile(json_grammar({"type": "integer", "multipleOf": 50_000}))
+    assert known._fresh.size > 500_000
+
+
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:
     constraint = constrain(nano, answer=AnswerFormat("json_schema", SCHEMAS[13]))
     assert constraint is not None
