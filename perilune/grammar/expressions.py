@@ -42,6 +42,10 @@ _CATEGORIES = {
 }
 
 
+_RANGES = (sre.LITERAL, sre.RANGE)
+_SOME = "a0 _Z~\u00e9\u0416\u4e2d\U0001f600"  # tried for a negated class; the last ones for classes that exclude ASCII
+
+
 def _match(sequence: Any) -> Iterator[str]:
     for kind, value in sequence:
         if kind is sre.LITERAL:
@@ -71,10 +75,8 @@ def _member(choices: Any) -> str:
     if not negated:
         kind, value = choices[0]
         return _CATEGORIES[value] if kind is sre.CATEGORY else chr(value if kind is sre.LITERAL else value[0])
-    excluded: set[int] = set()
-    for kind, value in choices[1:]:
-        if kind is sre.LITERAL:
-            excluded.add(value)
-        elif kind is sre.RANGE:
-            excluded.update(range(value[0], min(value[1], 127) + 1))
-    return next(c for c in "a0 _Z~" if ord(c) not in excluded)
+    excluded = [value if kind is sre.RANGE else (value, value) for kind, value in choices[1:] if kind in _RANGES]
+    found = next((c for c in _SOME if not any(low <= ord(c) <= high for low, high in excluded)), None)
+    if found is None:
+        raise KeyError("no character for a negated class")
+    return found

@@ -435,6 +435,7 @@ def test_a_constraint_travels(nano: Tokenizer) -> None:
         ({"type": "string", "pattern": "^(ab)*c$"}, '"c"'),
         ({"type": "integer", "multipleOf": 7, "minimum": 100}, "105"),
         ({"type": "string", "pattern": "[0-9]{3}-[a-z]+@"}, '"000-a@"'),
+        ({"type": "string", "pattern": r"^[^\x00-\x7F]+$"}, '"\u00e9"'),
     ],
 )
 def test_are_short(nano: Tokenizer, schema: Any, text: str) -> None:
@@ -458,7 +459,16 @@ def test_leave_the_matcher_where_it_was(nano: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     "expression, text",
-    [("^a{3}b?$", "aaa"), (r"\d+-[^0-9a]", "0- "), ("(x|yy)z", "xz"), ("(?=a)b", ""), ("(a", ""), ("[b-d].", "ba")],
+    [
+        ("^a{3}b?$", "aaa"),
+        (r"\d+-[^0-9a]", "0- "),
+        ("(x|yy)z", "xz"),
+        ("(?=a)b", ""),
+        ("(a", ""),
+        ("[b-d].", "ba"),
+        (r"[^\x00-\x7F]+x", "\u00e9x"),
+        ("[^\x00-\U0010fffe]", ""),
+    ],
 )
 def test_examples_of_expressions(expression: str, text: str) -> None:
     assert example(expression).decode() == text
