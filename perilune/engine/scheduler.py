@@ -278,6 +278,8 @@ class Scheduler:
         request wants prompt log-probabilities, or blocks are short. Prompts that wait for the pacer are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
+        if self.encoder is not None:
+            self.encoder.look(self._running)
         turns: PromptTurns | None = None
         if self._queue.requests and self._slots:
             turns = self._prompt_turns()

@@ -51,16 +51,23 @@ class Machine:
     cursors: dict[bytes, int] = field(default_factory=dict)
 
     def step(self) -> bool:
-        for want in self.encoder.wants():
-            placed = self.encoder._live[want.rid].pictures[want.item]
-            self.sent.append(placed.digest)
-            _, rows, columns = placed.grid
-            self.encoder.provide(want.rid, want.item, memoryview(bytes(rows * columns * self.sizes.patch)))
+        self.send()
         plan = self.scheduler.plan()
         if len(self.plans) % 7 == 0:
             self.scheduler.check_integrity()
         if plan is None:
             return False
+        self.run(plan)
+        return True
+
+    def send(self) -> None:
+        for want in self.encoder.wants():
+            placed = self.encoder._live[want.rid].pictures[want.item]
+            self.sent.append(placed.digest)
+            _, rows, columns = placed.grid
+            self.encoder.provide(want.rid, want.item, memoryview(bytes(rows * columns * self.sizes.patch)))
+
+    def run(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self.encode(plan)
         before = self.clock
@@ -71,7 +78,6 @@ class Machine:
             self.times.setdefault(delta.rid, []).append(self.clock)
         if plan.work and not plan.slices and all(w.output_index for w in plan.work):
             self.encoder.record_step(self.clock - before)
-        return True
 
     def encode(self, plan: StepPlan) -> None:
         slowest = 0.0
@@ -172,6 +178,21 @@ def test_a_prompt_does_not_wait_while_its_picture_is_encoded(monkeypatch: pytest
         on.step()
     assert on.clock - begin > 0.15, "encoding takes longer"
     assert asked and max(waited for _, waited in asked) < 0.02 and {decoding for decoding, _ in asked} == {2}
+
+
+def test_a_prompt_goes_on_when_its_picture_is_encoded_while_steps_are_chained() -> None:
+    on = machine()
+    submit(on, 0, tokens=2000)
+    on.step()
+    submit(on, 1, media(1))
+    plan = on.scheduler.plan()
+    while plan is not None and 1 not in on.times and len(on.plans) < 100:
+        on.send()
+        chained = on.scheduler.plan_chained(0)
+        on.run(plan)
+        plan = chained or on.scheduler.plan()
+    assert 1 in on.times, "the prompt waits until the other request has ended"
+    assert any(w.chained and p.slices for p in on.plans for w in p.work)
 
 
 def test_alone_a_picture_is_encoded_in_few_slices() -> None:
