@@ -234,8 +234,8 @@ class Conversion:
         with Journal(directory, self._identity()) as done:
             for files in self.files:
                 (directory / files.folder).mkdir(exist_ok=True)
-            for part in directory.rglob("*.part"):
-                part.unlink()
+            for name in self._written():
+                _part(directory / name).unlink(missing_ok=True)
             total = sum(job.reads for shard in self.shards for job in shard.jobs) + self.drafter_nbytes
             with progress(f"converting {self.source.name}", total, show) as advance:
                 missing = self._missing(directory, done, advance)
@@ -249,6 +249,11 @@ class Conversion:
             loss = self._complete(directory, done)
             done.remove()
         return loss
+
+    def _written(self) -> list[str]:
+        """The files that are written under a temporary name first, relative to the result's directory."""
+        drafts = (f"{DRAFTER}/{file.name}" for file in self.drafter)
+        return [*(shard.file for shard in self.shards), *drafts, *(file.name for file in self.small_files())]
 
     def _missing(self, directory: Path, done: Journal, advance: Advance) -> list[Shard]:
         """Shards that are missing or differ from the journal."""
@@ -352,9 +357,14 @@ def _is_done(directory: Path, file: str, done: Journal) -> bool:
     return False
 
 
+def _part(final: Path) -> Path:
+    """The temporary name of a file that is not complete yet."""
+    return final.with_name(f".{final.name}.part")
+
+
 def _copy(file: Path, to: Path, name: str, advance: Advance = lambda nbytes: None) -> Done:
     """Copies a file; `name`: that of the copy in the journal."""
-    part = to.with_name(f".{to.name}.part")
+    part = _part(to)
     digest = hashlib.sha256()
     try:
         with open_regular(file) as source, part.open("wb", buffering=0) as out:
@@ -395,7 +405,7 @@ def decibels(signal: float, error: float) -> float:
 
 def _write_shard(directory: Path, shard: Shard, pieces: Iterator[Piece], advance: Advance) -> Done:
     final = directory / shard.file
-    part = final.with_name(f".{final.name}.part")
+    part = _part(final)
     digest = hashlib.sha256()
     losses = []
     try:

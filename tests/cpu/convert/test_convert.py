@@ -305,6 +305,17 @@ def test_a_conversion_that_failed_goes_on_and_ends_the_same(
     assert digest(result) == digest(tmp_path / "whole")
 
 
+def test_files_of_others_stay(source: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    (result / "downloads").mkdir(parents=True)
+    others = [result / "film.part", result / "downloads/.archive.part"]
+    own = result / ".model.safetensors.part"  # left by a run that was killed
+    for file in (*others, own):
+        file.write_bytes(b"half")
+    convert(source, result, to="nvfp4", shard_bytes=10**9)
+    assert [file.read_bytes() for file in others] == [b"half"] * 2 and not own.exists()
+
+
 def test_killed_and_resumed(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "whole", to="nvfp4", shard_bytes=60_000)
     result = tmp_path / "result"
