@@ -99,7 +99,8 @@ class Given:
 def read(path: Path, thinking: bool) -> list[Given]:
     """The problems of a file. ConfigError names the line that is wrong."""
     found = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    # splitlines() would also split at U+2028 and the like, which JSON strings may hold.
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
                 found.append(replace(Given.of(json.loads(line)), thinking=thinking))

@@ -117,6 +117,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         given.read(path, True)
 
 
+def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
+    path, text = tmp_path / "p.jsonl", "a\u2028b\u0085c"
+    row = {"family": "f", "messages": [{"role": "user", "content": text}], "answer": 1}
+    path.write_bytes(f"{json.dumps(row, ensure_ascii=False)}\r\n".encode() * 2)
+    assert [p.copy() for p in given.read(path, True)] == [text] * 2
+
+
 def test_the_problems_of_strangers() -> None:
     problems = given.read(PROBLEMS / "strangers.jsonl.xz", True)
     assert set(Counter(p.family for p in problems).values()) == {48}
