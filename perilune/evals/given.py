@@ -122,10 +122,7 @@ def _text(path: Path) -> str:
     try:
         data = read_regular(path)
         if path.suffix == ".xz":
-            unpacker = lzma.LZMADecompressor()
-            data = unpacker.decompress(data, MAX_FILE_BYTES + 1)
-            if not unpacker.eof and len(data) <= MAX_FILE_BYTES:
-                raise lzma.LZMAError("it is cut off")
+            data = _unpacked(data)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {len(data):,} bytes, the limit is {MAX_FILE_BYTES:,}: split the file")
         return data.decode()
@@ -135,6 +132,19 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} is not a whole xz file: {e}; choose another file with --problems") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The text of an xz file, which may be several streams one after the other; a little more than MAX_FILE_BYTES of it
+    at most."""
+    found = b""
+    while data and len(found) <= MAX_FILE_BYTES:
+        unpacker = lzma.LZMADecompressor()
+        found += unpacker.decompress(data, MAX_FILE_BYTES + 1)
+        if not unpacker.eof and len(found) <= MAX_FILE_BYTES:
+            raise lzma.LZMAError("it is cut off")
+        data = unpacker.unused_data.lstrip(b"\0")  # streams may be padded
+    return found
 
 
 def _words(text: str) -> list[str]:

@@ -117,6 +117,20 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         given.read(path, True)
 
 
+def test_an_xz_file_of_several_streams_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.jsonl.xz"
+    line = json.dumps({"family": "f", "messages": ASK, "answer": 1}).encode() + b"\n"
+    path.write_bytes(lzma.compress(line * 3) + bytes(8) + lzma.compress(line * 4))  # as `cat a.xz b.xz` makes it
+    assert len(given.read(path, True)) == 7
+    path.write_bytes(lzma.compress(line * 3) + lzma.compress(line * 4)[:-8])
+    with pytest.raises(ConfigError, match="is not a whole xz file"):
+        given.read(path, True)
+    monkeypatch.setattr(given, "MAX_FILE_BYTES", 5 * len(line))
+    path.write_bytes(lzma.compress(line * 3) * 1000)
+    with pytest.raises(ConfigError, match="the limit is"):
+        given.read(path, True)
+
+
 def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     path, text = tmp_path / "p.jsonl", "a\u2028b\u0085c"
     row = {"family": "f", "messages": [{"role": "user", "content": text}], "answer": 1}
