@@ -61,13 +61,12 @@ class Given:
         if not messages:
             raise ValueError("has no messages")
         answer, wanted = row.get("answer"), row.get("response_format")
-        calls = isinstance(answer, list) and all(
-            isinstance(c, dict) and c.keys() == {"name", "arguments"} for c in answer
-        )
+        calls = isinstance(answer, list) and all(map(_is_call, answer))
         texts = isinstance(answer, list) and all(isinstance(text, str) for text in answer)
         if isinstance(answer, bool) or not (isinstance(answer, int | float | str | dict) or calls or texts):
             raise ValueError(
-                "needs answer: a number, a string, a list of strings, an object, or a list of {name, arguments}"
+                "needs answer: a number, a string, a list of strings, an object, or a list of {name, arguments}, the "
+                "arguments as an object"
             )
         if wanted is not None and not isinstance(wanted, dict):
             raise ValueError("needs response_format as an object")
@@ -94,6 +93,12 @@ class Given:
 
     def expected(self) -> dict[str, Any]:
         return {"answer": self.answer}
+
+
+def _is_call(item: Any) -> bool:
+    """Whether it is {"name", "arguments"}. Arguments as text, which OpenAI's API has, would equal no answer."""
+    keys = isinstance(item, dict) and item.keys() == {"name", "arguments"}
+    return keys and isinstance(item["name"], str) and isinstance(item["arguments"], dict)
 
 
 def read(path: Path, thinking: bool) -> list[Given]:

@@ -84,6 +84,8 @@ def test_judging_calls() -> None:
         ('{"family": "f", "messages": [{}]}', "line 1 needs answer: a number"),
         ('{"family": "f", "messages": [{}], "answer": [1]}', "line 1 needs answer: a number"),
         ('{"family": "f", "messages": [{}], "answer": 1, "tool": []}', "line 1 has unknown keys: tool; known are"),
+        ('{"family": "f", "messages": [{}], "answer": [{"name": "w", "arguments": "{}"}]}', "arguments as an object"),
+        ('{"family": "f", "messages": [{}], "answer": [{"name": 5, "arguments": {}}]}', "line 1 needs answer"),
         ("[" * 100_000, "line 1 "),
     ],
 )
