@@ -103,8 +103,8 @@ def _mixed(block: Mapping[str, Any], where: str) -> str:
         if form == "pack-quantized":
             fault = _groups(alone, _INT4_ARGS, where, activations=False)
         elif form == "float-quantized":
-            fault = _groups(alone, _FP8_ARGS, where)
-            strategies.add(group["weights"].get("strategy"))
+            if (fault := _groups(alone, _FP8_ARGS, where)) is None:
+                strategies.add(group["weights"].get("strategy"))
         else:
             fault = f"{shown(name)} in {shown(form)}"
         if fault:

@@ -292,6 +292,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {LONG: LONG},
         }
     },
+    "a list as strategy": {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
+                "g": {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float", "strategy": [LONG]}},
+            },
+        }
+    },
     "draft": {"architectures": ["LlamaForCausalLMEagle3", LONG], "eagle_config": {LONG: LONG}},
     "many draft keys": {"eagle_config": {str(i): i for i in range(10_000)}},
 }  # fmt: skip
