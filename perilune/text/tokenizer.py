@@ -252,4 +252,6 @@ def _read_added(path: Path) -> dict[int, AddedToken]:
     for id, token in added.items():
         if not isinstance(token.name, str) or not isinstance(token.special, bool):
             raise CheckpointError(f"{path}: added token {id} needs a text 'content' and a boolean 'special'")
+        if any("\ud800" <= c <= "\udfff" for c in token.name):
+            raise CheckpointError(f"{path}: added token {id} has half a surrogate pair in its 'content', no text")
     return added

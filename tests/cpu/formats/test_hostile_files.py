@@ -320,6 +320,7 @@ def test_configurations(tmp_path: Path, name: str) -> None:
         json.dumps({"added_tokens_decoder": {LONG: {"content": "x"}}}),
         json.dumps({"added_tokens_decoder": {"1": {"content": LONG}}}),
         json.dumps({"added_tokens_decoder": NESTED}),
+        json.dumps({"added_tokens_decoder": {"3841": {"content": "a\ud800"}}}),
         json.dumps({"added_tokens_decoder": {}, "chat_template": LONG, "bos_token": LONG}),
     ],
 )
