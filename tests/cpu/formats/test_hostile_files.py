@@ -334,6 +334,7 @@ def test_other_texts(nano: Path) -> None:
     for name, data in (
         ("generation_config.json", {LONG: LONG}),
         ("generation_config.json", {"temperature": LONG}),
+        ("generation_config.json", {"temperature": HUGE}),
         ("preprocessor_config.json", {"media_proc_cfg": {"patch_size": NESTED, "sample_fps": LONG}}),
         ("preprocessor_config.json", {"media_proc_cfg": LONG}),
     ):
