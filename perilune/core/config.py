@@ -378,6 +378,8 @@ def from_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"config file {path} is not valid TOML: {e}") from e
     if extra := set(data) - {"engine", "server"}:
         raise ConfigError(f"config file {path}: unknown table {sorted(extra)[0]!r}; known: engine, server")
+    if other := [name for name, table in data.items() if not isinstance(table, dict)]:
+        raise ConfigError(f"config file {path}: {other[0]} must be a table: begin it with [{other[0]}]")
     return data.get("engine", {}), data.get("server", {})
 
 

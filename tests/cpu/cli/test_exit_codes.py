@@ -77,6 +77,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("serve", "--set", "max_num_seq=1"), "did you mean 'max_num_seqs'?"),
         (("serve", "--config", "{}/keys.toml"), "did you mean 'max_num_seqs'?"),
         (("serve", "--config", "{}/utf16.toml"), "not valid TOML"),
+        (("serve", "--config", "{}/array.toml"), "engine must be a table: begin it with [engine]"),
         (("serve", "--set", "threads=100000"), "threads must be at most 1024"),
         (("draft", "collect", "--out", "{}/keys.toml/corpus"), "keys.toml/corpus: Not a directory"),
         (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
@@ -91,6 +92,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
 )
 def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
+    (tmp_path / "array.toml").write_text("[[engine]]\nmax_num_seqs = 1\n")
     (tmp_path / "utf16.toml").write_text("[engine]", "utf-16")
     done = perilune(tmp_path, *(a.format(tmp_path) for a in args))
     assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr, done
