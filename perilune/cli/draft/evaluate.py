@@ -8,6 +8,7 @@ import click
 import torch
 
 from perilune.cli.shared import display, options
+from perilune.cli.shared.rows import numbers
 from perilune.core.jsonfile import write_object
 from perilune.draft import plot, report, speed
 from perilune.engine.llm import LLM
@@ -105,7 +106,7 @@ def command(
 
 
 def _numbers(text: str, option: str, most: int) -> list[int]:
-    found = sorted({int(n) for n in text.split(",")}) if text.replace(",", "").isdigit() else [0]
-    if not 1 <= found[0] <= found[-1] <= most:
+    found = sorted(set(numbers(text, option)))
+    if found[-1] > most:
         raise click.BadParameter(f"must be numbers from 1 to {most}", param_hint=option)
     return found
