@@ -180,7 +180,7 @@ def _turns(file: Path) -> Sequence[_Turn]:
 
 def _read(file: Path) -> Iterator[_Turn]:
     try:
-        lines = file.open(encoding="utf-8")
+        lines = file.open("rb")  # json.loads names bytes that are no text
     except OSError as e:
         raise ConfigError(f"cannot read {file}: {e.strerror}") from e
     with lines:

@@ -270,6 +270,9 @@ def test_chats_ask_for_every_assistant_turn(tmp_path: Path) -> None:
         wrong.write_text(bad)
         with pytest.raises(ConfigError, match=says):
             Chats(nano, wrong).prompts(0, 1)
+    wrong.write_bytes(b'\xff{"messages": []}\n')
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+        Chats(nano, wrong).prompts(0, 1)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------
