@@ -57,7 +57,7 @@ class Record:
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
     @classmethod
-    def of(cls, line: str) -> "Record":
+    def of(cls, line: str | bytes) -> "Record":
         """Parses one line of a file. ValueError saying what is wrong."""
         found = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
         if not isinstance(found, dict):
@@ -196,7 +196,7 @@ def records(directory: Path) -> Iterator[Record]:
     if not found:
         raise CheckpointError(f"{directory} has no log of rejected drafts: serve with --log-rejected {directory}")
     for file in found:
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     yield Record.of(line)

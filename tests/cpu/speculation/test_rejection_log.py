@@ -162,6 +162,7 @@ def test_what_is_not_such_a_log_is_refused(tmp_path: Path) -> None:
         (tmp_path / "rejected-00000001.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
         with pytest.raises(CheckpointError, match="line 2 is no record"):
             list(records(tmp_path))
-    (tmp_path / "rejected-00000001.jsonl").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="line 1 is no record"):
-        list(records(tmp_path))
+    for data in (b"[" * 100_000, b"\xff" + json.dumps(good).encode()):
+        (tmp_path / "rejected-00000001.jsonl").write_bytes(data)
+        with pytest.raises(CheckpointError, match="line 1 is no record"):
+            list(records(tmp_path))
