@@ -427,6 +427,8 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as e:
         raise ConfigError(f"cannot resolve host {host!r}: {e.strerror}; use an address of this machine") from e
+    except UnicodeError as e:  # a part of the name is empty or has more than 63 characters
+        raise ConfigError(f"{host!r} is no name of a host: use an address of this machine") from e
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

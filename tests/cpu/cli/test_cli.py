@@ -83,6 +83,9 @@ def test_a_taken_port_names_the_remedy() -> None:
     serve.listen("127.0.0.1", port).close()
     with pytest.raises(ConfigError, match="host"):
         serve.listen("no.such.host.invalid", 0)
+    for name in ("my..host", "a" * 70):
+        with pytest.raises(ConfigError, match="is no name of a host"):
+            serve.listen(name, 0)
     with pytest.raises(ConfigError, match="cannot listen"):
         serve.listen("192.0.2.1", 0)
 
