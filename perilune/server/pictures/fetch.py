@@ -11,6 +11,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -75,6 +76,8 @@ class Fetcher:
             trust_env=False,  # a proxy would resolve the name again
             timeout=httpx.Timeout(FETCH_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_keepalive_connections=0),
+            # No cookies: those of one client's host would be sent to all hosts at its address, for every client.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             headers={"user-agent": "perilune", "accept": "image/*, video/*", "accept-encoding": "identity"},
         )
 

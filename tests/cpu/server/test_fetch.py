@@ -42,6 +42,8 @@ ANSWERS = {
     "/endless.png": answer(bytes(33 << 20), length=False),
     "/broken.png": b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\nshort",
     "/odd.png": b"SSH-2.0\r\n\r\n",
+    "/cookie.png": answer(PNG, "200 OK", "set-cookie: id=1; path=/"),
+    "/cookie-moved.png": answer(b"", "302 Found", "set-cookie: id=2; path=/", "location: /a.png"),
 }
 
 
@@ -50,6 +52,7 @@ class Web:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []  # (path, Host header)
+        self.heads: list[str] = []
         self.names: dict[str, list[str]] = {
             "a.example": ["127.0.0.1"],
             "sub.a.example": ["127.0.0.1"],
@@ -62,6 +65,7 @@ class Web:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.heads.append(head)
         path = head.split()[1]
         host = next(line for line in head.lower().splitlines() if line.startswith("host:"))
         self.asked.append((path, host.removeprefix("host: ")))
@@ -122,6 +126,15 @@ def test_a_picture_is_fetched_from_the_resolved_address() -> None:
         w.resolved.clear()
         await fetcher.fetch(w.url("moved.png"))
         assert w.resolved == ["a.example", "a.example"], "a redirect is resolved and checked again"
+
+    with_web(test)
+
+
+def test_a_cookie_is_not_sent_back_to_any_host() -> None:
+    async def test(w: Web, fetcher: Fetcher) -> None:
+        for path, host in (("cookie.png", "a.example"), ("cookie-moved.png", "a.example"), ("a.png", "sub.a.example")):
+            assert await fetcher.fetch(w.url(path, host)) == PNG
+        assert len(w.heads) == 4 and not any("cookie:" in head.lower() for head in w.heads)
 
     with_web(test)
 
