@@ -111,6 +111,23 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
     assert page.said("user") == ["Now with words"] and asked(8) == 8
 
 
+def test_pictures_that_are_still_being_read_go_with_the_question(browser: Browser, seeing: Server) -> None:  # noqa: F811
+    """Pasted, and Enter right after it: reading a file takes longer than that."""
+    page = Pictured(browser, seeing)
+    before = counted(seeing)
+    text = base64.b64encode(SHOT).decode()
+    page.fill("#text", "What is this?")
+    page.value(
+        f"const shot = () => new File([Uint8Array.from(atob('{text}'), c => c.charCodeAt(0))], 'a.png', "
+        "{type: 'image/png'}); attachFiles([shot()]); attachFiles([shot()]);"
+        " ask.requestSubmit(); ask.requestSubmit(); 0"
+    )
+    page.wait("document.querySelectorAll('.user .seen img').length === 2")
+    page.answer()
+    assert counted(seeing, before + 2) - before == 2
+    assert page.said("user") == ["What is this?"] and page.thumbnails(0) == []
+
+
 def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
     clip, shot = tmp_path / "clip.webm", tmp_path / "shot.png"
     clip.write_bytes(video(scenes(12), form="webm", codec="libvpx"))  # 3 s: 6 frames, 2 chunks

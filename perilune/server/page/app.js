@@ -465,9 +465,13 @@ function marked() {
   $("open").textContent = set.length > 2 ? `settings (${set.length} set)` : `settings${set.length ? `: ${set.join(", ")}` : ""}`;
 }
 
-$("ask").addEventListener("submit", e => {
+$("ask").addEventListener("submit", async e => {
   e.preventDefault();
   if (running) return running.abort();
+  if (reading) {  // files chosen before Enter belong to the question; it is not sent without one that cannot be read
+    while (reading) await reading;
+    if (running || $("pictures-fault").textContent) return;
+  }
   const text = $("text").value.trim();
   if (text || attached.length) submit(text);
 });

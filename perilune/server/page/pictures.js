@@ -9,6 +9,7 @@ const KEPT_CHARS = 100000;  // of a picture that the browser keeps as it was sen
 const VIDEO_BYTES = 20000000;  // of a video, which is sent as it is and not kept: 27 MB of the 32 that a request may have
 
 let attached = [];  // {url: what is sent, kept: what the browser keeps, name}
+let reading = null;  // a promise while files are being read, which may take a second
 
 /** Why this model gets no pictures; empty where it does. */
 function blind() {
@@ -56,8 +57,14 @@ async function picture(file) {
   return {url, kept, name: file.name};
 }
 
-/** Takes files for the question; says beside the field what cannot be taken. */
-async function attachFiles(files) {
+/** Takes files for the question, after those of earlier calls. */
+function attachFiles(files) {
+  const mine = Promise.resolve(reading).then(() => readFiles(files)).finally(() => { if (reading === mine) reading = null; });
+  return reading = mine;
+}
+
+/** Reads files; says beside the field what cannot be taken. */
+async function readFiles(files) {
   faulty(blind());
   if (!files.length || blind()) return;
   const faults = [];
