@@ -1,5 +1,6 @@
 """The page at / in headless Chromium, against kimi-nano and against an engine that plays a script."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -86,6 +87,19 @@ class Page:
         self.value("window.old = 1; location.reload()")
         self.wait("!window.old && document.readyState === 'complete' && !!document.querySelector('main > .empty')")
 
+    @contextlib.contextmanager
+    def other_tab(self) -> Iterator[None]:
+        """Within it, a second tab with the page: all calls go there."""
+        browser, url = self.browser, self.value("location.href")
+        before = browser._session, browser._target
+        browser._target = ""  # else it would be closed
+        browser.open(url, DESKTOP)
+        self.wait("document.readyState === 'complete' && !!document.querySelector('main > .empty')")
+        yield
+        browser._session = ""
+        browser.call("Target.closeTarget", targetId=browser._target)
+        browser._session, browser._target = before
+
     def key(self, name: str, **more: Any) -> None:
         code = {"Enter": 13, "Escape": 27}[name]
         text = {"text": "\r"} if name == "Enter" else {}
@@ -155,6 +169,19 @@ def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
     kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages")
     assert [m["role"] for m in kept] == ["user", "assistant", "tool", "assistant"]
     assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"sky": "sunny"}'
+
+
+def test_a_chat_that_went_on_in_another_tab(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    assert page.ask("first") == "one"
+    page.press("new chat")
+    with page.other_tab():
+        page.value("document.querySelector('#history button').click()")
+        assert page.ask("second") == "two"
+    page.value("document.querySelector('#history button').click()")
+    assert page.said("assistant") == ["one", "two"]
+    assert page.ask("first") == "one"
+    assert page.said("user") == ["first", "second", "first"]
 
 
 def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:

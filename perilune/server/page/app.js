@@ -88,7 +88,7 @@ function listed() {
     const title = asked?.content.slice(0, 80) || (asked?.pictures?.length ? "(a picture)" : "(no question)");
     return make("li", {},
       make("button", {type: "button", "aria-current": one.id === chat.id ? "true" : "false",
-                      onclick: () => begin(one)}, title),
+                      onclick: () => reopen(one.id)}, title),
       make("button", {type: "button", "aria-label": `delete: ${title}`, onclick: () => {
         store("chats", chats().filter(other => other.id !== one.id));
         forget(one.id === chat.id);
@@ -440,6 +440,13 @@ function begin(one) {
   chat = one;
   draw();
   $("text").focus();
+}
+
+/** Opens a kept chat as it is now: another tab may have gone on with it, or deleted it. */
+function reopen(id) {
+  const one = chats().find(kept => kept.id === id);
+  if (one) begin(one);
+  else listed();
 }
 
 function submit(text) {
