@@ -171,6 +171,24 @@ def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
     assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"sky": "sunny"}'
 
 
+def test_calls_wait_in_a_chat_that_is_opened_during_an_answer(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    page.value(f"localStorage['perilune.chats'] = JSON.stringify({json.dumps([{'id': 'a', 'messages': messages}])})")
+    page.reload()
+    page.fill("#text", "long")
+    page.key("Enter")
+    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    page.value("document.querySelectorAll('#history button')[2].click()")
+    page.wait("send.textContent === 'send'")
+    assert page.said("user") == ["q"]
+    assert page.value("document.querySelectorAll('.results textarea').length") == 1
+    page.fill("#text", "and now?")
+    page.key("Enter")
+    assert page.value("document.activeElement.matches('.results textarea')")
+
+
 def test_a_chat_that_went_on_in_another_tab(browser: Browser, scripted: Server) -> None:
     page = Page(browser, scripted)
     assert page.ask("first") == "one"

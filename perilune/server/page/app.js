@@ -259,7 +259,7 @@ async function answer() {
   if (!message.content && !message.reasoning_content && !message.tool_calls) mine.messages.splice(mine.messages.indexOf(message), 1);
   busy(false);
   keep(mine);
-  if (mine === chat) draw(fault);
+  draw(mine === chat ? fault : "");  // also another chat: its form for calls is left out while an answer runs
   say(fault || ended || (message.tool_calls ? "the model calls tools: fill in the results" : "the answer is complete"));
 }
 
