@@ -297,6 +297,7 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         ("blockquote p", "quoted"), (".code pre code", "print(1)"), ("td", "1"), ("a", "name (example.org)"),
     ):  # fmt: skip
         assert page.value(f"document.querySelector('.said {selector}').textContent") == text
+    assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
     page.browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     # It says so for 1.5 s, which a busy machine may take to be asked.
     page.value(
@@ -314,6 +315,8 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
     hostile = [mark * (19_000 // len(mark)) + "x" for mark in ("*", "`", "[", "_", "~~", "**a", "](", "*a ")]
     hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n")]
     hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]
+    hostile += [("# a" + " " * 990 + "b\n") * 20, "# " + " " * 400 + "a\u2028b", "- " + " " * 50_000 + "a\u2028b"]
+    hostile += [("~" * 995 + "`\n") * 20]
     page.value(f"window.hostile = {json.dumps(hostile)}")
     # CPU seconds of the page's thread: by the clock a text took 2 s on a busy machine.
     page.browser.call("Performance.enable")

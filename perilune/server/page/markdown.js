@@ -74,12 +74,13 @@ async function copy(text, button) {
   setTimeout(() => { button.textContent = "copy"; }, 1500);
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\n]{0,40})[^`\n]*$/;
-const ITEM = /^(\s{0,20})([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+// With the flag s, `.*` takes any rest of a line: a "\u2028" in it would end the match, and every shorter one be tried.
+const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
+const ITEM = /^(\s{0,20})([-*+]|\d{1,9}[.)])\s+(.*)$/s;
+const HEADING = /^ {0,3}(#{1,6})\s(.*)$/s;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const RULED = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-const QUOTE = /^ {0,3}> ?(.*)$/;
+const QUOTE = /^ {0,3}> ?(.*)$/s;
 const short = (pattern, line) => (line.length > LONGEST_MARK ? null : pattern.exec(line));
 const begins = line => short(FENCE, line) || short(HEADING, line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 
@@ -104,9 +105,9 @@ function blocks(text, depth = 0) {
       at++;
       const body = take(next => !(next.trim().startsWith(fence) && !next.trim().slice(fence.length).replaceAll(fence[0], "")));
       at++;  // the closing fence, which an unfinished answer has not yet
-      add(() => codeBlock(body.join("\n"), language.trim()));
+      add(() => codeBlock(body.join("\n"), language.trim().slice(0, 40)));
     } else if ((match = short(HEADING, line))) {
-      const [, marks, title] = match;
+      const [, marks, rest] = match, title = rest.trim().replace(/(^|\s)#+$/, "").trimEnd();
       at++;
       add(() => make(`h${marks.length}`, {}, ...inline(title)));
     } else if (RULE.test(line)) {
