@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import click
 
 from perilune.cli.shared import options, targets
-from perilune.cli.shared.pictures import image_option, media_part, typed_path, video_option
+from perilune.cli.shared.pictures import expanded, image_option, media_part, typed_path, video_option
 from perilune.client.endpoint import Endpoint, is_url, thinking_switch
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
@@ -268,9 +268,9 @@ class Chat:
                 click.secho("conversation forgotten", dim=True)
             case "/save" if rest:
                 try:
-                    write_object(Path(rest).expanduser(), {"model": self.backend.name, "messages": self.whole()})
-                except OSError as e:
-                    self._fail(f"cannot write {rest}: {e.strerror}")
+                    write_object(expanded(rest), {"model": self.backend.name, "messages": self.whole()})
+                except (OSError, ValueError) as e:  # ValueError: a NUL in the name
+                    self._fail(f"cannot write {rest}: {e.strerror if isinstance(e, OSError) else e}")
                 else:
                     click.secho(f"written to {rest}", dim=True)
             case "/image" | "/video" | "/save":

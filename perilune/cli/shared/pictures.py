@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from perilune.core.errors import ConfigError
+from perilune.core.files import exists
 from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.kinds import kind_of, unread_kind_of, video_kind_of
 
@@ -41,8 +42,9 @@ def read_media(path: Path, *, is_video: bool = False) -> tuple[bytes, str]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"cannot read the {what} {path}: {e.strerror}") from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigError(f"cannot read the {what} {path}: {why}") from e
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")
     if not data:
@@ -72,11 +74,19 @@ def media_part(path: Path, *, is_video: bool = False) -> dict[str, Any]:
 def typed_path(text: str) -> Path:
     """The path in a line that a user typed, or that a terminal wrote for a dropped file: quoted, with escaped spaces,
     or plain."""
-    plain = Path(text).expanduser()
-    if plain.exists():
+    plain = expanded(text)
+    if exists(plain):
         return plain
     try:
         words = shlex.split(text)
     except ValueError:  # a quote without its partner
         return plain
-    return Path(words[0]).expanduser() if len(words) == 1 else plain
+    return expanded(words[0]) if len(words) == 1 else plain
+
+
+def expanded(text: str) -> Path:
+    """The path `text`, a leading ~ or ~USER replaced; it stays if there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)

@@ -330,6 +330,14 @@ def test_a_video_and_paths_as_terminals_write_them(tmp_path: Path, capsys: pytes
     assert "a b.png is no video: it is a picture, for --image or /image" in shown.err and conversation.failed
 
 
+@pytest.mark.parametrize("name", ["~no-such-user/a", "~$a", "a" * 300, "a\0b"])
+def test_names_that_no_file_can_have_are_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation, _ = talk(Scripted([Content("a")]), f"/image {name}", f"/video {name}", f"/save {name}/b", "What?")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: cannot read the picture") and second.startswith("error: cannot read the video")
+    assert third.startswith("error: cannot write") and [m["content"] for m in conversation.messages] == ["What?", "a"]
+
+
 @pytest.mark.parametrize("verb", [chat.command, generate.command])
 def test_a_file_without_an_end_is_read_up_to_the_bound(verb: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 1 << 20)
