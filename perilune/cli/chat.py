@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import sys
 import time
@@ -219,7 +220,7 @@ class Chat:
         """`run` runs a coroutine to its end, with Ctrl-C cancelling it; `read` reads a line, EOFError at the end."""
         self.backend = backend
         self.thinking = thinking
-        self.system = system
+        self.system = None if system is None else readable(system)
         self.tools = tools
         self.messages: list[dict[str, Any]] = []
         self.attached: list[dict[str, Any]] = []  # pictures and videos of the next question
@@ -239,7 +240,7 @@ class Chat:
                 if not self.command(text):
                     return
             elif text.strip():
-                self.ask(text)
+                self.ask(readable(text))
 
     def command(self, text: str) -> bool:
         """Carries out a / command; False means leave."""
@@ -260,7 +261,7 @@ class Chat:
                 except ConfigError as e:
                     self._fail(str(e))
             case "/system":
-                self.system = rest or None
+                self.system = readable(rest) or None
                 click.secho("system prompt set" if rest else "no system prompt", dim=True)
             case "/clear":
                 self.messages.clear()
@@ -339,7 +340,7 @@ class Chat:
 
     def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """The tool message for a call; the user types the result."""
-        text = self._read(f"result of {call['function']['name']}> ")
+        text = readable(self._read(f"result of {call['function']['name']}> "))
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
@@ -393,6 +394,8 @@ def command(
     else:
         config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
         opened = local(model, config, wanted)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     # Between answers the loop does not run; nothing needs it then, because an idle engine sends nothing.
     with asyncio.Runner() as runner:
         backend = runner.run(opened.__aenter__())
@@ -447,6 +450,11 @@ def read_message(read: Callable[[str], str]) -> str:
         lines[-1] = lines[-1].removesuffix("\\")
         lines.append(read("... "))
     return "\n".join(lines)
+
+
+def readable(line: str) -> str:
+    """The line; bytes in it that are not UTF-8, which only the name of a file may have, become U+FFFD."""
+    return line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_line(prompt: str) -> str:

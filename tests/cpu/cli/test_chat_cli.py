@@ -262,6 +262,14 @@ def test_an_endpoint_can_be_the_model(fake: FakeEndpoint, tmp_path: Path) -> Non
     assert result.exit_code == 1 and "error: " in result.stderr and "answered 400: too long" in result.stderr
 
 
+def test_bytes_of_a_pipe_that_are_no_text(fake: FakeEndpoint) -> None:
+    fake.answer = lambda body: [(0.0, chunk(content="ja")), (0.0, chunk(finish="stop"))]
+    lines = b"/system d\xe9\ncaf\xe9?\n/image d\xe9\nand?\n"
+    result = CliRunner().invoke(chat.command, [fake.url], input=lines, catch_exceptions=False)
+    asked = [message["content"] for message in fake.bodies[-1]["messages"]]
+    assert asked == ["d\ufffd", "caf\ufffd?", "ja", "and?"] and "cannot read the picture d" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
