@@ -49,11 +49,13 @@ Ctrl-C interrupts an answer."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an answer, and the tokens of the prompt and of the answer so far, where known."""
+    """A piece of an answer, and the tokens of the prompt and of the answer so far, where known. `cut`: the answer ends
+    here, by the token limit."""
 
     events: Sequence[Event]
     prompt_tokens: int | None = None
     tokens: int | None = None
+    cut: bool = False
 
 
 class Backend(Protocol):
@@ -102,7 +104,7 @@ class Local:
                     if delta.finish_reason == "error":
                         raise EngineError(f"the generation failed: {delta.error}")
                     count += len(delta.tokens)
-                    yield Part(stream.feed(delta.tokens), len(prompt), count)
+                    yield Part(stream.feed(delta.tokens), len(prompt), count, delta.finish_reason == "length")
         yield Part(stream.finish(), len(prompt), count)
 
 
@@ -121,7 +123,9 @@ class Remote:
         async with contextlib.aclosing(self.endpoint.stream(body)) as chunks:
             async for chunk in chunks:
                 usage = chunk.usage
-                yield Part(chunk.events, usage.prompt if usage else None, usage.completion if usage else None)
+                cut = chunk.finish_reason == "length"
+                prompt, tokens = (usage.prompt, usage.completion) if usage else (None, None)
+                yield Part(chunk.events, prompt, tokens, cut)
 
 
 @dataclass(slots=True)
@@ -137,6 +141,7 @@ class Turn:
     reasoning: str = ""
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    cut: bool = False
 
     def add(self, part: Part) -> None:
         if part.events:
@@ -145,6 +150,7 @@ class Turn:
             self.pieces += len(part.events)
         self.prompt_tokens = part.prompt_tokens if part.prompt_tokens is not None else self.prompt_tokens
         self.tokens = part.tokens if part.tokens is not None else self.tokens
+        self.cut = self.cut or part.cut
         for e in part.events:
             if isinstance(e, Reasoning):
                 self.reasoning += e.text
@@ -156,8 +162,11 @@ class Turn:
                 self.calls[e.index]["function"]["arguments"] += e.text
 
     def message(self, *, interrupted: bool) -> dict[str, Any] | None:
-        """The message that the conversation keeps; None if empty. Calls of an interrupted answer are not kept."""
+        """The message that the conversation keeps; None if empty. Calls of an interrupted answer are not kept, nor one
+        that the token limit cut off."""
         calls = [] if interrupted else [self.calls[i] for i in sorted(self.calls)]
+        if self.cut:
+            calls = [call for call in calls if is_json(call["function"]["arguments"])]
         if not (calls or self.content or self.reasoning):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
@@ -335,7 +344,8 @@ class Chat:
             self._fail(str(e))
             return None
         printer.end()
-        click.secho(f"[{'interrupted; ' if interrupted else ''}{turn.speed()}]", dim=True)
+        end = "interrupted; " if interrupted else "cut off by the token limit; " if turn.cut else ""
+        click.secho(f"[{end}{turn.speed()}]", dim=True)
         return turn.message(interrupted=interrupted)
 
     def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -450,6 +460,14 @@ def read_message(read: Callable[[str], str]) -> str:
         lines[-1] = lines[-1].removesuffix("\\")
         lines.append(read("... "))
     return "\n".join(lines)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def readable(line: str) -> str:

@@ -223,6 +223,26 @@ def test_the_user_plays_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "3"}
 
 
+def test_a_call_that_the_token_limit_cut_off_is_not_answered(fake: FakeEndpoint, tmp_path: Path) -> None:
+    (tools := tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+
+    def call(index: int, arguments: str) -> dict[str, Any]:
+        made = {"index": index, "id": f"c{index}", "type": "function"}
+        return chunk(tool_calls=[{**made, "function": {"name": "add", "arguments": arguments}}])
+
+    cut = [(0.0, call(0, '{"a": 1}')), (0.0, call(1, '{"a": ')), (0.0, chunk(finish="length"))]
+    fake.answer = lambda body: cut if len(fake.bodies) == 1 else [(0.0, chunk(content="k", finish="stop"))]
+    result = invoke(fake.url, "--tools", str(tools), lines="1+2?\nthree\nfour\n")
+    assert "[cut off by the token limit; first token" in result.stdout and result.exit_code == 0
+    _, answer, given = fake.bodies[1]["messages"]
+    assert [c["id"] for c in answer["tool_calls"]] == ["c0"] and given["content"] == "three"
+    assert fake.bodies[2]["messages"][-1] == {"role": "user", "content": "four"}
+    cut.pop(0)
+    fake.bodies.clear()
+    invoke(fake.url, "--tools", str(tools), lines="1+2?\nfour\n")
+    assert fake.bodies[1]["messages"] == [{"role": "user", "content": "four"}], "nothing is left of the answer"
+
+
 def test_leaving_a_tool_without_result_takes_the_question_back() -> None:
     backend = Scripted([ToolStart(0, "i", "add"), ToolArguments(0, "{}")])
     conversation, _ = talk(backend, "1+2?")
