@@ -9,6 +9,8 @@ import hashlib
 import io
 import math
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ KINDS = ", ".join(FORMATS.values())
 MAX_PIXELS = 100_000_000  # of the file, before shrinking: 400 MB as RGB, and once more where it is turned or converted
 GRAY_16_BIT = ("I;16", "I;16L", "I;16B")
 UNSCALED = ("I", "F")  # 32-bit whole numbers and floats: no range says which value is white
+BITS, PHOTOMETRIC = 258, 262  # tags of TIFF files
 STRIP_PIXELS = 1 << 20  # reduced from 16 to 8 bits at a time: 2 MB, and as much for each intermediate array
 
 Patches = NDArray[np.uint8]  # [rows * columns, 3, P, P], by row and then column
@@ -105,11 +108,17 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _high_bytes(image: Image.Image) -> Image.Image:
-    """Gray of 8 bits from gray of 16, as Pillow itself reads 16-bit colours; its conversion of gray clips at 255."""
+    """Gray of 8 bits from gray of 16, as Pillow itself reads 16-bit colours; its conversion of gray clips at 255.
+
+    Pillow gives pixels of TIFF files as they are stored: of 12 bits, or with 0 for white.
+    """
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    shift, zero_is_white = (4 if tags.get(BITS) == (12,) else 8), tags.get(PHOTOMETRIC) == 0
     made, rows = Image.new("L", image.size), max(1, STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        made.paste(Image.fromarray((np.asarray(strip) >> 8).astype(np.uint8)), (0, top))
+        high = (np.asarray(strip) >> shift).astype(np.uint8)
+        made.paste(Image.fromarray(np.invert(high, out=high) if zero_is_white else high), (0, top))
     return made
 
 

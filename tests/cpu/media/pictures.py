@@ -30,3 +30,11 @@ def png(width: int, height: int, pixels: bytes, *more: bytes, depth: int = 8, co
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     parts = chunk(b"IHDR", header), *more, chunk(b"IDAT", zlib.compress(pixels)), chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def gray_tiff(width: int, height: int, bits: int, photometric: int, data: bytes) -> bytes:
+    """A TIFF file of one strip by hand; photometric 0: 0 is white, 1: 0 is black."""
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 0, 277: 1, 278: height, 279: len(data)}
+    tags[273] = 8 + 2 + 12 * len(tags) + 4  # where the pixels begin
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data

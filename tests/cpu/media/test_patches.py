@@ -14,7 +14,7 @@ from perilune.core.errors import RequestError
 from perilune.media import patches as under_test
 from perilune.media.limits import Limits
 from perilune.media.patches import digest, patches_of
-from tests.cpu.media.pictures import chunk, file, png, scene
+from tests.cpu.media.pictures import chunk, file, gray_tiff, png, scene
 
 LIMITS = Limits()
 
@@ -91,6 +91,17 @@ def test_sixteen_bits_are_scaled_not_clipped(monkeypatch: pytest.MonkeyPatch) ->
     assert np.array_equal(pixels(file(Image.fromarray(values.astype(">u2")), "TIFF")), expected)
     rows = b"".join(b"\0" + np.repeat(row[:, None], 3, 1).astype(">u2").tobytes() for row in values)
     assert np.array_equal(pixels(png(28, 28, rows, depth=16)), expected)  # 48 bits a pixel
+
+
+def test_gray_of_12_bits_and_with_0_for_white() -> None:
+    values = np.linspace(0, 4095, 28 * 28).reshape(28, 28).astype(np.uint16)
+    expected = np.repeat((values >> 4).astype(np.uint8)[..., None], 3, 2)
+    first, second = values.reshape(-1, 2).T
+    packed = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 1).astype(np.uint8)
+    assert np.array_equal(pixels(gray_tiff(28, 28, 12, 1, packed.tobytes())), expected)
+    wide = (values << 4).astype("<u2").tobytes()
+    assert np.array_equal(pixels(gray_tiff(28, 28, 16, 1, wide)), expected)
+    assert np.array_equal(pixels(gray_tiff(28, 28, 16, 0, wide)), 255 - expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
