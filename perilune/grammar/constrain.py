@@ -294,8 +294,9 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
         _check_levels(plain)
         made, heaviest = bounded(enforceable(plain))
         _check_schemas_of_values(made)
-    except SchemaError as e:
-        raise RequestError(f"{what} cannot be enforced: {e}", param=where, code="unsupported_schema") from e
+    except (SchemaError, RecursionError) as e:
+        why = "rewriting it by its references does not end" if isinstance(e, RecursionError) else e
+        raise RequestError(f"{what} cannot be enforced: {why}", param=where, code="unsupported_schema") from e
     longest_key = max((len(k) for node in nodes(made) for k in node), default=0)
     return made, _JSON_LEAP + 2 * (heaviest + longest_key)
 

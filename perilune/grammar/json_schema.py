@@ -330,7 +330,7 @@ class _Rewriter:
             return rest
         try:
             kept = {name: part if re.search(pattern, name) else False for name, part in properties.items()}
-        except re.error:
+        except (re.error, OverflowError, RecursionError):
             return node
         made = rest | {"patternProperties": {pattern: other}, "additionalProperties": False}
         return made | {"properties": kept} if kept else made

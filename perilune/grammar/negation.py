@@ -120,7 +120,7 @@ class Negation:
                 for pattern, part in mapping(value).items():
                     if others := self.alternatives(part, depth):
                         name = example(pattern).decode()
-                        if not re.search(pattern, name):
+                        if not _matches(pattern, name):
                             raise SchemaError(f"not: no name was found for patternProperties {pattern!r:.80}")
                         yield {"type": "object", "required": [name], "properties": {name: _any(others)}}
             case _:
@@ -131,10 +131,18 @@ class Negation:
         return _any(self.alternatives(node, depth))
 
 
+def _matches(pattern: str, name: str) -> bool:
+    """SchemaError for a pattern that Python does not read, although the compiler may."""
+    try:
+        return re.search(pattern, name) is not None
+    except (re.error, OverflowError, RecursionError) as e:
+        raise SchemaError(f"not: patternProperties {pattern!r:.80} cannot be negated") from e
+
+
 def _unnamed(properties: Mapping[str, Any], patterns: Mapping[str, Any]) -> str:
     """The name of a property that a schema does not describe."""
     for name in ("other", "x", "0", "_"):
-        if name not in properties and not any(re.search(pattern, name) for pattern in patterns):
+        if name not in properties and not any(_matches(pattern, name) for pattern in patterns):
             return name
     raise SchemaError("not: no name was found for additionalProperties")
 

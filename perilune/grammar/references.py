@@ -5,6 +5,7 @@ anchors. Nothing is fetched: a reference to another document is refused by name.
 """
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,12 @@ ONE = (
 )  # fmt: skip
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 DEFINITIONS = ("$defs", "definitions")
+_CONTAINED = ("minContains", "maxContains")
+_NUMBERS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+)  # fmt: skip
+_MAX_DIGITS = 9  # of an index in a JSON pointer
 MAX_PARTS = 200_000  # schemas in a document, with copies: a reference to a schema that has no name copies it
 
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
@@ -181,7 +188,8 @@ class _Document:
         """The target of a JSON pointer, and the base URI of the schema around it."""
         for step in pointer.split("/")[1:]:
             if isinstance(found, list):
-                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
+                index = int(step) if step.isdecimal() and len(step) <= _MAX_DIGITS else len(found)
+                found = found[index] if index < len(found) else None
                 continue
             base = self._base(found, base) if isinstance(found, Mapping) else base
             found = mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
@@ -202,10 +210,28 @@ def _check_form(node: Mapping[str, Any]) -> None:
             fine, form = isinstance(value, Mapping | bool), "a schema"
         elif word in ("required", "type"):
             fine, form = not isinstance(value, Mapping) and all(isinstance(v, str) for v in items(value)), "names"
+        elif word in _CONTAINED and value is not None:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            fine, form = number and 0 <= value < math.inf, "a number of at least 0"
+        elif word in _NUMBERS:
+            fine, form = not isinstance(value, float) or math.isfinite(value), "a finite number"
+        elif word in ("const", "enum"):
+            fine, form = _finite(value), "of finite numbers"
         else:
-            fine, form = word != "minContains" or not isinstance(value, int) or value >= 0, "at least 0"
+            continue
         if not fine:
             raise SchemaError(f"{word} must be {form}")
+
+
+def _finite(value: Any) -> bool:
+    """Whether all numbers in JSON data are finite: the parsers of bodies take NaN, Infinity and 1e999."""
+    level = [value]
+    while level:
+        value = level.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        level += value if isinstance(value, list) else mapping(value).values()
+    return True
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
