@@ -17,6 +17,7 @@ from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
 from perilune.media.kinds import reads_video
 from perilune.media.limits import Limits
+from perilune.server import errors
 from perilune.server.body import WHOLE_BYTES, Context, RequestBody, parse
 from perilune.server.call import Call, current
 from perilune.server.generation import Admission, Engine
@@ -117,7 +118,7 @@ class Service:
 
     def report(self, call: Call) -> None:
         """Passes a call that has ended to the observers; for background work, which outlives its request."""
-        call.ended, call.status = time.perf_counter(), 200 if call.error is None else 500
+        call.ended, call.status = time.perf_counter(), 200 if call.error is None else errors.describe(call.error)[0]
         for observer in self.observers:
             observer(call)
 

@@ -94,6 +94,7 @@ async def test_the_official_sdk_carries_out_a_batch(s: Served, endpoint: Any) ->
     assert {order.priority for order in s.engine.orders} == {100}
     calls = [call for call in seen if call.route == endpoint]
     assert len(calls) == 10 and sum(call.total("output_tokens") > 0 for call in calls) == 9
+    assert sorted(call.status for call in calls) == [200] * 9 + [400]
     assert {f["response"]["request_id"] for f in found.values()} < {call.id for call in calls}
     prompts = [bytes(t for t in ids if t < 256).decode() for ids, _ in s.engine.seen]
     assert sorted(f"Number {i}" in p for p in prompts for i in range(9)).count(True) == 9
