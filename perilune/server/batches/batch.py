@@ -23,7 +23,7 @@ from perilune.server.batches.files import FileStore, new_id, read_records, write
 from perilune.server.batches.protocol import BatchBody, Line, read_line, record
 from perilune.server.call import Call, entered
 from perilune.server.keys import Account
-from perilune.server.limits import BodyBudget, BodyShare
+from perilune.server.limits import BodyBudget, BodyShare, LimitReached
 from perilune.server.openai.protocol import MAX_PRIORITIES
 from perilune.server.service import JSON, Service
 from perilune.text.tools import show
@@ -34,6 +34,7 @@ MAX_RECORDS = 1000  # batches per key, ended ones included; the oldest are delet
 MAX_ERRORS = 20  # errors that are reported about one input file
 POLL_SECONDS = 0.05  # between checks for room in the engine
 RETRY_SECONDS = 1.0  # after a 429 or 503
+MAX_LOST_RUNS = 3  # times that a request may be lost with an engine that ends: it may be what ends the engine
 MAX_WAIT_SECONDS = 30.0  # longest wait until a key's limits are checked again
 ANSWERS = ("output", "errors")  # suffixes of the two files of a batch: answers, and errors
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -241,12 +242,14 @@ class Batches:
 
     async def _one(self, batch: Batch, line: Line) -> None:
         """Answers a line. If there is no room, or the engine is down, it is tried again until the batch expires."""
+        lost = 0  # times that the engine ended while it had the request
         while not batch.expired:
             account = await self._room(batch)
             call = Call(account, method="POST", route=batch.record["endpoint"])
             call.keeps_text = self.service.config.audit_text
             status, body = await self._answered(call, line)
-            if status not in (429, 503):
+            lost += status == 503 and any(run.started for run in call.runs)
+            if not _may_pass(status, call.error) or lost == MAX_LOST_RUNS:
                 self.service.report(call)
                 response = {"status_code": status, "request_id": call.id, "body": body}
                 batch.append(_answer(line, response, None), failed=status != 200)
@@ -301,6 +304,13 @@ class Batches:
                 call.error = e
                 errors.log_failure(f"a request of a batch to {line.url}", e)
                 return errors.describe(e)
+
+
+def _may_pass(status: int, error: Exception | None) -> bool:
+    """Whether the same request may be answered later."""
+    if status == 429:  # an `n` above the key's limit never fits
+        return isinstance(error, LimitReached) or getattr(error, "code", None) == "too_many_requests"
+    return status == 503
 
 
 def answered(batch: Batch) -> dict[str, tuple[int, list[str]]]:

@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from perilune.core.errors import EngineUnavailable
 from perilune.server import keys as key_module
 from perilune.server.batches import batch as batch_module
 from perilune.server.batches import files
@@ -265,6 +266,33 @@ def test_an_engine_that_is_down_is_waited_for(tmp_path: Path, monkeypatch: pytes
         assert (await ended(sdk(s), made.id)).request_counts.completed == 1
 
     run(test, tmp_path, hold=1)
+
+
+def test_what_never_passes_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
+
+    class Crashing(FakeEngine):
+        async def generate(self, prompt: Any, params: Any, *more: Any) -> Any:
+            self.seen.append((list(prompt), params))
+            raise EngineUnavailable("the engine process ended unexpectedly")
+            yield
+
+    async def crashes(s: Served) -> None:
+        done = await ended(sdk(s), (await begun(sdk(s), [line("a")])).id)
+        (lost,) = (await answers(sdk(s), done.error_file_id)).values()
+        assert lost["response"]["status_code"] == 503 and len(s.engine.seen) == batch_module.MAX_LOST_RUNS
+
+    run(crashes, tmp_path / "1", engine=Crashing)
+    keys = tmp_path / "keys"
+    keys.write_text(f'[[key]]\nname = "ann"\nsha256 = "{hashlib.sha256(b"ann").hexdigest()}"\nconcurrent = 2\n')
+
+    async def too_many(s: Served) -> None:
+        done = await ended(sdk(s, "ann"), (await begun(sdk(s, "ann"), [line("a", n=3), line("b", n=2)])).id)
+        assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+        (refused,) = (await answers(sdk(s, "ann"), done.error_file_id)).values()
+        assert refused["response"]["body"]["error"]["message"].endswith("asks for 3: split it")
+
+    run(too_many, tmp_path / "2", api_key_file=str(keys))
 
 
 @batched(hold=1)
