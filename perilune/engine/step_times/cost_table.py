@@ -98,11 +98,13 @@ def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     begin = time.perf_counter()
     max_requests = max(min(config.max_num_seqs, config.kv_blocks // 2), 1)
     held = config.kv_blocks * config.block_size
+    context = min(config.max_model_len, held) - MAX_DRAFTS - 1
     table = step_cost.measure(
         _Timer(runner, config),
         max_requests=max_requests,
-        max_tokens=config.max_step_tokens,
-        max_context=max(min(config.max_model_len, held) - MAX_DRAFTS - 1, 1),
+        # Requests too short for a token of context and all drafts: steps end at the last position.
+        max_tokens=config.max_step_tokens if context > 0 else min(config.max_step_tokens, config.max_model_len - 1),
+        max_context=max(context, 1),
         drafter=runner.drafter is not None,
         can_chain=runner.can_chain,
     )

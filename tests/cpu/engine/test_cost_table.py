@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from perilune import LLM, SamplingParams
 from perilune.core.config import EngineConfig
 from perilune.engine.engine import Engine
 from perilune.engine.step_times import cost_table
@@ -33,6 +34,16 @@ def test_an_engine_measures_what_it_can_run(tmp_path: Path) -> None:
         for curve in (costs.base, costs.overlapped):
             assert all(0 < y < math.inf for y in curve.ys) and list(curve.ys) == sorted(curve.ys)
         assert costs.draft_token(1) == 0 and min(costs.attention.ys) >= 0
+
+
+@pytest.mark.parametrize("longest", [2, 5, 9])
+def test_an_engine_for_very_short_requests_starts(tiny: Path, longest: int) -> None:
+    config = dict(device="cpu", threads=1, max_model_len=longest, draft="suffix")
+    params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, **config) as llm:  # type: ignore[arg-type]
+        time_steps(llm._engine.runner, llm.config)  # type: ignore[union-attr]  # also if a kept table was read
+        (found,) = llm.generate([7], params)
+    assert len(found.token_ids) == longest - 1
 
 
 def test_a_measured_table_is_kept_for_the_same_engine_only(
