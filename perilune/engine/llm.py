@@ -342,8 +342,9 @@ class LLM:
                             run = runs[delta.rid]
                             for piece in delta.singly():
                                 run.add(piece)
-                                if take(run.index, piece) and run.finish_reason is None:
-                                    run.finish_reason = "stop"
+                                # "length": the last token that max_tokens allows completes a stop string.
+                                if take(run.index, piece) and run.finish_reason in (None, "length"):
+                                    run.finish_reason, run.closed_by_grammar = "stop", False
                                     engine.cancel(delta.rid)
                                 if run.finish_reason is not None:
                                     bar.advance(task)

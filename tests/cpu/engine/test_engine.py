@@ -8,6 +8,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,15 @@ def test_stop_token_ends_a_request_and_is_reported(llm: LLM) -> None:
     end = free.token_ids.index(third) + 1
     assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
     assert free.finish_reason == "length" and free.text is None
+
+
+def test_a_stop_string_in_the_last_token_is_reported(path: Path) -> None:
+    with LLM(path, device="cpu", threads=1, draft="off", max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (free,) = llm.generate("one two three four", params)
+        assert free.text is not None and free.finish_reason == "length"
+        (cut,) = llm.generate("one two three four", replace(params, stop=(free.text,)))
+        assert (cut.text, cut.finish_reason) == ("", "stop") and cut.token_ids == free.token_ids
 
 
 def test_the_context_is_the_limit_when_no_other_is_given(llm: LLM) -> None:
