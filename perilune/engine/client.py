@@ -300,7 +300,7 @@ class EngineClient:
             if self.alive:
                 self._submit(request)
             while not finished:
-                taken = await request.inbox.take()
+                taken = await (request.inbox.take() if request.deadline is None else self._take_in_time(request))
                 lost = taken.pop() if taken[-1].finish_reason == LOST else None
                 for delta in taken if params.stop or len(taken) < 2 else joined(taken):
                     finished = delta.finish_reason is not None
@@ -312,6 +312,18 @@ class EngineClient:
             del self._requests[rid]
             if not finished and self.alive:
                 self._process.send(Cancel(rid))
+
+    async def _take_in_time(self, request: _Request) -> list[Delta]:
+        """As Inbox.take; at the deadline of the request its last delta. The engine ends requests by deadline too, but
+        not while its process starts again or the request's grammar is compiled."""
+        try:
+            async with asyncio.timeout_at(request.deadline):
+                return await request.inbox.take()
+        except TimeoutError:
+            rid = request.message.rid
+            if self.alive:
+                self._process.send(Cancel(rid))
+            return [Delta(rid, finish_reason="deadline")]
 
     async def close(self) -> None:
         """Ends the engine process, by force if it does not end in time; live requests get an EngineUnavailable."""

@@ -37,6 +37,10 @@ class Supervised:
         stream = self.client.generate(prompt, SamplingParams(max_tokens=3), order=order or Order())
         return [token async for delta in stream for token in delta.tokens]
 
+    async def finish_reason(self, prompt: tuple[int, ...], order: Order) -> str | None:
+        stream = self.client.generate(prompt, SamplingParams(max_tokens=3), order=order)
+        return [delta.finish_reason async for delta in stream][-1]
+
     async def begin(self, prompt: tuple[int, ...]) -> tuple[Any, Delta]:
         stream = self.client.generate(prompt, SamplingParams(max_tokens=3))
         return stream, await anext(stream)
@@ -149,6 +153,25 @@ async def test_a_cancelled_request_does_not_run_again(s: Supervised) -> None:
     poison.cancel()
     await s.ready(1)
     assert await s.ask(ANSWERED) == [7, 7, 7] and len(s.pids) == 2
+
+
+@supervised()
+async def test_a_deadline_holds_while_the_engine_starts_again(s: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_SECONDS", 1000.0)
+    queued = asyncio.create_task(s.finish_reason(LATER, Order(deadline_seconds=3.0)))
+    await asyncio.sleep(0)
+    os.kill(s.pids[0], signal.SIGKILL)  # has computed nothing
+    await s.lost()
+    async with asyncio.timeout(50):
+        assert await queued == "deadline"
+    assert not s.client.alive
+
+
+@supervised()
+async def test_a_deadline_holds_while_the_engine_does_not_answer(s: Supervised) -> None:
+    async with asyncio.timeout(50):
+        assert await s.finish_reason(LATER, Order(deadline_seconds=0.1)) == "deadline"
+    assert await s.ask(ANSWERED) == [7, 7, 7]
 
 
 @supervised()
