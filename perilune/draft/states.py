@@ -127,7 +127,7 @@ class _Reader:
         found = []
         for name, ends in zip(("aux", "hidden"), self._ends):
             begin = ends[place - 1] if place else 0
-            found.append(self._file.get_slice(name)[begin : ends[place]])  # type: ignore[no-untyped-call]  # untyped
+            found.append(self._file.get_slice(name)[begin : ends[place]])
         return found
 
 

@@ -83,7 +83,10 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
         (("draft", "evaluate", str(NANO)), "is no draft's"),  # before minutes of answers
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
-        (("draft", "evaluate", str(NANO / "drafter"), "--lengths", "3,,4"), "must be whole numbers separated by commas"),
+        (
+            ("draft", "evaluate", str(NANO / "drafter"), "--lengths", "3,,4"),
+            "must be whole numbers separated by commas",
+        ),
         (("draft", "evaluate", str(NANO / "drafter"), "--users", "1,513"), "must be numbers from 1 to 512"),
         (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),

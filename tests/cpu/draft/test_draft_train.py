@@ -1,6 +1,7 @@
 """Training drafters: lessons against the equations, losses, both forms, vocabularies, and stops."""
 
 import dataclasses
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,24 @@ def test_training_lowers_the_loss_and_a_stopped_run_ends_alike(
 
     with pytest.raises(ConfigError, match="other options or another corpus"):
         train(model, config, [corpus], tmp_path / "halves", dataclasses.replace(options, steps=41))
+
+
+def test_a_full_disk_and_a_damaged_save_are_one_line(
+    tmp_path: Path, target: tuple[KimiConfig, Weights], model: KimiK2
+) -> None:
+    _, config = drafts_config(target[0])
+    corpus = corpus_of(tmp_path / "corpus", some_rows(24))
+    options = Options(steps=1, unroll=2, chains=60)
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))  # stands for a full disk
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write .*state.safetensors.*repeat the command"):
+            train(model, config, [corpus], tmp_path / "run", options, capture_tokens=128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    (tmp_path / "run/state.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"state.safetensors is damaged .*remove it"):
+        train(model, config, [corpus], tmp_path / "run", options, capture_tokens=128)
 
 
 def test_options() -> None:
