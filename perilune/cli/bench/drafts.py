@@ -15,9 +15,9 @@ from perilune.formats.hub import resolve_model
 @click.command()
 @click.argument("model", default="kimi-nano")
 @options.field_options(EngineConfig, "draft", "drafter", "draft_dtype", "device", "threads", "max_model_len")
-@click.option("--requests", default=48, help="Requests of the trace.")
+@click.option("--requests", type=click.IntRange(1), default=48, help="Requests of the trace.")
 @click.option("--users", default="1,4,16", help="Requests at a time, separated by commas.")
-@click.option("--rounds", default=3, help="Times each setting plays the trace; medians count.")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="Times each setting plays the trace; medians count.")
 @click.option(
     "--settings",
     help="Compared with no speculation, separated by commas: suffix, eagle3 or hybrid, alone (the policy chooses how "

@@ -92,6 +92,8 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
         (("bench", "convert", "--stream-gb", "99999", "--scratch", "{}"), "--stream-gb 99999: at most "),
         (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
+        (("bench", "drafts", "--rounds", "0"), "0 is not in the range x>=1"),
+        (("bench", "drafts", "--requests", "0"), "0 is not in the range x>=1"),
         (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
     ],
 )
