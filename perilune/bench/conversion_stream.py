@@ -46,7 +46,10 @@ def measure(scratch: Path, gb: float, report: Callable[[str], None]) -> dict[str
     """One ledger row. `scratch` needs room for about ROOM times `gb`; what is made there is removed."""
     _require_room(scratch, gb)
     folder = scratch / "perilune-stream"
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as e:
+        raise ConfigError(f"{folder} exists, perhaps left by a run that was killed: remove it") from e
     try:
         source, result = folder / "source", folder / "result"
         size = make(source, _sized(gb))

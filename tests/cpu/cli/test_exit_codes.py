@@ -91,6 +91,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("bench", "serve", "--plot", "{}/none/x.svg"), "none is no directory"),
         (("bench", "decode", "--batch", "16", "--tokens", "2"), "raise --tokens"),
         (("bench", "convert", "--stream-gb", "99999", "--scratch", "{}"), "--stream-gb 99999: at most "),
+        (("bench", "convert", "--stream-gb", "1", "--scratch", "{}/left"), "exists, perhaps left by a run"),
         (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
         (("bench", "drafts", "--rounds", "0"), "0 is not in the range x>=1"),
         (("bench", "drafts", "--requests", "0"), "0 is not in the range x>=1"),
@@ -99,6 +100,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
 )
 def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
+    (tmp_path / "left/perilune-stream").mkdir(parents=True)
     (tmp_path / "array.toml").write_text("[[engine]]\nmax_num_seqs = 1\n")
     (tmp_path / "utf16.toml").write_text("[engine]", "utf-16")
     done = perilune(tmp_path, *(a.format(tmp_path) for a in args))
