@@ -47,7 +47,7 @@ GB = 1e9
     help="With bf16: keep the INT4 scales beside the weights, so that int4 gives the same bits again.",
 )
 @click.option(
-    "--shard-gb", type=click.FloatRange(0.001), default=SHARD_BYTES / GB, help="GB per safetensors file, about."
+    "--shard-gb", type=click.FloatRange(0.001, 1e6), default=SHARD_BYTES / GB, help="GB per safetensors file, about."
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads that convert.  [default: one per CPU, at most 16]")
 @device_option
