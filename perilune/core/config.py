@@ -18,6 +18,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.step import MAX_DRAFTS
 
 MAX_THREADS = 1024  # far more end in "can't start new thread" after the weights are read
+MAX_NUMBER = 1 << 63  # a configuration crosses to the engine's process as msgpack, which has no larger integers
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
 
@@ -365,6 +366,8 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
         if not _fits(value, hints[key]):
             given = f"not {type(value).__name__}" if fields[key].metadata.get("secret") else f"not {value!r}"
             raise ConfigError(f"{key} must be {spelled(hints[key])}, {given}")
+        if isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise ConfigError(f"{key} must have at most 63 bits, not {value}")
     return kind(**values)
 
 

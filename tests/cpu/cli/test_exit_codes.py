@@ -78,6 +78,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("serve", "--config", "{}/keys.toml"), "did you mean 'max_num_seqs'?"),
         (("serve", "--config", "{}/utf16.toml"), "not valid TOML"),
         (("serve", "--config", "{}/array.toml"), "engine must be a table: begin it with [engine]"),
+        (("generate", "-p", "hi", "--set", f"seed={2**64}"), "seed must have at most 63 bits"),
         (("serve", "--set", "threads=100000"), "threads must be at most 1024"),
         (("draft", "collect", "--out", "{}/keys.toml/corpus"), "keys.toml/corpus: Not a directory"),
         (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
