@@ -163,6 +163,8 @@ def command(
     shape = {key: value for key, value in shape.items() if value is not None}
     if any(out.glob("*.safetensors")):
         raise ConfigError(f"{out} already holds a checkpoint: choose an empty directory")
+    if out.resolve() == run.resolve():
+        raise ConfigError(f"--run and --out are both {out}: give the finished draft a directory of its own")
     if begin is not None and (shape or own_head):
         raise ConfigError(
             "--from brings its own shape: leave out --form, --draft-vocab, --own-head, --aux-layers and "

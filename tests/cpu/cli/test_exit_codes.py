@@ -82,6 +82,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("serve", "--set", "threads=100000"), "threads must be at most 1024"),
         (("draft", "collect", "--out", "{}/keys.toml/corpus"), "keys.toml/corpus: Not a directory"),
         (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
+        (("draft", "train", "--corpus", "{}", "--run", "{}/d", "--out", "{}/d"), "--run and --out are both "),
         (("draft", "evaluate", str(NANO)), "is no draft's"),  # before minutes of answers
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
         (
