@@ -492,6 +492,9 @@ def test_training_from_disk_is_training_with_the_target(
     rows = corpus.rows()
     what = about([corpus], layers, "it")
     States(tmp_path / "states", what)
+    options = Options(steps=20, unroll=2, chains=60, rate=5e-3)
+    with pytest.raises(ConfigError, match="holds no states: capture with more --gb"):
+        train(model, config, [corpus], tmp_path / "none", options, states=States(tmp_path / "states"))
     half = token_bytes(rows, len(layers), D) / 2
     capture(rows, captured, States(tmp_path / "states", what), most_bytes=half, shard_tokens=100)
     part = States(tmp_path / "states", what)
@@ -508,7 +511,6 @@ def test_training_from_disk_is_training_with_the_target(
             assert torch.allclose(a, b, rtol=2**-7, atol=1e-4)  # they are bfloat16 on disk
     assert served == rows
 
-    options = Options(steps=20, unroll=2, chains=60, rate=5e-3)
     ends = KimiK2(target[0], dataclasses.replace(target[1], layers=[]), max_positions=1)
     drafts = [
         train(ends, config, [corpus], tmp_path / "from-disk", options, states=States(tmp_path / "states")),
