@@ -17,7 +17,7 @@ from perilune.doctor import headers as shards_examine
 from perilune.doctor import tensors as weights_examine
 from perilune.doctor import vocabulary as text_examine
 from perilune.doctor.finding import Finding
-from perilune.engine.fit import model_of
+from perilune.engine.fit import expert_bytes, model_of
 from perilune.engine.resolve import free_bytes
 from perilune.formats import checksums as sums
 from perilune.formats import hub
@@ -233,12 +233,12 @@ def _draft(raw: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _plan(report: Report, config: KimiConfig, found: Survey) -> None:
     model = model_of(config, found.vision_bytes // 2)
-    stored = float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name))
+    stored, wide_stored = (expert_bytes(found, config, size)[0] for size in (2, 4))  # bfloat16, float32
     formats = memory.footprints(model, stored)
     kv_bytes = model.kv_values * KV_BYTES
     report.rows = memory.table(formats, kv_bytes)
     free = free_bytes(torch.device("cpu"))
-    wide = memory.footprints(model, stored, width=4.0)
+    wide = memory.footprints(model, wide_stored, width=4.0)
     on_cpu = [memory.fit(f, 1, free, 2 * kv_bytes, SLACK_BYTES["cpu"]) for f in wide]
     report.machine.append((f"CPU, float32, {free / GB:.1f} GB free", on_cpu))
     if torch.cuda.is_available():

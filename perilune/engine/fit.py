@@ -17,7 +17,7 @@ from perilune.engine.vision.open import bytes_beside, sees, weight_bytes
 from perilune.formats import scheme, synthetic
 from perilune.formats.checkpoint import Checkpoint
 from perilune.formats.served import require_served
-from perilune.loading.survey import survey
+from perilune.loading.survey import Survey, survey
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import Eagle3Config
@@ -227,11 +227,16 @@ def _experts(model_dir: Path, model: KimiConfig, dtype: torch.dtype) -> tuple[fl
         return INT4_BYTES * routed, scheme.INT4
     require_served(model.quantization, str(model_dir))
     with Checkpoint.open(model_dir) as checkpoint:
-        found = survey(checkpoint, model)
+        return expert_bytes(survey(checkpoint, model), model, dtype.itemsize)
+
+
+def expert_bytes(found: Survey, model: KimiConfig, size: int) -> tuple[float, str]:
+    """Bytes of the routed experts in memory, where an unquantised weight takes `size` bytes whatever its type in the
+    file, and the format of most of them."""
     forms = [form for name, form in found.formats.items() if names.ROUTED in name]
     form = max(set(forms), key=forms.count, default=scheme.DENSE)
     if form == scheme.DENSE:
-        return float(routed * dtype.itemsize), form
+        return float(model.parameters().routed * size), form
     return float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name)), form
 
 

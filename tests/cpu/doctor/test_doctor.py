@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from perilune.bench import shapes
 from perilune.cli import doctor
+from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
 from perilune.doctor import tensors as weights_examine
 from perilune.doctor.finding import Finding
-from perilune.engine.fit import model_of
+from perilune.engine.fit import demand, model_of
 from perilune.formats import hub, int4, int4_compact, nvfp4
 from perilune.formats.checkpoint import INDEX
 from perilune.formats.safetensors_file import DTYPES
@@ -339,6 +340,15 @@ def test_plan_is_that_of_the_notebook():
     best = fits["H200 141 GB", 4, "int4-compact, rest FP8"]
     assert best.fits and 139e9 < best.weights < 141e9 and best.tokens == int(best.left // 70_272)
     assert fits["H200 141 GB", 8, "as stored"].fits and not fits["H100 80 GB", 4, "nvfp4"].fits
+
+
+def test_plain_experts_take_the_width_that_the_engine_gives_them(tmp_path):
+    """bfloat16 experts are float32 on a CPU: twice as large as in the file."""
+    config = KimiConfig.from_dict(CONFIG)
+    put(tmp_path, {n: torch.ones(s, dtype=torch.bfloat16) for n, s in expected(config).items()})
+    wanted = demand(tmp_path, EngineConfig(device="cpu", draft="off"), torch.device("cpu")).demand.weights[0]
+    _, (cpu, *_) = doctor.diagnose(tmp_path, "m").machine[0]
+    assert cpu.footprint.name == "as stored" and cpu.weights == wanted.per_gpu(1)
 
 
 def test_findings_read_as_one_line():
