@@ -26,6 +26,7 @@ KINDS = {
     "video_url": "video_url", "video": "video", "input_video": "video_url",
 }  # fmt: skip
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # others, such as CMYK, are converted to RGB
+OTHER_16_BIT = ("I;16B", "I;16L")
 UNSCALED = ("I", "F")  # modes without a defined white value: refused
 
 
@@ -117,6 +118,8 @@ def _png(image: PilImage) -> bytes:
         )
     out = io.BytesIO()
     try:
+        if image.mode in OTHER_16_BIT:  # convert("RGB") would clip at 255
+            image = image.convert("I").convert("I;16")
         image = image if image.mode in PNG_MODES else image.convert("RGB")
         image.save(out, "PNG", compress_level=1, exif=image.getexif())
     except (OSError, ValueError) as e:  # PIL reads the pixels of an opened file only here

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from perilune import LLM, SamplingParams
 from perilune.core.errors import RequestError
 from perilune.core.messages import Video, pictures_of
+from perilune.engine.vision.given import _bytes
 from perilune.formats.hub import resolve_model
 from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
+from perilune.media.patches import patches_of
 from perilune.text.chat import VIDEO_PLACEHOLDER
 from perilune.text.tokenizer import Tokenizer
 from tests import seeing
@@ -109,6 +112,14 @@ def test_a_picture_in_every_form(checkpoint: Seeing, llm: LLM, tmp_path: Path) -
         pictures=[path],
     )
     assert raw[0].token_ids == wanted
+
+
+@pytest.mark.parametrize("order", ["<u2", ">u2"])
+def test_gray_of_16_bits_of_either_byte_order(order: str) -> None:
+    """As Pillow opens TIFF files."""
+    image = Image.open(io.BytesIO(file(Image.fromarray(np.full((28, 28), 0x4000, order)), "TIFF")))
+    patches, _ = patches_of(_bytes(image, False), Limits())
+    assert (patches == 0x40).all(), image.mode
 
 
 def test_a_video(checkpoint: Seeing, llm: LLM, tmp_path: Path) -> None:
