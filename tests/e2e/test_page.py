@@ -348,6 +348,9 @@ def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
     try:
         page = Page(browser, server)
         assert page.value("document.activeElement.id") == "key" and "key" in page.value("talk.innerText")
+        page.fill("#key", "hidden-key\u2026")  # as copied from a shortened display
+        page.value("key.dispatchEvent(new Event('change'))")
+        page.wait("document.querySelector('main > .error')?.textContent.startsWith('the API key has a character')")
         page.fill("#key", "hidden-key")
         page.value("key.dispatchEvent(new Event('change'))")
         page.wait("document.querySelector('.empty h1')?.textContent === 'Talk with kimi-nano'")

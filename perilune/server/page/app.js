@@ -105,10 +105,11 @@ function forget(current) {
 
 // ---- what is asked
 
-const headers = () => ({
-  "Content-Type": "application/json",
-  ...($("key").value && {Authorization: `Bearer ${$("key").value}`}),
-});
+function headers() {
+  const key = $("key").value;
+  if (/[^\0-\xff]/.test(key)) throw new Error("the API key has a character that no header can carry: copy it again");
+  return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
+}
 
 /** The value of a field with JSON, null where it is empty; says what is wrong beside it, and throws. */
 function json(name, check) {
@@ -420,8 +421,8 @@ async function models() {
   let reply;
   try {
     reply = await fetch("v1/models", {headers: headers()});
-  } catch {
-    return draw("the server cannot be reached");
+  } catch (e) {
+    return draw(e instanceof TypeError ? "the server cannot be reached" : e.message);
   }
   if (!reply.ok) return draw((await failure(reply)).message);
   model = (await reply.json()).data[0] ?? {};
