@@ -170,6 +170,26 @@ def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: 
     page.wait("document.getElementById('pictures-fault').textContent.includes('at most 16 pictures')")
 
 
+def test_pictures_of_a_chat_fit_one_request(browser: Browser, seeing: Server) -> None:  # noqa: F811
+    """The server refuses a body of more than 32 MB, and pictures of a question cannot be removed any more."""
+    page = Pictured(browser, seeing)
+    text = base64.b64encode(SHOT).decode()
+    page.value(
+        f"const shot = Uint8Array.from(atob('{text}'), c => c.charCodeAt(0));"
+        " const large = name => new File([shot, new Uint8Array(3900000)], name, {type: 'image/png'});"
+        " attachFiles(['a.png', 'b.png', 'c.png', 'd.png'].map(large)); 0"
+    )
+    page.thumbnails(4)
+    page.ask("What is this?")
+    page.value("attachFiles(['e.png', 'f.png'].map(large)); 0")
+    assert page.thumbnails(1) == ["picture 1: e.png"]
+    page.wait("document.getElementById('pictures-fault').textContent.startsWith('f.png: with it the pictures')")
+    page.ask("And this?")
+    page.press("new chat")
+    page.value("attachFiles([large('f.png')]); 0")
+    assert page.thumbnails(1) == ["picture 1: f.png"] and page.fault == ""
+
+
 def test_what_the_browser_keeps_is_bounded(browser: Browser, seeing: Server) -> None:  # noqa: F811
     """A large picture is sent whole and kept as a small copy; what no picture is, is not shown."""
     page = Pictured(browser, seeing)

@@ -7,6 +7,7 @@ const SENT_BYTES = 4000000;  // of a file that is sent as it is; larger ones are
 const SENT_SIDE = 4096, KEPT_SIDE = 512;  // pixels: what a model sees has at most 7,168 on a side and 3.2 million in all
 const KEPT_CHARS = 100000;  // of a picture that the browser keeps as it was sent; of larger ones a small copy
 const VIDEO_BYTES = 20000000;  // of a video, which is sent as it is and not kept: 27 MB of the 32 that a request may have
+const MOST_SENT = 30000000;  // characters of all pictures and videos of a chat, which each of its requests has
 
 let attached = [];  // {url: what is sent, kept: what the browser keeps, name}
 let reading = null;  // a promise while files are being read, which may take a second
@@ -74,7 +75,11 @@ async function readFiles(files) {
       break;
     }
     try {
-      attached.push(await picture(file));
+      const one = await picture(file), all = [...chat.messages.flatMap(message => message.pictures ?? []), ...attached, one];
+      if (all.reduce((chars, {url}) => chars + url.length, 0) > MOST_SENT) {
+        throw new Error(`${file.name}: with it the pictures and videos of this chat would have more than ${MOST_SENT * 3 / 4e6} MB`);
+      }
+      attached.push(one);
     } catch (e) {
       faults.push(e.message);
     }
