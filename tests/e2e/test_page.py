@@ -202,6 +202,20 @@ def test_a_chat_that_went_on_in_another_tab(browser: Browser, scripted: Server) 
     assert page.said("user") == ["first", "second", "first"]
 
 
+def test_a_chat_that_two_tabs_show(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    assert page.ask("first") == "one"
+    page.fill("#text", "a draft")
+    with page.other_tab():
+        page.value("document.querySelector('#history button').click()")
+        assert page.ask("second") == "two"
+    page.wait("document.querySelectorAll('.assistant').length === 2")
+    assert page.value("document.getElementById('text').value") == "a draft"
+    assert page.ask("first") == "one"
+    kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages.map(m => m.content)")
+    assert kept == ["first", "one", "second", "two", "first", "one"]
+
+
 def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     page.fill("#schema", "{")

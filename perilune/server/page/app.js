@@ -450,6 +450,14 @@ function reopen(id) {
   else listed();
 }
 
+/** Another tab has changed the kept chats: shows the chat of this page as it is now, else its next answer would undo that. */
+function changed() {
+  const now = chats().find(kept => kept.id === chat.id), said = one => JSON.stringify(one.messages.map(message => message.content));
+  if (!now || running || said(now) === said(chat)) return listed();
+  chat = now;
+  draw();
+}
+
 function submit(text) {
   if (waiting().length) {
     say("answer the calls first, or regenerate");
@@ -491,6 +499,7 @@ document.addEventListener("keydown", e => {
   if (running) running.abort();
   else if (!$("panel").hidden) { opened(false); $("open").focus(); }
 });
+window.addEventListener("storage", e => { if (e.key === "perilune.chats") changed(); });
 watchPictures();
 $("new").addEventListener("click", () => begin(fresh()));
 $("open").addEventListener("click", () => opened($("panel").hidden));
