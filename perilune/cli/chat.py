@@ -311,7 +311,7 @@ class Chat:
             answer = self._answer()
             if answer is None:
                 if len(self.messages) == known + 1:  # a question without any answer would only confuse the next one
-                    self.messages.pop()
+                    self._take_back(known)
                 return
             self.messages.append(answer)
             if "tool_calls" not in answer:
@@ -319,10 +319,16 @@ class Chat:
             try:
                 results = [self._result(call) for call in answer["tool_calls"]]
             except (EOFError, KeyboardInterrupt):
-                del self.messages[known:]
                 click.echo()
+                self._take_back(known)
                 return
             self.messages += results
+
+    def _take_back(self, known: int) -> None:
+        """Removes the last question, which is message number `known`, and what followed it."""
+        if not isinstance(self.messages[known]["content"], str):
+            click.secho("the question is taken back: attach its pictures again", dim=True)
+        del self.messages[known:]
 
     def _answer(self) -> dict[str, Any] | None:
         """The next assistant message, shown as it comes; None if it failed or nothing came before Ctrl-C."""

@@ -342,6 +342,18 @@ def test_pictures_go_with_the_next_question(tmp_path: Path, capsys: pytest.Captu
     )
 
 
+@pytest.mark.parametrize(
+    "script", [[EngineError("it stopped")], [interrupt], [ToolStart(0, "i", "add"), ToolArguments(0, "{}")]]
+)
+def test_a_question_that_is_taken_back_says_that_its_pictures_are(
+    script: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (image := tmp_path / "a.png").write_bytes(b"\x89PNG rest")
+    conversation, _ = talk(Scripted(script), f"/image {image}", "What?")
+    assert conversation.messages == conversation.attached == []
+    assert "the question is taken back: attach its pictures again\n" in capsys.readouterr().out
+
+
 def test_a_video_and_paths_as_terminals_write_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image, video = tmp_path / "a b.png", tmp_path / "it's.mp4"
     image.write_bytes(b"\x89PNG rest")
