@@ -103,6 +103,11 @@ class Account:
         self._meter.admit()
         self.usage.requests += 1
 
+    @property
+    def full(self) -> bool:
+        """Whether no further answer may begin before one ends."""
+        return self._meter.full
+
     def check_model(self, model: str) -> None:
         if self.grant.models is not None and model not in self.grant.models:
             raise RequestError(

@@ -123,6 +123,10 @@ class Meter:
             raise LimitReached(f"{self._who} may have {limit} {self._what} in flight, and has {self.in_flight}", 1)
         self.in_flight += count
 
+    @property
+    def full(self) -> bool:
+        return self._concurrent is not None and self.in_flight >= self._concurrent
+
     def spend(self, tokens: int) -> None:
         """Counts tokens. Those beyond a limit delay later requests."""
         for bucket in self._tokens:

@@ -6,6 +6,7 @@ answers that are there. When all lines are answered, or the batch is cancelled, 
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -120,6 +121,25 @@ class Batch:
         self.store.reserve(self.owner, size)
 
 
+class Seat:
+    """The place of one request among those of batches that are computed. Only a request that may begin keeps it: if one
+    waited for its key's limits with a seat, batches of other keys would wait too."""
+
+    def __init__(self, seats: asyncio.Semaphore) -> None:
+        self._seats = seats
+        self._held = False
+
+    async def take(self) -> None:
+        await self._seats.acquire()
+        self._held = True
+
+    def give(self) -> None:
+        """Calling it again has no effect."""
+        if self._held:
+            self._held = False
+            self._seats.release()
+
+
 class Batches:
     """All batches of a server. Belongs to the event loop.
 
@@ -132,7 +152,8 @@ class Batches:
         self.store = store
         self._endpoints = endpoints
         self._app = app
-        self._seats = asyncio.Semaphore(max(service.engine.info.max_num_seqs // 2, 1))
+        self._max_seats = max(service.engine.info.max_num_seqs // 2, 1)
+        self._seats = asyncio.Semaphore(self._max_seats)
         self._batches: dict[str, dict[str, Batch]] = {}  # by owner and id, oldest first
         for owner in store.owners():
             found = [Batch(store, owner, about) for about in read_records(store.folder(owner), "batch")]
@@ -230,21 +251,25 @@ class Batches:
                 return
             batch.record["request_counts"]["total"] = total
             batch.move("in_progress")
+        begun = asyncio.Semaphore(self._max_seats)  # requests of this batch that are computed or wait to be tried again
         async with asyncio.TaskGroup() as group:
             with open(path, "rb") as file:
                 for raw in file:
                     if not raw.strip() or (line := read_line(raw, endpoint)).custom_id in batch.done:
                         continue
-                    await self._seats.acquire()
-                    task = group.create_task(self._one(batch, line))
-                    task.add_done_callback(lambda _: self._seats.release())
+                    await begun.acquire()
+                    seat = Seat(self._seats)
+                    account = await self._seated(batch, seat)
+                    task = group.create_task(self._one(batch, line, account, seat))
+                    task.add_done_callback(functools.partial(_ended, seat, begun))
+                    await asyncio.sleep(0)  # it takes its place in flight before room is looked for again
         batch.finish("expired" if batch.expired else "completed")
 
-    async def _one(self, batch: Batch, line: Line) -> None:
-        """Answers a line. If there is no room, or the engine is down, it is tried again until the batch expires."""
+    async def _one(self, batch: Batch, line: Line, account: Account, seat: Seat) -> None:
+        """Answers a line, for which `seat` is taken. If there is no room, or the engine is down, it is tried again
+        until the batch expires."""
         lost = 0  # times that the engine ended while it had the request
         while not batch.expired:
-            account = await self._room(batch)
             call = Call(account, method="POST", route=batch.record["endpoint"])
             call.keeps_text = self.service.config.audit_text
             status, body = await self._answered(call, line)
@@ -254,28 +279,43 @@ class Batches:
                 response = {"status_code": status, "request_id": call.id, "body": body}
                 batch.append(_answer(line, response, None), failed=status != 200)
                 return
+            seat.give()
             await asyncio.sleep(RETRY_SECONDS)
+            account = await self._seated(batch, seat)
         about = {"code": "batch_expired", "message": "the request was not answered within the batch's 24 h"}
         batch.append(_answer(line, None, about), failed=True)
 
-    async def _room(self, batch: Batch) -> Account:
-        """Waits until a request of the batch may begin, or the batch expires. RequestError if its key was removed."""
+    async def _seated(self, batch: Batch, seat: Seat) -> Account:
+        """Takes the seat when a request of the batch may begin, or the batch has expired. RequestError if its key was
+        removed."""
         while True:
-            account = next((a for a in self.service.keys.accounts if a.name == batch.owner), None)
-            if account is None:
-                raise RequestError("the API key of the batch is not served any more", code="invalid_api_key")
-            service, wait = self.service, POLL_SECONDS
-            engine_free = service.admission.in_flight < service.engine.info.max_num_seqs
-            if engine_free and service.engine.alive and not service.admission.draining:
-                try:
-                    account.admit()
-                except RequestError as e:
-                    wait = min(e.retry_seconds or 1, MAX_WAIT_SECONDS)
-                else:
-                    return account
-            if batch.expired:
+            await seat.take()
+            try:
+                account, wait = self._room(batch)
+            except RequestError:
+                seat.give()
+                raise
+            if not wait:
                 return account
+            seat.give()
             await asyncio.sleep(wait)
+
+    def _room(self, batch: Batch) -> tuple[Account, float]:
+        """The batch's account, and seconds until it is worth asking again; 0.0: a request may begin."""
+        account = next((a for a in self.service.keys.accounts if a.name == batch.owner), None)
+        if account is None:
+            raise RequestError("the API key of the batch is not served any more", code="invalid_api_key")
+        service = self.service
+        engine_free = service.admission.in_flight < service.engine.info.max_num_seqs
+        if batch.expired:
+            return account, 0.0
+        if account.full or not (engine_free and service.engine.alive and not service.admission.draining):
+            return account, POLL_SECONDS
+        try:
+            account.admit()
+        except RequestError as e:
+            return account, min(e.retry_seconds or 1, MAX_WAIT_SECONDS)
+        return account, 0.0
 
     async def _answered(self, call: Call, line: Line) -> tuple[int, Any]:
         """Status and body of a request's answer."""
@@ -304,6 +344,12 @@ class Batches:
                 call.error = e
                 errors.log_failure(f"a request of a batch to {line.url}", e)
                 return errors.describe(e)
+
+
+def _ended(seat: Seat, begun: asyncio.Semaphore, task: asyncio.Task[None]) -> None:
+    """Called when the task of a request has ended, also if it was cancelled before it began."""
+    seat.give()
+    begun.release()
 
 
 def _may_pass(status: int, error: Exception | None) -> bool:

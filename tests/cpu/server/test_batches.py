@@ -392,6 +392,36 @@ def test_a_keys_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run(test, tmp_path, api_key_file=str(keys))
 
 
+def test_a_key_at_its_limits_does_not_hold_up_batches_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_module, "Account", functools.partial(Account, clock=lambda: 1000.0))  # no time passes
+    monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
+    limits = {"ann": "requests_per_minute = 3", "bob": "", "eve": "concurrent = 1"}
+    form = '[[key]]\nname = "{0}"\nsha256 = "{1}"\n{2}\n'
+    keys = tmp_path / "keys"
+    keys.write_text("".join(form.format(n, hashlib.sha256(n.encode()).hexdigest(), how) for n, how in limits.items()))
+
+    async def test(s: Served) -> None:
+        s.client.headers = {"authorization": "Bearer eve"}
+        asked = asyncio.create_task(s.client.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}]}))
+        await s.hangs()
+        waiting = [await begun(sdk(s, name), [line(f"q{i}") for i in range(9)]) for name in ("ann", "eve")]
+        while len(s.engine.seen) < 2:  # eve's request, and ann's last one of this minute
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.1)
+        s.engine.hold = None
+        assert (await ended(sdk(s, "bob"), (await begun(sdk(s, "bob"), [line("b")])).id)).status == "completed"
+        assert len(s.engine.seen) == 3
+        counts = {a.name: a.usage.requests for a in s.service.keys.accounts}
+        assert counts["ann"] == 3 and counts["eve"] == 3, "what waits is not counted"
+        s.engine.release.set()
+        assert (await asked).status == 200
+        assert (await ended(sdk(s, "eve"), waiting[1].id)).request_counts.completed == 9
+
+    run(test, tmp_path, api_key_file=str(keys), info=_small(4), hold=0)
+
+
 @served()
 async def test_without_a_directory_there_are_none(s: Served) -> None:
     for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/batch_1")):
