@@ -7,18 +7,28 @@ from perilune.core.errors import ConfigError
 
 
 class Certificate:
-    """The TLS context of the server. Connections made after `load` get the certificate that `load` has read."""
+    """The TLS context of the server. Connections made after `load` get the certificate that `load` has read.
+
+    OpenSSL keeps one certificate per type of key in a context: after RSA is replaced by EC, or EC by RSA, clients could
+    still get the old one. So each certificate has a context of its own, which every handshake switches to.
+    """
 
     def __init__(self, cert: str, key: str) -> None:
         """PEM files: the chain, the server's own certificate first, and its key. ConfigError if they cannot be used."""
         self.cert, self.key = Path(cert), Path(key)
-        self.context = self._new()
         self.load()
+        self.context = self._latest
+        self.context.sni_callback = self._switch
 
     def load(self) -> None:
         """Reads the files again. ConfigError if they cannot be used: the old certificate stays in use."""
-        self._load_into(self._new())  # raises before the context in use is changed
-        self._load_into(self.context)
+        context = self._new()
+        self._load_into(context)
+        self._latest = context
+
+    def _switch(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """OpenSSL calls this in every handshake, with or without a server name."""
+        connection.context = self._latest
 
     @staticmethod
     def _new() -> ssl.SSLContext:

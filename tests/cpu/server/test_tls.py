@@ -67,6 +67,32 @@ def test_a_certificate_is_replaced_without_a_restart(
 
 
 @needs_openssl
+def test_a_key_of_another_type_replaces_the_certificate_too(tmp_path: Path) -> None:
+    """OpenSSL keeps a certificate of each type in a context, and clients that know both prefer EC."""
+    for name in ("ec", "rsa"):
+        (tmp_path / name).mkdir()
+    ec, rsa = certificates.make(tmp_path / "ec", "ec"), certificates.make(tmp_path / "rsa", "rsa", rsa=True)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def use(pair: tuple[Path, Path]) -> None:
+        shutil.copy(pair[0], cert)
+        shutil.copy(pair[1], key)
+
+    async def test() -> None:
+        use(ec)
+        made = Certificate(str(cert), str(key))
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0, ssl=made.context)
+        port = server.sockets[0].getsockname()[1]
+        for pair, name in ((ec, "ec"), (rsa, "rsa"), (ec, "ec")):
+            use(pair)
+            made.load()
+            assert await served_name(port, pair[0]) == name
+        server.close()
+
+    asyncio.run(asyncio.wait_for(test(), HANG_SECONDS))
+
+
+@needs_openssl
 def test_what_is_wrong_with_a_certificate_is_named(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
