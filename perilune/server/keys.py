@@ -19,6 +19,7 @@ from typing import Any
 
 from perilune.core.errors import ConfigError, RequestError, quoted
 from perilune.core.files import open_regular
+from perilune.core.sampling import MAX_WHOLE
 from perilune.server.limits import Clock, Limit, Meter
 
 MAX_KEYS = 1000  # comparing a key with all of them takes 0.1 ms
@@ -203,7 +204,7 @@ def read_grants(path: Path) -> list[Grant]:
         return [Grant("default", (digest(words[0]),), operator=True)]
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:  # ValueError: also numbers of thousands of digits
         raise ConfigError(
             f"the API key file {path} must hold one key without spaces, or a TOML table [[key]] per key "
             f"(make one with `perilune key NAME`): {_place(str(e))}"
@@ -244,8 +245,8 @@ def _grant(entry: dict[str, Any], where: str) -> Grant:
     if not isinstance(sums, list) or not sums or not all(isinstance(s, str) and _DIGEST.fullmatch(s) for s in sums):
         raise ConfigError(f"{where}: sha256 must be the 64 hex digits that `perilune key` prints, or a list of such")
     for limit in _COUNTS:
-        if limit in entry and (type(entry[limit]) is not int or entry[limit] < 1):
-            raise ConfigError(f"{where}: {limit} must be a whole number of at least 1")
+        if limit in entry and (type(entry[limit]) is not int or not 1 <= entry[limit] <= MAX_WHOLE):
+            raise ConfigError(f"{where}: {limit} must be a whole number of at least 1, and of 64 bits")
     models, group = entry.get("models"), entry.get("cache_group")
     if models is not None and not (isinstance(models, list) and all(isinstance(m, str) for m in models)):
         raise ConfigError(f"{where}: models must be a list of names")
@@ -267,7 +268,11 @@ def _grant(entry: dict[str, Any], where: str) -> Grant:
 def _moment(value: Any, where: str) -> datetime | None:
     """The time at which a key expires. A date means its first moment; times without a zone are UTC."""
     if isinstance(value, datetime):
-        return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+        try:
+            return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+        except OverflowError:
+            why = "expires must be in the years 1 to 9999 of UTC: leave it out for a key that does not expire"
+            raise ConfigError(f"{where}: {why}") from None
     if isinstance(value, date):
         return datetime(value.year, value.month, value.day, tzinfo=UTC)
     if value is not None:
