@@ -34,15 +34,16 @@ class Watched:
         else:
             log.info("the %s was read again", self.what)
 
-    def _stamps(self) -> list[tuple[int, int, int] | None]:
-        found: list[tuple[int, int, int] | None] = []
+    def _stamps(self) -> list[tuple[int, int, int, int] | None]:
+        found: list[tuple[int, int, int, int] | None] = []
         for path in self.paths:
             try:
                 status = os.stat(path)
             except OSError:
                 found.append(None)
             else:
-                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+                # ctime: a file that this user could not read may get another owner or mode, which keeps the rest.
+                found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size))
         return found
 
 

@@ -170,6 +170,27 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(file: Path, caplog: p
     assert said == ["INFO", "ERROR", "ERROR", "ERROR"] and "plk" not in caplog.text
 
 
+def test_a_file_that_becomes_readable_is_read(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another mode or owner changes neither the time of the contents nor the size."""
+    ring = Keyring(file=write(file, entry("a")))
+    new = file.with_name("new")
+    write(new, entry("b"))
+
+    def load() -> None:  # as root, tests can read every file
+        if not file.stat().st_mode & 0o400:
+            raise ConfigError("Permission denied")
+        ring.load()
+
+    watched = Watched("API key file", [file], load)
+    new.chmod(0o000)
+    new.rename(file)
+    watched.poll()
+    assert "Permission denied" in caplog.text and ring.find("plk-a") is not None
+    file.chmod(0o600)
+    watched.poll()
+    assert ring.find("plk-a") is None and ring.find("plk-b") is not None
+
+
 def test_two_sums_let_two_keys_in_while_one_replaces_the_other(file: Path) -> None:
     sums = [digest(f"plk-{n}").hex() for n in ("old", "new")]
     file.write_text(f'[[key]]\nname = "a"\nsha256 = {sums}\n')
