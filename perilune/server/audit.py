@@ -29,6 +29,10 @@ HIDDEN = "[redacted]"
 _PICTURE = re.compile(rf"(?:{re.escape(PLACEHOLDER)})+")  # in a prompt a picture is thousands of placeholders
 log = logging.getLogger("perilune.server")
 
+# Python holds its lock while it searches: every pattern takes linear time on any text. This one, which reads a run of
+# characters to its end, matches only from the beginning of the run, and only if a dot follows.
+_RUN = r"[A-Za-z0-9_-]"
+_TOKEN = rf"(?<!{_RUN})(?={_RUN}++\.){_RUN}*?\beyJ{_RUN}{{8,}}\.{_RUN}+(?:\.{_RUN}*)?"
 _KEY = r"(?:sk|pk|rk|plk|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|npm|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"
 SECRETS = tuple(
     re.compile(pattern, re.DOTALL)
@@ -37,14 +41,14 @@ SECRETS = tuple(
         rf"\b{_KEY}",
         r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
         r"\bAIza[A-Za-z0-9_-]{35}",
-        r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?",
+        _TOKEN,
         r"(?i)(?<=\bbearer )[A-Za-z0-9._~+/=-]{8,}",
         r"(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)",
     )
 )
 # Matches NAME = value and "name": "value"; only the value is redacted. JSON inside a JSON string has \" for ".
 _NAMED = re.compile(
-    r"(?i)(\b[\w-]{0,40}(?:password|passwd|secret|api[_-]?key|access[_-]?key|auth[_-]?token)\b[\\\"']{0,3}\s{0,4}[:=]"
+    r"(?i)((?:password|passwd|secret|api[_-]?key|access[_-]?key|auth[_-]?token)\b[\\\"']{0,3}\s{0,4}[:=]"
     r"\s{0,4}[\\\"']{0,3})([^\s\\\"',;]{4,})"
 )
 

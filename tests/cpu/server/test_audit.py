@@ -71,6 +71,7 @@ def test_text_when_asked_for(tmp_path: Path) -> None:
         ("AKIAIOSFODNN7EXAMPLE", "[redacted]"),
         ("Authorization: Bearer abc.def-123==", "Authorization: Bearer [redacted]"),
         ("eyJhbGciOiJIUzI1.eyJzdWIiOiIx.c2ln", "[redacted]"),
+        ("see x-eyJ-eyJhbGciOiJIUzI1.eyJzdWIiOiIx and eyJhbGciOiJI.", "see [redacted] and eyJhbGciOiJI."),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter", "[redacted]\nafter"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE and cut", "[redacted]"),
         ("postgres://me:hunter2@db/x", "postgres://[redacted]@db/x"),
@@ -88,7 +89,18 @@ def test_redaction(text: str, shown: str | None) -> None:
 def test_redaction_takes_time_in_proportion() -> None:
     import time
 
-    for piece in ("a", "sk-", "password", "-", "://a:", "Bearer ", "-----BEGIN PRIVATE KEY-----", "eyJ.", "\\\"' :="):
+    for piece in (
+        "a",
+        "sk-",
+        "password",
+        "-",
+        "://a:",
+        "Bearer ",
+        "-----BEGIN PRIVATE KEY-----",
+        "eyJ.",
+        "\\\"' :=",
+        "-eyJ",
+    ):
         text = piece * (200_000 // len(piece))
         started = time.process_time()
         redacted(text)
