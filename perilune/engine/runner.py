@@ -204,6 +204,8 @@ class Runner:
         """Whether to try the step as a CUDA graph."""
         if self.graphs is None or not plan.work or any(w.media for w in plan.work):
             return False
+        if any(w.chained for w in plan.work) and not self.needs_no_host(plan):
+            return False  # the host samples, so it needs the real output indices: see `_caught_up`
         return self.graphs.takes(plan)
 
     @property

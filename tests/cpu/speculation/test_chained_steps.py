@@ -126,6 +126,43 @@ def test_who_needs_the_host_between_steps_has_it(tiny: Path, plain: LLM, drafter
                 assert not w.params.penalized and w.params.logprobs is None
 
 
+def test_a_step_that_a_penalized_request_joins_samples_at_the_real_positions(
+    tiny: Path,
+    plain: LLM,
+    drafter: Path,  # noqa: F811
+) -> None:
+    """As where a request waits for a block that is being copied to a KV tier: it is left out of one step."""
+    params = [SamplingParams(seed=i, max_tokens=60, ignore_eos=True) for i in range(3)]
+    params[2] = replace(params[2], presence_penalty=1.0)
+    expected = plain.generate(PROMPTS[:3], params)
+    with LLM(tiny, **drafted(drafter)) as llm:
+        engine = llm._engine
+        assert engine is not None
+        ungraphed(engine)
+        chaining = Chaining([c.token_ids for c in expected], None).attach(engine)
+        plan, launch, mixed = engine.scheduler.plan, engine.runner.launch, 0
+
+        def leaves_out(chain: int = 0) -> StepPlan | None:
+            running = engine.scheduler._running
+            last = [r for r in running if r.params.penalized and r.known > r.prompt_len and len(running) > 1]
+            for request in last:
+                request.drafted += 1
+            found = plan(chain)
+            for request in last:
+                request.drafted -= 1
+            return found
+
+        def seen(plan: StepPlan) -> Any:
+            nonlocal mixed
+            mixed += any(w.chained for w in plan.work) and any(w.params.penalized for w in plan.work)
+            return launch(plan)
+
+        engine.scheduler.plan = leaves_out  # type: ignore[method-assign]
+        engine.runner.launch = seen  # type: ignore[method-assign]
+        alike(llm.generate(PROMPTS[:3], params), expected)
+        assert mixed and chaining.accepted > 10
+
+
 @pytest.mark.parametrize("slip", [None, POISON])
 def test_what_fails_behind_drafts_fails_where_it_would(
     tiny: Path,
