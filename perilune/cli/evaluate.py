@@ -106,11 +106,13 @@ def command(
     display.show(evaluate.table(rows))
     for remark in evaluate.remarks(rows):
         click.echo(remark)
+    try:
+        keep(rows, directory)
+    finally:  # rows are shown also where the disk has become full
+        click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))
     if failures is not None:
         try:
             write_object(failures, {"model": name, "failures": [f.record() for f in wrong]})
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(wrong)} wrong answers written to {failures}", err=True)
-    keep(rows, directory)
-    click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))

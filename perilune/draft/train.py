@@ -229,7 +229,7 @@ def _captured(
         raise ConfigError(f"{states.directory} was captured with other {' and '.join(other)}: capture again")
     found = states.serve([*rows, *mined], like)
     if not found:
-        raise ConfigError(f"{states.directory} holds no states: capture with more --gb, a file has 65,536 tokens")
+        raise ConfigError(f"{states.directory} holds no states: capture with more --gb, for a file of 65,536 tokens")
     if len(found) < len(rows) and mined:
         raise ConfigError(f"{states.directory} does not hold all corpora, so it has no windows: capture with more --gb")
     return found[: len(rows)]

@@ -148,9 +148,9 @@ def command(
             row |= {f"{key}_no_tiers{unit}": plain.get(key + unit) for key, unit in COMPARED}
             if row.get("tokens_per_s") and plain.get("tokens_per_s"):
                 say(f"with KV tiers {row['tokens_per_s'] / plain['tokens_per_s']:.2f} times the tokens/s of answers")
+    finish([head | row | where], directory)
     if plot is not None:
         _write(plot, replay_plot.picture(calls, f"{trace}: {len(calls)} requests on {shape or model}"))
-    finish([head | row | where], directory)
 
 
 def _lines(trace: str, sessions: int | None, turns: int | None, seed: int) -> list[dict[str, Any]]:

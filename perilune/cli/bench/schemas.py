@@ -84,11 +84,13 @@ def command(
         click.echo(
             f"invalid: {failure['case']['kind']} of schemas {failure['case']['schemas']}: {failure['why'][:300]}"
         )
+    try:
+        keep(made, directory)
+    finally:  # rows are shown also where the disk has become full
+        click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))
     if failures is not None:
         try:
             write_object(failures, {"model": name, "failures": outcome.failures})
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(outcome.failures)} invalid answers written to {failures}", err=True)
-    keep(made, directory)
-    click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))

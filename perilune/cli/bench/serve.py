@@ -65,10 +65,10 @@ def command(
             return [{**row, "engine": name} for row in rows]
 
     rows = [row | origin(model, assignments) for row in asyncio.run(measure())]
+    finish(rows, directory)
     if picture is not None:
         try:
             write_text(picture, plot(rows))
         except OSError as e:
             raise ConfigError(f"cannot write {picture}: {e.strerror}; choose another file with --plot") from e
         say(f"picture written to {picture}")
-    finish(rows, directory)

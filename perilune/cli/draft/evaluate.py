@@ -97,12 +97,12 @@ def command(
         "draft": "evaluate", "model": path.name, "seed": seed, "count": count, "max_tokens": max_tokens,
         "records": records, "speed": speeds,
     }  # fmt: skip
+    click.echo(json.dumps(result))  # shown also where no file can be written
+    if file is not None:
+        write_object(file, result)
     if drawing is not None:
         title = f"Tokens per verify step, chains of {served}: {draft.name} for {path.name}"
         drawing.write_text(plot.picture(records, served, title))
-    if file is not None:
-        write_object(file, result)
-    click.echo(json.dumps(result))
 
 
 def _numbers(text: str, option: str, most: int) -> list[int]:

@@ -210,10 +210,14 @@ def test_the_whole_command(fake: FakeEndpoint, tmp_path: Path) -> None:
         ("heldout", False, 2, 3),
         ("structural", False, 0, 3),
     ]
-    assert [json.loads(line) for line in (tmp_path / "evaluate.jsonl").read_text().splitlines()] == last["rows"]
+    ledger = tmp_path / "evaluate.jsonl"
+    assert [json.loads(line) for line in ledger.read_text().splitlines()] == last["rows"]
     assert last["rows"][0]["server"] == "endpoint" and last["rows"][0]["concurrency"] == 2
     assert "100.0 (43." in result.stdout and "6 answers were cut off" in result.stdout
     wrong = json.loads((tmp_path / "wrong.json").read_text())
     assert wrong["model"] == "fake" and len(wrong["failures"]) == 6
+    late = CliRunner().invoke(verb.command, [*args[:-1], str(tmp_path / ("w" * 300))])  # found out when it is written
+    assert isinstance(late.exception, ConfigError) and "File name too long" in str(late.exception)
+    assert json.loads(late.stdout.splitlines()[-1])["rows"] and len(ledger.read_text().splitlines()) == 8
     bad = CliRunner().invoke(verb.command, [*args[:-1], str(tmp_path / "no" / "dir.json")])
     assert isinstance(bad.exception, ConfigError) and "no such directory" in str(bad.exception)
