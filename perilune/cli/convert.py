@@ -15,6 +15,7 @@ from perilune.convert.stream import Conversion, Loss, sizes
 from perilune.convert.target import Layout, Recipe, Scales, Target, To
 from perilune.convert.texts import gather
 from perilune.core.errors import ConfigError
+from perilune.core.files import make_writable
 from perilune.evals import lm_eval
 from perilune.formats import hub
 from perilune.formats.writer import SHARD_BYTES
@@ -152,6 +153,8 @@ def command(
             _say(f"{directory} is complete already: every file has the SHA-256 that it was written with")
         else:
             if run_over is not None:
+                conversion.require_empty(directory)  # before the run: it may take hours
+                make_writable(directory, "DST")
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
             _report(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
     if texts is not None:

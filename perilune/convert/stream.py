@@ -143,6 +143,14 @@ class Conversion:
         if directory.resolve() == self.source.resolve():
             raise ConfigError(f"{directory} is the source: choose another directory for the result")
 
+    def require_empty(self, directory: Path) -> None:
+        """CheckpointError if there are files of a checkpoint that no conversion has begun."""
+        if (directory / journal.NAME).exists():
+            return
+        held = directory.iterdir() if directory.exists() else ()
+        if strays := sorted(p.name for p in held if p.suffix == ".safetensors" or p.name in {*_OWN, DRAFTER}):
+            raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
+
     def require_room(self, directory: Path, present: int = 0) -> tuple[int, int]:
         """(bytes still to write, bytes free). ConfigError if they do not fit."""
         free, needed = free_bytes(directory), self.nbytes - present
@@ -225,12 +233,7 @@ class Conversion:
 
     def _run(self, directory: Path, threads: int, show: bool) -> Loss:
         directory.mkdir(parents=True, exist_ok=True)
-        if not (directory / journal.NAME).exists() and (
-            strays := sorted(
-                p.name for p in directory.iterdir() if p.suffix == ".safetensors" or p.name in {*_OWN, DRAFTER}
-            )
-        ):
-            raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
+        self.require_empty(directory)
         with Journal(directory, self._identity()) as done:
             for files in self.files:
                 (directory / files.folder).mkdir(exist_ok=True)

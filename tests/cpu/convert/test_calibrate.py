@@ -334,6 +334,21 @@ def test_text_is_read_before_the_work(tmp_path: Path) -> None:
     assert not (tmp_path / "result").exists()
 
 
+def test_a_target_that_cannot_be_used_is_named_before_the_run(
+    judged: oracle.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **more: Any) -> Any:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("perilune.cli.convert.calibrated", never)
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/model.safetensors").write_bytes(b"x")
+    asked = ["convert", str(judged.path), str(tmp_path / "held"), "--to", "nvfp4", "--calibrate", "--device", "cpu"]
+    result = CliRunner().invoke(cli, asked)
+    assert isinstance(result.exception, CheckpointError) and "already holds model" in str(result.exception)
+    assert [file.name for file in (tmp_path / "held").iterdir()] == ["model.safetensors"]
+
+
 def test_the_command_calibrates_and_goes_on(judged: oracle.Checkpoint, tmp_path: Path) -> None:
     result = tmp_path / "result"
     base = ["convert", str(judged.path), str(result), "--to", "nvfp4", "--device", "cpu", "--threads", "1"]
