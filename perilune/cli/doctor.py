@@ -19,15 +19,18 @@ from perilune.doctor import vocabulary as text_examine
 from perilune.doctor.finding import Finding
 from perilune.engine.fit import expert_bytes, model_of
 from perilune.engine.resolve import free_bytes
+from perilune.engine.vision.open import require_alike
 from perilune.formats import checksums as sums
 from perilune.formats import hub
 from perilune.formats.progress import progress
 from perilune.formats.served import require_served
 from perilune.loading.eagle3 import require_draft
 from perilune.loading.survey import Survey
+from perilune.media.limits import Limits
 from perilune.model import names
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
+from perilune.model.moonvit_config import MoonVitConfig
 from perilune.model.step_memory import SLACK_BYTES
 from perilune.plan import memory
 from perilune.server.service import read_generation_config
@@ -130,11 +133,27 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
             read_generation_config(path)
         except CheckpointError as e:
             report.findings.append(Finding("wrong", str(e), "copy it from the model again"))
+    if not any("preprocessor_config.json" in f.text for f in text.findings):
+        try:
+            _pictures(path, raw, config, sees=has_vision and not shards.unread)
+        except CheckpointError as e:
+            report.findings.append(Finding("wrong", str(e), "copy it and config.json from the model again"))
     report.answers |= text.answers
     report.answers["draft"] = _drafter(report, path, config, values)
     report.sound += f"; vocabulary of {text.vocab_size:,}" if text.vocab_size else ""
     report.sound += compared
     return report
+
+
+def _pictures(path: Path, raw: Mapping[str, Any], config: KimiConfig, *, sees: bool) -> None:
+    """CheckpointError if the server would refuse the preprocessor's file, or the tower beside it."""
+    limits = Limits.from_directory(path)
+    try:
+        moonvit = MoonVitConfig.from_dict(raw) if sees and config.has_vision else None
+    except CheckpointError:  # found out before, and a warning: text is served without the tower
+        return
+    if moonvit is not None:
+        require_alike(path, moonvit, limits, config.vocab_size)
 
 
 def _checksums(report: Report, path: Path, compare: bool, show: bool) -> str:

@@ -47,17 +47,22 @@ def open_tower(model_dir: Path, dtype: torch.dtype, device: torch.device, group:
     except CheckpointError as e:
         raise CheckpointError(f"{e}; vision=off serves text without it") from e
     limits, vocabulary = Limits.from_directory(model_dir), KimiConfig.from_directory(model_dir).vocab_size
+    require_alike(model_dir, moonvit, limits, vocabulary)
+    tower = Tower(MoonVit(moonvit, weights), limits, group)
+    if device.type == "cuda":
+        with torch.inference_mode():
+            tower.warm(int(PADDED_RATIO * limits.max_patches))
+    return tower
+
+
+def require_alike(model_dir: Path, moonvit: MoonVitConfig, limits: Limits, vocabulary: int) -> None:
+    """CheckpointError if the tower does not go with the preprocessor's file or with a vocabulary of so many tokens."""
     if moonvit.placeholder >= vocabulary:
         raise CheckpointError(f"{model_dir}: the placeholder of pictures, {moonvit.placeholder}, is outside of the "
                               f"vocabulary of {vocabulary}")  # fmt: skip
     if limits.patch_size != moonvit.patch_size:
         raise CheckpointError(f"{model_dir}: patches of {limits.patch_size} pixels in preprocessor_config.json, and of "
                               f"{moonvit.patch_size} in config.json")  # fmt: skip
-    tower = Tower(MoonVit(moonvit, weights), limits, group)
-    if device.type == "cuda":
-        with torch.inference_mode():
-            tower.warm(int(PADDED_RATIO * limits.max_patches))
-    return tower
 
 
 def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encoder:

@@ -256,6 +256,12 @@ def test_what_else_the_files_say(nano):
     assert json.loads(told["generation_config"])["eos_token_id"] == 3842
 
 
+def test_a_preprocessor_that_the_server_refuses_is_wrong(nano):
+    for size, says in ((0, "patch_size must be a whole number"), (16, "patches of 16 pixels")):
+        (nano / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": {"patch_size": size}}))
+        one(nano, "preprocessor_config.json", says)
+
+
 def test_a_draft_is_recognised(tmp_path):
     eagle = {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
     draft = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, "eagle_config": eagle}
