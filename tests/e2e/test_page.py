@@ -266,6 +266,23 @@ def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
     assert page.value("localStorage['perilune.chats']") == "[]" and page.said("assistant") == []
 
 
+def test_escape_within_an_input_method_is_the_input_methods(browser: Browser, scripted: Server) -> None:
+    """It ends a composition, as of Japanese: an answer goes on, and an edit is kept."""
+    page = Page(browser, scripted)
+    pressed = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true}))"
+    page.fill("#text", "long")
+    page.key("Enter")
+    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    page.value(f"document.getElementById('text').{pressed}")
+    assert page.value("running.signal.aborted") is False
+    page.key("Escape")
+    page.answer()
+    page.value("document.querySelector('.user button:nth-child(2)').click()")
+    page.fill(".user textarea", "changed")
+    page.value(f"document.querySelector('.user textarea').{pressed}")
+    assert page.value("document.querySelector('.user textarea')?.value") == "changed"
+
+
 def test_words_of_a_model_are_never_markup(browser: Browser, scripted: Server) -> None:
     page = Page(browser, scripted)
     bad = (

@@ -347,7 +347,7 @@ function edit(message, i, said, does) {
   };
   field.addEventListener("keydown", e => {
     if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) save();
-    if (e.key === "Escape") { e.stopPropagation(); draw(); }
+    if (e.key === "Escape" && !e.isComposing) { e.stopPropagation(); draw(); }
   });
   said.replaceChildren(field);
   does.replaceChildren(action(message.role === "user" ? "ask" : "save", save), action("cancel", () => draw()));
@@ -495,7 +495,7 @@ $("text").addEventListener("keydown", e => {
   if (e.key === "Enter" && !e.shiftKey && !e.isComposing && !running) { e.preventDefault(); $("ask").requestSubmit(); }
 });
 document.addEventListener("keydown", e => {
-  if (e.key !== "Escape") return;
+  if (e.key !== "Escape" || e.isComposing) return;
   if (running) running.abort();
   else if (!$("panel").hidden) { opened(false); $("open").focus(); }
 });
