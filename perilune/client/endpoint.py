@@ -392,9 +392,10 @@ def _base(url: str) -> str:
     """The address with /v1 if it has no path of its own; ConfigError if it is no plain http(s) address."""
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as e:
+        host = parsed.host
+    except (httpx.InvalidURL, UnicodeError) as e:  # UnicodeError: a name that begins with xn-- and is none
         raise ConfigError(f"{url!r} is no valid address: {e}") from e
-    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > 65535:
+    if parsed.scheme not in ("http", "https") or not host or (parsed.port or 0) > 65535:
         raise ConfigError(f"{url!r} is no address of a server: write http://HOST:PORT/v1")
     if parsed.userinfo:
         raise ConfigError("the address must not carry a password: use --api-key-file")

@@ -85,6 +85,8 @@ def key(file: Path | None) -> str | None:
         raise ConfigError(f"cannot read the API key file {file}: {e}") from e
     if not found or any(c.isspace() for c in found):
         raise ConfigError(f"the API key file {file} must hold one key without spaces")
+    if not found.isascii():
+        raise ConfigError(f"the key in {file} has a character beyond ASCII, which no header can carry: copy it again")
     if others:
         click.echo(f"warning: the API key file {file} is readable by others: chmod 600 {file}", err=True)
     return found

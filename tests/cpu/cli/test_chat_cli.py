@@ -306,6 +306,13 @@ def test_errors_before_the_first_question(args: tuple[str, ...], words: str) -> 
     assert result.exception is not None and words in str(result.exception) and "\n" not in str(result.exception)
 
 
+def test_a_key_that_no_header_can_carry(tmp_path: Path) -> None:
+    (file := tmp_path / "key").write_text("sk-1\u2026\n")
+    file.chmod(0o600)
+    result = invoke("http://127.0.0.1:9", "--api-key-file", str(file))
+    assert isinstance(result.exception, ConfigError) and "has a character beyond ASCII" in str(result.exception)
+
+
 @pytest.mark.parametrize("text", ["{}", "[1]", '[{"type": "function"}]', "nonsense"])
 def test_tools_files_are_checked(text: str, tmp_path: Path) -> None:
     file = tmp_path / "tools.json"

@@ -235,6 +235,7 @@ def test_malformed_answers(fake: FakeEndpoint) -> None:
         ("http://host:99999999/", "no address"),
         ("http://host:port/", "no valid address"),
         ("http://host/v1?x=1", "base address"),
+        ("http://xn--/v1", "no valid address"),
     ],
 )
 def test_bad_addresses(url: str, words: str) -> None:
