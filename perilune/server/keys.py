@@ -141,7 +141,7 @@ class Keyring:
         self.open = Account(Grant("", operator=True))  # of all requests if there are no keys, else of those to OPEN
         self._accounts: dict[str, Account] = {}
         if key is not None:
-            self._take([Grant("default", (digest(key),), operator=True)])
+            self._take([_only(key, "api_key")])
         self.load()
         if self.locked:
             self.open.renew(Grant(""))  # requests without a key are no operator's
@@ -201,7 +201,7 @@ def read_grants(path: Path) -> list[Grant]:
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError(f"the API key file {path} is larger than {MAX_FILE_BYTES >> 20} MiB")
     if len(words := text.split()) == 1 and not words[0].startswith("["):
-        return [Grant("default", (digest(words[0]),), operator=True)]
+        return [_only(words[0], f"the API key file {path}")]
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as e:  # ValueError: also numbers of thousands of digits
@@ -222,6 +222,13 @@ def read_grants(path: Path) -> list[Grant]:
     if len(set(digests)) < len(digests):
         raise ConfigError(f"the API key file {path} has the same sha256 twice: make a new key")
     return grants
+
+
+def _only(key: str, where: str) -> Grant:
+    """The grant of a server's single key. ConfigError for one that no client can send."""
+    if not key.isascii():
+        raise ConfigError(f"{where} holds a key with a character beyond ASCII, which no header can carry")
+    return Grant("default", (digest(key),), operator=True)
 
 
 def readable_by_others(path: Path) -> bool:

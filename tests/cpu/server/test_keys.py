@@ -88,6 +88,7 @@ SUM = "0" * 64
     [
         ("", "one key without spaces|nothing else"),
         ("hunter2 hunter3", "one key without spaces"),
+        ("hunter2\u2026", "a character beyond ASCII"),
         ('[[key]]\nname = "a"\nsha256 = "hunter2"', "number 1: sha256 must be"),
         (f'[[key]]\nsha256 = "{SUM}"', "name must be"),
         (f'[[key]]\nname = "a\\nb"\nsha256 = "{SUM}"', "name must be"),
