@@ -171,6 +171,8 @@ class Keyring:
 
         Takes the same time for every wrong key: the digest is compared with all digests.
         """
+        if not given:  # no key at all, though a file may have the digest of ""
+            return None
         asked, found = digest(given), None
         for account in self._accounts.values():
             for known in account.grant.digests:
@@ -226,6 +228,8 @@ def read_grants(path: Path) -> list[Grant]:
 
 def _only(key: str, where: str) -> Grant:
     """The grant of a server's single key. ConfigError for one that no client can send."""
+    if not key or any(c.isspace() for c in key):
+        raise ConfigError(f"{where} must be one key without spaces")
     if not key.isascii():
         raise ConfigError(f"{where} holds a key with a character beyond ASCII, which no header can carry")
     return Grant("default", (digest(key),), operator=True)

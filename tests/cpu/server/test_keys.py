@@ -117,6 +117,14 @@ def test_what_is_wrong_with_a_file_is_named_without_its_secrets(file: Path, text
     assert "hunter" not in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("key", ["", " ", "hunter 2", "hunter2\n"])
+def test_an_empty_key_does_not_let_requests_without_one_in(key: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^api_key must be one key without spaces$"):
+        Keyring(key)
+    file.write_text(f'[[key]]\nname = "a"\nsha256 = "{keys.digest("").hex()}"\n')
+    assert Keyring(file=str(file)).find("") is None
+
+
 def test_a_file_is_bounded_and_regular(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "MAX_KEYS", 2)
     with pytest.raises(ConfigError, match="holds 3 keys"):
