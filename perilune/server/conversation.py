@@ -20,33 +20,41 @@ class Conversation:
     """
 
     def __init__(self, before: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.messages: list[Mapping[str, Any]] = list(before)
+        self._messages: list[Mapping[str, Any]] = list(before)
         self._calls = {call["id"] for m in before for call in m.get("tool_calls", ())}
         self._turn: dict[str, Any] | None = None
+        self._texts: dict[str, list[str]] = {}  # by field of `_turn`: texts to add to it, joined in one step
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        self._join()
+        return self._messages
 
     @property
     def spoken(self) -> bool:
         """Whether the open assistant message has text or calls: a thought then begins a new message."""
-        return self._turn is not None and bool(self._turn["content"] or "tool_calls" in self._turn)
+        if self._turn is None:
+            return False
+        return bool(self._turn["content"] or self._texts.get("content") or "tool_calls" in self._turn)
 
     def close(self) -> None:
+        self._join()
         self._turn = None
 
     def resume(self) -> None:
         """Reopens the last message, which is the assistant's."""
-        self._turn = self.messages[-1] = dict(self.messages[-1])
+        self._turn = self._messages[-1] = dict(self._messages[-1])
 
     def say(self, role: str, content: Content) -> None:
         """Adds a message of the system, the developer or the user."""
         self.close()
-        self.messages.append({"role": role, "content": content})
+        self._messages.append({"role": role, "content": content})
 
     def think(self, text: str) -> None:
-        turn = self._assistant()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        self._add("reasoning_content", text)
 
     def answer(self, text: str) -> None:
-        self._assistant()["content"] += text
+        self._add("content", text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """A tool call; `arguments` is JSON text."""
@@ -59,12 +67,23 @@ class Conversation:
         if id not in self._calls:
             raise wrong(where, f"{show(id)} is not the id of an earlier tool call in this conversation")
         self.close()
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
+
+    def _add(self, field: str, text: str) -> None:
+        self._assistant().setdefault(field, "")
+        if text:
+            self._texts.setdefault(field, []).append(text)
+
+    def _join(self) -> None:
+        for field, texts in self._texts.items():
+            assert self._turn is not None
+            self._turn[field] += "".join(texts)
+        self._texts = {}
 
     def _assistant(self) -> dict[str, Any]:
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}
-            self.messages.append(self._turn)
+            self._messages.append(self._turn)
         return self._turn
 
 

@@ -4,6 +4,7 @@ Clients keep histories of many origins. Parts of text in a row become one, the n
 has calls or reasoning instead becomes an empty one, and tool calls get ids of the form that the models were trained on.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,7 @@ class _Ids:
 
     def __init__(self, messages: Sequence[Any]) -> None:
         self._count = 0
+        self._next: dict[str, int] = {}  # by name: the first number to try, as those below are taken
         self._taken = {id for id in _sent_ids(messages) if _NATIVE_ID.fullmatch(id)}
         self._renamed: dict[str, list[str]] = {}
 
@@ -110,8 +112,10 @@ class _Ids:
         number, self._count = self._count, self._count + 1
         if _NATIVE_ID.fullmatch(id):
             return id
+        number = max(number, self._next.get(name, 0))
         while (native := f"functions.{name}:{number}") in self._taken:
             number += 1
+        self._next[name] = number + 1
         self._taken.add(native)
         self._renamed.setdefault(id, []).append(native)
         return native
@@ -220,11 +224,12 @@ def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
             raise _wrong(f"{where}[{i}].type", f"must be 'text', not {show(kind)}")
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "must be a string")
-        if parts and isinstance(parts[-1], str):
-            parts[-1] += part["text"]
-        else:
-            parts.append(part["text"])
-    return tuple(parts)
+        parts.append(part["text"])
+    made = list[str | Image | Video]()
+    for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
+        neighbours = list(group)
+        made += ["".join(part for part in neighbours if isinstance(part, str))] if is_text else neighbours
+    return tuple(made)
 
 
 def _wrong(where: str, what: str) -> RequestError:

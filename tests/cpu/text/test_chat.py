@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from perilune.core.errors import RequestError
+from perilune.server.conversation import Conversation
 from perilune.text.chat import ChatTemplate, Special, next_tool_index
 from perilune.text.family import MEMBERS
-from perilune.text.history import Image
+from perilune.text.history import Image, _Ids, read_turns
 from perilune.text.tokenizer import Tokenizer
 
 TEMPLATE = ChatTemplate()
@@ -211,6 +212,44 @@ def test_foreign_tool_ids_are_rewritten_in_order() -> None:
         + tool_turn("functions.search:2", "R3")
     )
     assert next_tool_index(messages) == 3 and next_tool_index([user()]) == 0
+
+
+def test_each_number_of_a_tool_id_is_tried_once() -> None:
+    """Ids that are taken by native ones are skipped in linear time."""
+    count, tried = 50, list[str]()
+
+    class Taken(set[str]):
+        def __contains__(self, id: object) -> bool:
+            tried.append(str(id))
+            return super().__contains__(id)
+
+    ids = _Ids([assistant(calls=[call(f"functions.f:{count + i}") for i in range(count)])])
+    ids._taken = Taken(ids._taken)
+    for i in range(count):
+        ids.call(f"functions.f:{count + i}", "f")
+    assert [ids.call(f"c{i}", "f") for i in range(count)] == [f"functions.f:{2 * count + i}" for i in range(count)]
+    assert len(tried) == 2 * count
+
+
+def test_parts_of_a_text_are_joined_in_one_step() -> None:
+    added = list[str]()
+
+    class Counted(str):
+        def __radd__(self, other: str) -> str:
+            added.append(other)
+            return other + str(self)
+
+    parts: list[Any] = [{"type": "text", "text": Counted("ab")} for _ in range(5)]
+    (turn,) = read_turns([user([*parts, Image(2), *parts[:2]])])
+    assert turn.parts == ("ab" * 5, Image(2), "abab") and not added
+    made = Conversation()
+    for piece in (Counted("x"), Counted(""), Counted("y")):
+        made.think(piece)
+        made.answer(piece)
+    assert made.messages == [{"role": "assistant", "content": "xy", "reasoning_content": "xy"}] and not added
+    made.answer("z")
+    made.say("user", "U")
+    assert [m["content"] for m in made.messages] == ["xyz", "U"]
 
 
 def test_native_tool_ids_stay_and_are_not_given_twice() -> None:
