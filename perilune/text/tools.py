@@ -235,10 +235,11 @@ def _members(schema: Mapping[str, Any], indent: str, names: _Names) -> tuple[lis
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise _Inexpressible
+    needed = {name for name in required if isinstance(name, str)}
     fields = []
     for name, value in _mapping(schema["properties"]).items():
         written = _type(value, indent, names)
-        optional = name not in required
+        optional = name not in needed
         notes = "".join(line + "\n" for line in _notes(value, indent) + _default(value, indent))
         fields.append((optional, name, f"{notes}{indent}{name}{'?' if optional else ''}: {written}"))
     return fields, extra

@@ -133,6 +133,21 @@ def test_required_fields_come_first_and_each_group_is_sorted() -> None:
     assert text == ("type f = (_: {\n  b: null,\n  c: null,\n  a?: null,\n  d?: null,\n  [k: string]: any\n}) => any;")
 
 
+def test_required_names_are_found_without_a_search() -> None:
+    compared = list[object]()
+
+    class Counted(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    names = [f"a{i:02}" for i in range(50)]
+    schema = {"properties": dict.fromkeys(names, True), "required": [Counted(name) for name in names]}
+    assert body(tool({"type": "object", **schema})).count("?") == 0 and len(compared) <= 2 * len(names)
+
+
 def test_references() -> None:
     schema = {
         "$defs": {
