@@ -97,9 +97,13 @@ class Engine:
     def submit(self, request: Submit) -> None:
         """Queues a request. RequestError if it can never run, EngineError if another rank is lost. A grammar that does
         not compile is reported later, by a Delta with finish reason "error"."""
+        self.check()
+        self._admission.submit(request)
+
+    def check(self) -> None:
+        """EngineError if another rank is lost."""
         if self._ranks is not None:
             self._ranks.check()
-        self._admission.submit(request)
 
     def cancel(self, rid: int) -> None:
         self.scheduler.cancel(rid)

@@ -351,6 +351,7 @@ class LLM:
                                     break
                             if run.finish_reason == "error":
                                 failure = delta.error
+                    engine.check()  # an engine that has lost a rank is not busy either
             finally:
                 # Also on Ctrl-C or a failed submit: no request of this call may stay in the engine.
                 for rid, run in runs.items():

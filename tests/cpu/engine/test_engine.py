@@ -1,6 +1,7 @@
 """The engine through its two doors: `LLM` in this process, `EngineClient` over a socket to another."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import math
@@ -124,6 +125,39 @@ def test_a_stop_string_in_the_last_token_is_reported(path: Path) -> None:
         assert free.text is not None and free.finish_reason == "length"
         (cut,) = llm.generate("one two three four", replace(params, stop=(free.text,)))
         assert (cut.text, cut.finish_reason) == ("", "stop") and cut.token_ids == free.token_ids
+
+
+class Lost:
+    """Ranks of which one is lost between two steps."""
+
+    failure: str | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise EngineError(self.failure)
+
+    def read(self, digest: int) -> None:
+        pass
+
+    explained = contextlib.nullcontext
+
+
+def test_a_rank_that_is_lost_between_steps_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ranks = llm._engine, Lost()
+    assert engine is not None
+    step = engine.step
+
+    def loses() -> list[Delta]:
+        deltas = step()
+        ranks.failure = "rank 1 ended" if deltas else None
+        return deltas
+
+    monkeypatch.setattr(engine, "_ranks", ranks)
+    monkeypatch.setattr(engine, "step", loses)
+    with pytest.raises(EngineError, match="rank 1 ended"):
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=8))
+    monkeypatch.undo()
+    engine.step()  # the step in flight
 
 
 def test_the_context_is_the_limit_when_no_other_is_given(llm: LLM) -> None:
