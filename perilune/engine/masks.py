@@ -135,7 +135,8 @@ class Grammars:
 
     def drop(self, rid: int) -> None:
         """Forgets a request; unknown ids are ignored."""
-        self._compiling.pop(rid, None)
+        if (compiling := self._compiling.pop(rid, None)) is not None:
+            compiling[0].cancel()  # if it has not begun: other requests wait for the one thread that compiles
         self._sessions.pop(rid, None)
 
     def holds(self, work: Sequence[Work]) -> bool:

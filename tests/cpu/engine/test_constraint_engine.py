@@ -1,6 +1,7 @@
 """Constraints in the engine: the real small model, hot, in batches, preempted, cancelled, with slow grammars."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -245,6 +246,29 @@ def test_cancelling_while_the_grammar_compiles(
         assert engine.busy and engine.step() == []
         engine.cancel(request.rid)
     assert not engine.busy
+
+
+def test_the_grammar_of_a_cancelled_request_is_not_compiled(
+    path: Path, nano: Tokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = batch(path, nano, person(nano), 3)
+    compiled, begun, go, compile_one = list[int](), threading.Event(), threading.Event(), engine._grammars._compile
+
+    def seen(request: Submit) -> Any:
+        compiled.append(request.rid)
+        begun.set()
+        go.wait()
+        return compile_one(request)
+
+    monkeypatch.setattr(engine._grammars, "_compile", seen)
+    engine.submit(first)
+    begun.wait()
+    engine.submit(second)
+    for request in (first, second):
+        engine.cancel(request.rid)
+    go.set()
+    run(engine, [third])
+    assert compiled == [first.rid, third.rid]
 
 
 def test_cancelling_on_the_way_frees_the_session(path: Path, nano: Tokenizer, engine: Engine) -> None:
