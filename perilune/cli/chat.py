@@ -434,6 +434,7 @@ def command(
 async def local(model: str, config: EngineConfig, sampling: Mapping[str, Any]) -> AsyncIterator[Backend]:
     path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
     tokenizer, template = Tokenizer.from_directory(path), template_for(path)
+    tokenizer.require_size(KimiConfig.from_directory(path).vocab_size, path)
     defaults = read_generation_config(path)
     pictures = PictureReader(Limits.from_directory(path), ServerConfig())
     client = await EngineClient.start(path, config, stop_token_ids=tokenizer.stop_ids)

@@ -106,6 +106,7 @@ def command(
     config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
     path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
     tokenizer = Tokenizer.from_directory(path)
+    tokenizer.require_size(KimiConfig.from_directory(path).vocab_size, path)
     template = template_for(path)
     thinks = None if raw else template.thinks(thinking)
     defaults = sampling_defaults(read_generation_config(path), template, thinking=thinks)

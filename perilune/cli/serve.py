@@ -231,6 +231,7 @@ async def run(
         from perilune.text.tokenizer import Tokenizer
 
         tokenizer = await aside(lambda: Tokenizer.from_directory(path))
+        tokenizer.require_size(KimiConfig.from_directory(path).vocab_size, path)
         template = template_for(path, server.chat_template)
         generation_config, limits = read_generation_config(path), Limits.from_directory(path)
         # Takes seconds for a large vocabulary: done while the engine starts, not at the first tool call.

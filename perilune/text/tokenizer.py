@@ -126,6 +126,14 @@ class Tokenizer:
         """Base tokens plus control slots; every id is below it."""
         return self._base + CONTROL_SLOTS
 
+    def require_size(self, vocab_size: int, path: Path) -> None:
+        """CheckpointError if config.json in `path` has another vocab_size: then ids mean other tokens."""
+        if vocab_size != self.vocab_size:
+            raise CheckpointError(
+                f"{path}: the tokenizer has {self.vocab_size} tokens, config.json's vocab_size is {vocab_size}: they "
+                f"are of different models; copy {VOCABULARY_FILE} and {CONFIG_FILE} from the model again"
+            )
+
     def encode(
         self, text: str, *, allow_special: bool = False, check: Callable[[int], None] = lambda count: None
     ) -> list[int]:

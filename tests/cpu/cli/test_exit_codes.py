@@ -137,6 +137,20 @@ def test_a_model_that_is_not_there_fails_every_verb(args: tuple[str, ...], tmp_p
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
 
 
+@pytest.mark.parametrize("verb", ["serve", "generate", "chat"])
+def test_a_vocabulary_of_another_size_is_said_before_any_request(verb: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(NANO, tmp_path / "nano"))
+    lines = (path / "tiktoken.model").read_bytes().splitlines()
+    (path / "tiktoken.model").write_bytes(b"\n".join(lines[:-1]))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    added = {str(int(id) - 1): token for id, token in config["added_tokens_decoder"].items()}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+    done = perilune(tmp_path, verb, path, *{"serve": ("--port", "0"), "generate": ("-p", "hi"), "chat": ()}[verb])
+    assert done.returncode == 1 and "the tokenizer has 4095 tokens, config.json's vocab_size is 4096" in done.stderr, (
+        done
+    )
+
+
 def full() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
