@@ -155,6 +155,9 @@ def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # n
     page.value("model.capabilities.input = ['text', 'image']")
     page.value("attachFiles([new File(['x'], 'a.mp4', {type: 'video/mp4'})])")
     page.wait("document.getElementById('pictures-fault').textContent === 'kimi-nano does not see videos'")
+    page.value("model = {}")  # as before the API key is given: the server says it
+    page.value("attachFiles([new File(['x'], 'a.mp4', {type: 'video/mp4'})])")
+    assert page.fault == "" and page.value("attached.map(one => one.name)") == ["a.mp4"]
 
 
 def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811

@@ -39,7 +39,7 @@ function shrunk(bitmap, side) {
 }
 
 async function video(file) {
-  if (!model.capabilities?.input?.includes("video")) throw new Error(`${model.id} does not see videos`);
+  if (model.id && !model.capabilities?.input?.includes("video")) throw new Error(`${model.id} does not see videos`);
   if (file.size > VIDEO_BYTES) throw new Error(`${file.name} has more than ${VIDEO_BYTES / 1e6} MB`);
   return {url: await bytesAsUrl(file), kept: "", name: file.name};
 }
