@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from PIL.ExifTags import Base
+from PIL.Image import Exif
 from PIL.Image import Image as PilImage
 
 from perilune.core.errors import RequestError
@@ -118,10 +120,24 @@ def _png(image: PilImage) -> bytes:
         )
     out = io.BytesIO()
     try:
+        image.load()  # turns a TIFF file's pixels, and removes its orientation
+        turn = _orientation(image)
         if image.mode in OTHER_16_BIT:  # convert("RGB") would clip at 255
             image = image.convert("I").convert("I;16")
         image = image if image.mode in PNG_MODES else image.convert("RGB")
-        image.save(out, "PNG", compress_level=1, exif=image.getexif())
-    except (OSError, ValueError) as e:  # PIL reads the pixels of an opened file only here
+        image.save(out, "PNG", compress_level=1, exif=turn)
+    except (OSError, ValueError) as e:
         raise RequestError(f"the image cannot be read: {e}", code="invalid_image") from e
     return out.getvalue()
+
+
+def _orientation(image: PilImage) -> Exif:
+    """The image's EXIF data without what does not matter here, and without anything if it is damaged."""
+    found = Exif()
+    try:
+        turn = image.getexif().get(Base.Orientation)
+    except Exception:  # Pillow raises SyntaxError and struct.error among others
+        return found
+    if isinstance(turn, int) and 1 <= turn <= 8:
+        found[Base.Orientation] = turn
+    return found

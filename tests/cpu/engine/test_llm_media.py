@@ -24,7 +24,7 @@ from perilune.media.patches import patches_of
 from perilune.text.chat import VIDEO_PLACEHOLDER
 from perilune.text.tokenizer import Tokenizer
 from tests import seeing
-from tests.cpu.media.pictures import file, scene
+from tests.cpu.media.pictures import chunk, file, png, scene
 from tests.cpu.media.videos import colours, video
 from tests.seeing import Seeing, picture
 
@@ -120,6 +120,23 @@ def test_gray_of_16_bits_of_either_byte_order(order: str) -> None:
     image = Image.open(io.BytesIO(file(Image.fromarray(np.full((28, 28), 0x4000, order)), "TIFF")))
     patches, _ = patches_of(_bytes(image, False), Limits())
     assert (patches == 0x40).all(), image.mode
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0xx", b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x04\0\0\0abc\0\0\0\0\0"])
+def test_damaged_exif_of_a_pil_image_does_not_matter(exif: bytes) -> None:
+    data = png(28, 28, (b"\0" + b"\x40" * 84) * 28, chunk(b"eXIf", exif))
+    patches, _ = patches_of(_bytes(Image.open(io.BytesIO(data)), False), Limits())
+    assert (patches == 0x40).all()
+
+
+@pytest.mark.parametrize("form", ["TIFF", "JPEG", "PNG", "WEBP"])
+def test_a_pil_image_is_turned_as_its_file_is(form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = file(scene(84, 28), form, exif=exif)
+    patches, grid = patches_of(data, Limits())
+    given, same = patches_of(_bytes(Image.open(io.BytesIO(data)), False), Limits())
+    assert grid == same == (1, 6, 2) and np.array_equal(patches, given)
 
 
 def test_a_video(checkpoint: Seeing, llm: LLM, tmp_path: Path) -> None:
