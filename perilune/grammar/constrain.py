@@ -18,10 +18,12 @@ from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_g
 from perilune.grammar.references import DEFINITIONS, SchemaError, items, mapping, nodes, resolved
 from perilune.grammar.sizes import (
     MAX_BYTES,
+    MAX_PATTERN_NAMES,
     MAX_REMAINDERS,
     bounded,
     is_number,
     multiple,
+    pattern_names,
     remainders,
     remainders_of,
 )
@@ -365,6 +367,12 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
 
     Also refuses expressions that take long to compile.
     """
+    if (count := pattern_names(schema)) > MAX_PATTERN_NAMES:
+        raise RequestError(
+            f"patternProperties cannot be enforced for {count} names, at most {MAX_PATTERN_NAMES} in a schema",
+            param=where,
+            code="unsupported_schema",
+        )
     expressions = 0
     for node in nodes(schema):
         found = [len(str(name)) for name in mapping(node.get("patternProperties"))]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from perilune.grammar.clues import clues
 from perilune.grammar.recent import Recent
 from perilune.grammar.shortest_end import completions
-from perilune.grammar.sizes import MAX_EXACT, MAX_REMAINDERS, remainders_of
+from perilune.grammar.sizes import MAX_EXACT, MAX_PATTERN_NAMES, MAX_REMAINDERS, pattern_names, remainders_of
 from perilune.grammar.unordered import rules
 from perilune.text.tokenizer import Tokenizer
 
@@ -479,7 +479,10 @@ def lark_grammar(text: str) -> str:
     for number in _NUMBER.findall(text) if "%json" in text else ():
         if float(number) >= MAX_EXACT:
             raise GrammarError(f"{number[:32]}: numbers in a grammar with %json must be below 2^53")
-    if (count := remainders_of([*_written_in(text)])) > MAX_REMAINDERS:
+    schemas = [*_written_in(text)]
+    if (count := pattern_names(schemas)) > MAX_PATTERN_NAMES:
+        raise GrammarError(f"patternProperties: {count} names, at most {MAX_PATTERN_NAMES}")
+    if (count := remainders_of(schemas)) > MAX_REMAINDERS:
         raise GrammarError(
             f"without decimal points, all multipleOf together are at most {MAX_REMAINDERS}, not {str(count)[:32]}"
         )

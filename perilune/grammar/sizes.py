@@ -21,6 +21,9 @@ MAX_EXACT = 2**53  # llguidance reads whole numbers as 64-bit floats; those near
 # Remainders of all multipleOf of a schema. llguidance computes a state of up to 1 KB for each: 5,000,000 took 16 s and
 # 1.1 GB.
 MAX_REMAINDERS = 100_000
+# Names in all patternProperties of a schema. llguidance compares each pair of one object, again for each part of an
+# allOf: 64 took up to a second, 192 up to 80 s.
+MAX_PATTERN_NAMES = 64
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
 
 _ENFORCED = "that can be enforced"
@@ -292,6 +295,11 @@ def remainders(step: Fraction) -> int:
 def remainders_of(schemas: Any) -> int:
     """Remainders of all multipleOf in one schema or several."""
     return sum(remainders(step) for node in nodes(schemas) if (step := multiple(node)) is not None)
+
+
+def pattern_names(schemas: Any) -> int:
+    """Names in all patternProperties of one schema or several."""
+    return sum(len(mapping(node.get("patternProperties"))) for node in nodes(schemas))
 
 
 def _names(named: Any) -> Sequence[str]:

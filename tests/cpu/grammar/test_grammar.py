@@ -420,6 +420,17 @@ def test_the_remainders_of_multiple_of_are_bounded(nano: Tokenizer) -> None:
     assert known._fresh.size > 500_000
 
 
+def test_names_in_pattern_properties_are_bounded(nano: Tokenizer) -> None:
+    """The compiler compares them pair by pair, in an allOf more than once: 192 took 80 s."""
+    names = [{"patternProperties": {f"^a{i}$": {"type": "string"}}} for i in range(65)]
+    assert constrain(nano, answer=AnswerFormat("json_schema", {"anyOf": names[:64]})) is not None
+    for schema in ({"allOf": names}, {"properties": {name: {"anyOf": names[:13]} for name in "abcde"}}):
+        with pytest.raises(RequestError, match="patternProperties cannot be enforced for 65 names"):
+            constrain(nano, answer=AnswerFormat("json_schema", schema))
+    with pytest.raises(RequestError, match="patternProperties: 65 names"):
+        constrain(nano, answer=AnswerFormat("grammar", f"start: %json {json.dumps({'anyOf': names})}"))
+
+
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:
     constraint = constrain(nano, answer=AnswerFormat("json_schema", SCHEMAS[13]))
     assert constraint is not None
