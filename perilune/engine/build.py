@@ -275,6 +275,8 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
     try:
         encoder = None if tower is None else open_encoder(tower, config, choices)
     except BaseException:
+        if opened is not None:
+            opened.transfer.close()
         worker.shutdown(cancel_futures=True)
         raise
     scheduler = Scheduler(

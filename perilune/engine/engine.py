@@ -68,11 +68,18 @@ class Engine:
         self._encoder = self.scheduler.encoder
         self._costs: dict[bool, Costs] = {}  # measured step times, by whether a draft model runs with the steps
         self.speculator: Drafting | None = None
-        with self._explained():
-            self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
-            capture_first(self.runner, self.config)
-            if self.scheduler.pacer is not None:
-                measure_prompts(self.runner, self.config, self.scheduler.pacer.times.record)
+        try:
+            with self._explained():
+                self.use_drafts(self.config.draft, self.config.draft_tokens, shared=self.config.prefix_cache)
+                capture_first(self.runner, self.config)
+                if self.scheduler.pacer is not None:
+                    measure_prompts(self.runner, self.config, self.scheduler.pacer.times.record)
+        except BaseException:  # the traceback keeps this object, and so would keep the lock of kv_disk and the ranks
+            if self._transfer is not None:
+                self._transfer.close()
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))
         elif self.speculator is None and self.config.draft != "off":

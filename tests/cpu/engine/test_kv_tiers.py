@@ -20,6 +20,7 @@ from perilune import LLM, SamplingParams
 from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
 from perilune.core.messages import Delta, EngineStats, Shutdown
+from perilune.engine.engine import Engine
 from perilune.engine.process import Channel, serve
 from perilune.kv import tiers
 from perilune.kv.tiers import Name, Restored, Stored, Written
@@ -370,6 +371,25 @@ def test_the_loop_steps_an_idle_engine_with_tiers() -> None:
     assert not loop.is_alive()
     here.close()
     there.close()
+
+
+def test_an_engine_that_does_not_start_leaves_the_directory_to_the_next(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while its traceback is kept, as a notebook keeps the last one."""
+    config = CONFIG | dict(draft="off", kv_disk=str(tmp_path / "kv"), kv_disk_gb=0.1)
+    with pytest.raises(ConfigError, match="vision_cache_gb") as refused:
+        LLM(path, **config, vision_cache_gb=1e-6)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as interrupted:
+        patch.setattr(Engine, "use_drafts", interrupt)
+        LLM(path, **config)
+    with LLM(path, **config) as llm:
+        assert llm.generate([5, 6, 7], PARAMS)
+    assert refused.tb and interrupted.tb
 
 
 def test_tenants_share_nothing_through_a_tier(tiny: Path) -> None:
