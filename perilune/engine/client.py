@@ -126,24 +126,27 @@ class _Process:
     async def start(cls, launch: "Launch") -> "_Process":
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
-        (ours, theirs), (pixels, their_pixels) = socket.socketpair(), socket.socketpair()
-        pixels.setblocking(False)
-        with theirs, their_pixels:
-            socket.send_fds(ours, [wire.HEADER.pack(len(body))], [their_pixels.fileno()])
-            reader, writer = await asyncio.open_connection(sock=ours)
-            try:
-                process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
-                    *launch.command,
-                    str(theirs.fileno()),
-                    pass_fds=[theirs.fileno()],
-                    env=environment(),
-                    start_new_session=True,  # Ctrl-C is for the server, which then ends this process
-                    stderr=asyncio.subprocess.PIPE if launch.logged else None,
-                )
-            except BaseException:  # also if this is cancelled: no process will ever use the socket
-                writer.close()
-                pixels.close()
-                raise
+        try:
+            (ours, theirs), (pixels, their_pixels) = socket.socketpair(), socket.socketpair()
+            pixels.setblocking(False)
+            with theirs, their_pixels:
+                socket.send_fds(ours, [wire.HEADER.pack(len(body))], [their_pixels.fileno()])
+                reader, writer = await asyncio.open_connection(sock=ours)
+                try:
+                    process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
+                        *launch.command,
+                        str(theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
+                        env=environment(),
+                        start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+                        stderr=asyncio.subprocess.PIPE if launch.logged else None,
+                    )
+                except BaseException:  # also if this is cancelled: no process will ever use the socket
+                    writer.close()
+                    pixels.close()
+                    raise
+        except OSError as e:  # no memory, process or descriptor is left
+            raise EngineError(f"the engine process cannot be started: {e.strerror or e}") from e
         self = cls(process, reader, writer, pixels)  # no await up to the `try`: a cancellation would leave the process
         if process.stderr is not None:
             self._relaying = asyncio.create_task(_relay(process.stderr))

@@ -1,6 +1,7 @@
 """The engine process ends by itself: what becomes of its requests, and of the next process."""
 
 import asyncio
+import errno
 import functools
 import os
 import signal
@@ -143,6 +144,25 @@ async def test_an_engine_that_cannot_start_again_fails_all_requests_clearly(s: S
     assert not s.client.alive
     with pytest.raises(EngineError, match="no more"):
         await s.ask(ANSWERED)
+
+
+@supervised()
+async def test_a_process_that_the_system_refuses_is_started_later(
+    s: Supervised, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, refusals = asyncio.create_subprocess_exec, [OSError(errno.ENOMEM, "Cannot allocate memory")]
+
+    async def refuse(*command: Any, **how: Any) -> asyncio.subprocess.Process:
+        if refusals:
+            raise refusals.pop()
+        return await start(*command, **how)
+
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    os.kill(s.pids[0], signal.SIGKILL)
+    await asyncio.wait_for(s.ready(1), 50)
+    assert await s.ask(ANSWERED) == [7, 7, 7]
+    assert "cannot be started: Cannot allocate memory" in caplog.text
 
 
 @supervised()
