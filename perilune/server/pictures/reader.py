@@ -2,9 +2,10 @@
 bounds, and counts their memory until the answer has ended."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from perilune.core.config import ServerConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_DECODERS = 4
 FETCHES = 8  # fetched files at a time, of up to 32 MB each, until they are decoded
+TURN_SECONDS = 30.0  # longest wait to fetch a picture while those of other requests are fetched
 PER_REQUEST = 4  # pictures of one request in work at a time, so that requests share the decoders
 REQUEST_SECONDS = 60.0  # time limit for all pictures and videos of a request
 SMALL_CHARS = 16_384  # a data: URL up to this length is decoded on the event loop, a longer one on a thread
@@ -105,7 +107,7 @@ class PictureReader:
                     code=f"invalid_{what}_url",
                 )
             else:
-                async with self._fetches:
+                async with self._turn():
                     medium = await self._decode(await self._fetcher.fetch(part.url), part.is_video)
             share.take(nbytes(medium))
             return medium
@@ -115,6 +117,21 @@ class PictureReader:
             raise RequestError(
                 f"{part.where}: {e}", param=part.where, code=code, status=e.status, retry_seconds=e.retry_seconds
             ) from e
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of the FETCHES; RequestError 503 if those of other requests take too long."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._fetches.acquire()
+        except TimeoutError:
+            raise RequestError(
+                "too many pictures are being fetched: try again", code="server_busy", status=503, retry_seconds=5
+            ) from None
+        try:
+            yield
+        finally:
+            self._fetches.release()
 
     async def _inline(self, url: str, is_video: bool) -> Picture | Video:
         """The picture or video of a data: URL; cached for the next request of the same account with it."""

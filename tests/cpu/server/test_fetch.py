@@ -12,6 +12,7 @@ import pytest
 
 from perilune.core.errors import RequestError
 from perilune.server.pictures import fetch as module
+from perilune.server.pictures import reader
 from perilune.server.pictures.fetch import Fetcher, public
 from tests import certificates
 from tests.cpu.media.pictures import file, scene
@@ -278,3 +279,23 @@ async def test_a_request_with_an_address(s: Served, monkeypatch: pytest.MonkeyPa
         error = (await s.client.post(CHAT, chat(film))).error
         assert "answered 404" in error["message"] and error["code"] == "invalid_video_url"
         assert s.service.pictures.budget.held == 0
+
+
+@served(**SEES, media_allow_host=("a.example",))
+async def test_a_request_that_waits_for_slow_fetches_of_others(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be sent again: its own pictures are not too many."""
+    async with web() as w:
+        pictures = s.service.pictures
+        pictures._fetcher = Fetcher([f"a.example:{w.port}"], resolve=w.resolve, is_public=lambda a: True)
+        monkeypatch.setattr(pictures, "_fetches", asyncio.Semaphore(1))
+        monkeypatch.setattr(reader, "TURN_SECONDS", 0.2)
+        part = {"type": "image_url", "image_url": {"url": w.url("slow.png")}}
+        slow = asyncio.create_task(s.client.post(CHAT, chat(part)))
+        while not w.asked:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(reader, "REQUEST_SECONDS", 2.0)
+        reply = await s.client.post(CHAT, chat({"type": "image_url", "image_url": {"url": w.url("a.png")}}))
+        assert (reply.status, reply.error["code"]) == (503, "server_busy"), reply.text
+        assert reply.headers["retry-after"] == "5" and "too many pictures are being fetched" in reply.error["message"]
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
