@@ -148,7 +148,7 @@ class Endpoint:
         begun: set[int] = set()
         finished = False
         with self._transport():
-            async with self._http.stream("POST", f"{self.base}/chat/completions", json=request) as response:
+            async with self._http.stream("POST", f"{self.base}/chat/completions", **_json(request)) as response:
                 if response.status_code != 200:
                     raise self._refusal(response.status_code, await response.aread())
                 async for at, data in events(response.aiter_bytes()):
@@ -219,7 +219,7 @@ class Endpoint:
 
     async def _call(self, method: str, url: str, body: Any = None) -> bytes:
         with self._transport():
-            response = await self._http.request(method, url, json=body)
+            response = await self._http.request(method, url, **(_json(body) if body is not None else {}))
         if response.status_code != 200:
             raise self._refusal(response.status_code, response.content)
         return response.content
@@ -361,6 +361,17 @@ def _usage(usage: _Usage | None) -> Usage | None:
         details.reasoning_tokens if details else None,
         prompt.cached_tokens if prompt else None,
     )
+
+
+def _json(body: Any) -> dict[str, Any]:
+    """The arguments of httpx that send `body`. Halves of surrogate pairs, from bytes of a terminal or a pipe that
+    are no UTF-8, become U+FFFD: no request can carry them."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    return {"content": content, "headers": {"content-type": "application/json"}}
 
 
 def _message(error: Any) -> str:

@@ -125,6 +125,14 @@ def test_whole_answers(fake: FakeEndpoint) -> None:
     assert (reply.content, reply.usage, reply.finish_reason) == ("", None, "length")
 
 
+def test_text_that_is_not_unicode_is_sent_with_replacements(fake: FakeEndpoint) -> None:
+    """As Python reads a byte 0xff of a terminal."""
+    fake.answer = lambda body: [(0.0, chunk(content="a")), (0.0, chunk(finish="stop")), (0.0, "[DONE]")]
+    asked = {"messages": [{"role": "user", "content": "2 + \udcff \u2028\U0001f600"}]}
+    assert stream(fake.url, asked)
+    assert fake.bodies[0]["messages"][0]["content"] == "2 + \ufffd \u2028\U0001f600"
+
+
 def test_counting_is_the_servers_or_nobodys(fake: FakeEndpoint) -> None:
     async def work() -> list[int | None]:
         async with Endpoint(fake.url) as endpoint:
