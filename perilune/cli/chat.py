@@ -18,7 +18,7 @@ from perilune.cli.shared.pictures import expanded, image_option, media_part, typ
 from perilune.client.endpoint import Endpoint, is_url, thinking_switch
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
-from perilune.core.jsonfile import write_object
+from perilune.core.jsonfile import spelled, write_output
 from perilune.core.messages import pictures_of
 from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
@@ -278,7 +278,8 @@ class Chat:
                 click.secho("conversation forgotten", dim=True)
             case "/save" if rest:
                 try:
-                    write_object(expanded(rest), {"model": self.backend.name, "messages": self.whole()})
+                    whole = {"model": self.backend.name, "messages": self.whole()}
+                    write_output(expanded(rest), spelled(whole))
                 except (OSError, ValueError) as e:  # ValueError: a NUL in the name
                     self._fail(f"cannot write {rest}: {e.strerror if isinstance(e, OSError) else e}")
                 else:

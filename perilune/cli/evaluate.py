@@ -12,7 +12,7 @@ from perilune.bench.ledger import origin
 from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
 from perilune.core.errors import ConfigError
-from perilune.core.jsonfile import write_object
+from perilune.core.jsonfile import spelled, write_output
 from perilune.evals import evaluate
 from perilune.evals.given import digest
 from perilune.tasks.pictures.problems import SHOWN
@@ -112,7 +112,7 @@ def command(
         click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))
     if failures is not None:
         try:
-            write_object(failures, {"model": name, "failures": [f.record() for f in wrong]})
+            write_output(failures, spelled({"model": name, "failures": [f.record() for f in wrong]}))
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(wrong)} wrong answers written to {failures}", err=True)

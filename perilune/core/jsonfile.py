@@ -50,3 +50,13 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes a file that the user named: replaces it in one step, or writes to it if it is a device or a pipe, such as
+    /dev/stdout, where os.replace would put a file in its place."""
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        write_text(path, text)

@@ -18,6 +18,7 @@ from perilune.cli.shared.rows import finish, keep, ledger_option, say
 from perilune.client.endpoint import Endpoint, is_url
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
+from perilune.core.jsonfile import write_output
 from perilune.engine.engine import Engine
 from perilune.formats.hub import resolve_model
 from perilune.kv.tiers import DISK, HOST
@@ -208,7 +209,7 @@ async def _remote(opened: Endpoint, made: Sequence[traces.Session], limits: repl
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_output(path, text)
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror}") from e
     say(f"written to {path}")

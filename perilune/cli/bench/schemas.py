@@ -12,7 +12,7 @@ from perilune.bench.ledger import origin
 from perilune.cli.shared import display, options, targets
 from perilune.cli.shared.rows import keep, ledger_option
 from perilune.core.errors import ConfigError
-from perilune.core.jsonfile import write_object
+from perilune.core.jsonfile import spelled, write_output
 from perilune.evals.schema_maker import schemas as draw
 
 SEED = 20261121
@@ -90,7 +90,7 @@ def command(
         click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))
     if failures is not None:
         try:
-            write_object(failures, {"model": name, "failures": outcome.failures})
+            write_output(failures, spelled({"model": name, "failures": outcome.failures}))
         except OSError as e:
             raise ConfigError(f"cannot write {failures}: {e.strerror}; choose another file with --failures") from e
         click.echo(f"{len(outcome.failures)} invalid answers written to {failures}", err=True)

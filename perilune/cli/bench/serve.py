@@ -13,7 +13,7 @@ from perilune.bench.serve_plot import plot
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
-from perilune.core.jsonfile import write_text
+from perilune.core.jsonfile import write_output
 
 POSITIVE = click.IntRange(1)
 MILLISECONDS = click.FloatRange(0, min_open=True)
@@ -68,7 +68,7 @@ def command(
     finish(rows, directory)
     if picture is not None:
         try:
-            write_text(picture, plot(rows))
+            write_output(picture, plot(rows))
         except OSError as e:
             raise ConfigError(f"cannot write {picture}: {e.strerror}; choose another file with --plot") from e
         say(f"picture written to {picture}")

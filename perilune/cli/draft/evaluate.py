@@ -9,7 +9,7 @@ import torch
 
 from perilune.cli.shared import display, options
 from perilune.cli.shared.rows import numbers
-from perilune.core.jsonfile import write_object
+from perilune.core.jsonfile import spelled, write_output
 from perilune.draft import plot, report, speed
 from perilune.engine.llm import LLM
 from perilune.formats.hub import resolve_model
@@ -99,10 +99,10 @@ def command(
     }  # fmt: skip
     click.echo(json.dumps(result))  # shown also where no file can be written
     if file is not None:
-        write_object(file, result)
+        write_output(file, spelled(result))
     if drawing is not None:
         title = f"Tokens per verify step, chains of {served}: {draft.name} for {path.name}"
-        drawing.write_text(plot.picture(records, served, title))
+        write_output(drawing, plot.picture(records, served, title))
 
 
 def _numbers(text: str, option: str, most: int) -> list[int]:

@@ -135,6 +135,18 @@ def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert command in printed.out
 
 
+def test_a_conversation_is_saved_into_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        talk(Scripted(), "/system Be brief", f"/save {pipe}")
+        assert json.loads(os.read(reader, 1 << 16))["messages"] == [{"role": "system", "content": "Be brief"}]
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
 def test_exit_leaves_the_rest_unread() -> None:
     with pytest.raises(AssertionError, match="unread: \\['never'\\]"):
         talk(Scripted(), "/exit", "never")
