@@ -127,17 +127,23 @@ class Forced:
 def collect(
     answers: Answers, source: Source, plan: Plan, corpus: Corpus, *, done: Callable[[Shard], None] = lambda shard: None
 ) -> None:
-    """Adds the shards that `corpus` lacks. A shard depends only on its number, so a killed run can be continued."""
+    """Adds the shards that `corpus` lacks. A row depends only on its prompt's number, so a killed run can be continued,
+    and one that has ended with more rows."""
     began = time.monotonic()
     limit = source.limit()
     rows = plan.rows if limit is None else min(plan.rows, limit)
-    starts = range(len(corpus.shards) * plan.shard_rows, rows, plan.shard_rows)
+    starts = range(asked(corpus, plan.shard_rows), rows, plan.shard_rows)
     sizes = [min(plan.shard_rows, rows - start) for start in starts]
     for start, prompts in zip(starts, _ahead(source, list(zip(starts, sizes)), plan.workers)):
         made = answers(prompts, start)
-        done(corpus.add([row for row in made if len(row.ids) - row.given >= LEAST_ANSWER]))
+        done(corpus.add([row for row in made if len(row.ids) - row.given >= LEAST_ANSWER], len(prompts)))
         if plan.minutes and time.monotonic() - began > plan.minutes * 60:
             break
+
+
+def asked(corpus: Corpus, shard_rows: int) -> int:
+    """Prompts that the corpus was made of. The last shard of a run may have fewer than `shard_rows`."""
+    return sum(shard.prompts or shard_rows for shard in corpus.shards)
 
 
 def _params(plan: Plan, number: int) -> SamplingParams:

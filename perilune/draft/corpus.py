@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Shard:
     rows: int
     tokens: int
     answers: int  # tokens of answers
+    prompts: int = 0  # that it was made of, also those without a row; 0: not known
 
 
 class Corpus:
@@ -67,8 +68,8 @@ class Corpus:
     def families(self) -> tuple[str, ...]:
         return tuple(self.about["families"])
 
-    def add(self, rows: Sequence[Row]) -> Shard:
-        """Writes a shard; lists it once the file is complete."""
+    def add(self, rows: Sequence[Row], prompts: int = 0) -> Shard:
+        """Writes a shard, made of so many prompts; lists it once the file is complete."""
         name = f"rows-{len(self.shards):05d}.safetensors"
         partial = self.directory / f".{name}"
         tensors = {
@@ -83,11 +84,11 @@ class Corpus:
         save_file(tensors, partial)
         tokens = sum(len(row.ids) for row in rows)
         answers = tokens - sum(row.given for row in rows)
-        shard = Shard(name, shards.sha256(partial), len(rows), tokens, answers)
+        shard = Shard(name, shards.sha256(partial), len(rows), tokens, answers, prompts)
         os.replace(partial, self.directory / name)
         if not self.shards:
             write_object(self.directory / ABOUT, self.about)
-        shards.append(self.directory, [shard.file, shard.sha256, shard.rows, shard.tokens, shard.answers])
+        shards.append(self.directory, list(astuple(shard)))
         self.shards.append(shard)
         return shard
 

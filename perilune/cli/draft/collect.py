@@ -20,7 +20,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.files import make_writable
 from perilune.core.sampling import SamplingParams
 from perilune.draft.capture import Capture
-from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, collect
+from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, asked, collect
 from perilune.draft.corpus import Corpus, Shard
 from perilune.draft.prompts import Chats, Problems, Source, Topics
 from perilune.draft.topics import DOMAINS
@@ -124,11 +124,11 @@ def command(
         _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,
         display.progress() as bar,
     ):
-        task = bar.add_task("answers", total=wanted, completed=len(corpus.shards) * shard_rows)
+        task = bar.add_task("answers", total=wanted, completed=asked(corpus, shard_rows))
         before = len(corpus.shards)
 
         def done(shard: Shard) -> None:
-            bar.advance(task, shard_rows)
+            bar.advance(task, shard.prompts)
             click.echo(
                 f"{shard.file}: {shard.rows} rows, {shard.answers} tokens of answers, {time.monotonic() - began:.1f} s",
                 err=True,

@@ -132,6 +132,12 @@ def test_collecting_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert {row.greedy for row in part.rows()} == {True, False}
     assert max(row.family for row in part.rows()) < len(part.families)
 
+    few = Corpus(tmp_path / "few", about(source, plan, nano))
+    for rows in (11, 20):  # the second shard of the first run has 3 prompts
+        collect(decoded, source, dataclasses.replace(plan, rows=rows), few)
+        few = Corpus(tmp_path / "few", about(source, plan, nano))
+    assert few.rows() == whole.rows() and [s.prompts for s in few.shards] == [8, 3, 8, 1]
+
     with pytest.raises(ConfigError, match=r"another corpus .it differs in max_tokens"):
         Corpus(tmp_path / "part", about(source, dataclasses.replace(plan, max_tokens=65), nano))
     with (tmp_path / "part" / "rows-00001.safetensors").open("r+b") as file:
