@@ -15,7 +15,7 @@ import click
 
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.pictures import expanded, image_option, media_part, typed_path, video_option
-from perilune.client.endpoint import Endpoint, is_url, thinking_switch
+from perilune.client.endpoint import Endpoint, is_url, readable, thinking_switch
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
 from perilune.core.jsonfile import spelled, write_output
@@ -476,11 +476,6 @@ def is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def readable(line: str) -> str:
-    """The line; bytes in it that are not UTF-8, which only the name of a file may have, become U+FFFD."""
-    return line.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_line(prompt: str) -> str:

@@ -363,14 +363,19 @@ def _usage(usage: _Usage | None) -> Usage | None:
     )
 
 
+def readable(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs. Python reads bytes of a terminal, a pipe or an argument that
+    are no UTF-8 as such halves, and no request can carry them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _json(body: Any) -> dict[str, Any]:
-    """The arguments of httpx that send `body`. Halves of surrogate pairs, from bytes of a terminal or a pipe that
-    are no UTF-8, become U+FFFD: no request can carry them."""
+    """The arguments of httpx that send `body`."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         content = text.encode()
     except UnicodeEncodeError:
-        content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        content = readable(text).encode()
     return {"content": content, "headers": {"content-type": "application/json"}}
 
 
