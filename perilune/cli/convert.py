@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 import torch
 
-from perilune.cli.shared.options import FILE, OUT_FOLDER, device_option
+from perilune.cli.shared.options import FILE, OUT_FOLDER, FloatRange, device_option
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
@@ -48,7 +48,7 @@ GB = 1e9
     help="With bf16: keep the INT4 scales beside the weights, so that int4 gives the same bits again.",
 )
 @click.option(
-    "--shard-gb", type=click.FloatRange(0.001, 1e6), default=SHARD_BYTES / GB, help="GB per safetensors file, about."
+    "--shard-gb", type=FloatRange(0.001, 1e6), default=SHARD_BYTES / GB, help="GB per safetensors file, about."
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads that convert.  [default: one per CPU, at most 16]")
 @device_option

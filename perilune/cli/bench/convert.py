@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from perilune.bench import conversion, conversion_stream
+from perilune.cli.shared.options import FloatRange
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.formats.hub import resolve_model
 
@@ -19,7 +20,9 @@ SECONDS_MARK, KL_MARK = 0.15, 0.6
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, help="Timings of each matrix; medians count.")
 @click.option(
-    "--stream-gb", type=click.FloatRange(1), help="Instead: time the conversion of a made-up checkpoint of so many GB."
+    "--stream-gb",
+    type=FloatRange(1),
+    help="Instead: time the conversion of a made-up checkpoint of so many GB.",
 )
 @click.option(
     "--scratch",

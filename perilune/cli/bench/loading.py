@@ -8,7 +8,7 @@ import click
 import torch
 
 from perilune.bench import loading
-from perilune.cli.shared.options import FOLDER, device_option
+from perilune.cli.shared.options import FOLDER, FloatRange, device_option
 from perilune.cli.shared.rows import finish, ledger_option, say
 from perilune.core.errors import ConfigError
 
@@ -23,7 +23,7 @@ MARK = 0.8  # goal: this share of the disk's sequential bandwidth
     default=Path(tempfile.gettempdir()),
     help="Where to write the checkpoint, on the disk to measure. It is removed afterwards.",
 )
-@click.option("--gigabytes", type=click.FloatRange(2), default=12.0, help="Size of the checkpoint in GB.")
+@click.option("--gigabytes", type=FloatRange(2), default=12.0, help="Size of the checkpoint in GB.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Rounds of cold and warm loads; medians count.")
 @click.option("--threads", type=click.IntRange(1), help="Threads that read.  [default: the loader's choice]")
 @device_option

@@ -39,14 +39,14 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.option("--seed", type=int, default=0, help="Seed of generated sessions (TRACE `agents`).")
 @click.option(
     "--scale",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=options.FloatRange(0, 1, min_open=True),
     default=1.0,
     help="Factor on lengths of prompts and answers: 0.02 fits a session of 80k tokens into 2k.",
 )
 @click.option("--concurrency", type=click.IntRange(1), help="Sessions at once.  [default: as the trace has]")
 @click.option(
     "--speed",
-    type=click.FloatRange(0),
+    type=options.FloatRange(0),
     default=1.0,
     help="Speed of the trace's clock: 2 halves all waiting, 0 waits for nothing.",
 )
@@ -57,10 +57,10 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
     type=click.IntRange(1),
     help="First turns of each session that are joined to a prompt, which is cached before the clock starts.",
 )
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="Seconds after which no turn begins.")
+@click.option("--seconds", type=options.FloatRange(0, min_open=True), help="Seconds after which no turn begins.")
 @click.option(
     "--end-after",
-    type=click.FloatRange(0, min_open=True),
+    type=options.FloatRange(0, min_open=True),
     help="Seconds after which answers are cut; they count with the tokens that they have.",
 )
 @click.option(

@@ -16,7 +16,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.jsonfile import write_output
 
 POSITIVE = click.IntRange(1)
-MILLISECONDS = click.FloatRange(0, min_open=True)
+MILLISECONDS = options.FloatRange(0, min_open=True)
 
 
 @click.command()

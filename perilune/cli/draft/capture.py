@@ -39,7 +39,7 @@ CAPTURED = 65536  # tokens in a step, and roughly in a file
     help="Directory of `draft collect` or `draft mine`; repeatable, in the order that `draft train` will name them.",
 )
 @click.option("--out", type=options.OUT_FOLDER, required=True, help="Directory of the states.")
-@click.option("--gb", type=click.FloatRange(0, min_open=True), default=50.0, help="GB of states in --out, at most.")
+@click.option("--gb", type=options.FloatRange(0, min_open=True), default=50.0, help="GB of states in --out, at most.")
 @click.option("--aux-layers", help="Layers whose outputs are kept, as for `draft train`.  [default: three, spread]")
 @click.option("--by-layer", is_flag=True, help="Hold one layer of MODEL in memory at a time, if no device holds all.")
 @click.option(

@@ -54,7 +54,7 @@ ASKED = 64  # requests to a server at once
 @click.option("--shard-rows", type=click.IntRange(1), default=8192, help="Answers per file.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(0),
+    type=options.FloatRange(0),
     default=0.0,
     show_default=False,
     help="Minutes after which no file is begun.  [default: no limit]",

@@ -10,7 +10,7 @@ import click
 import torch
 from rich.table import Table
 
-from perilune.cli.shared import display
+from perilune.cli.shared import display, options
 from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.files import make_writable
@@ -54,19 +54,19 @@ SHARD_ROWS = 16384
 )
 @click.option(
     "--focus",
-    type=click.FloatRange(0),
+    type=options.FloatRange(0),
     default=DEFAULTS.focus,
     help="A domain's share of the tokens grows with this power of its loss per chain.",
 )
 @click.option(
     "--balance",
-    type=click.FloatRange(0, 1),
+    type=options.FloatRange(0, 1),
     default=DEFAULTS.balance,
     help="0: a domain's share also grows with its part of the text; 1: rare domains get as much.",
 )
 @click.option(
     "--guard",
-    type=click.FloatRange(0, 1),
+    type=options.FloatRange(0, 1),
     default=DEFAULTS.guard,
     help="Share of the tokens divided among domains by their part of the text alone, against forgetting.",
 )

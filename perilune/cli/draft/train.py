@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, FloatRange, device_option
 from perilune.core.errors import ConfigError
 from perilune.core.files import make_writable
 from perilune.core.jsonfile import read_object
@@ -68,7 +68,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 )
 @click.option(
     "--window-share",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=FloatRange(0, 1, min_open=True, max_open=True),
     help=f"Share of a batch that comes from --windows.  [default: {DEFAULTS.window_share}]",
 )
 @click.option("--from", "begin", type=FOLDER, help="Directory of a draft to begin with.  [default: random weights]")
@@ -80,7 +80,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 )
 @click.option("--out", type=OUT_FOLDER, required=True, help="Directory of the finished draft.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps, instead of --minutes.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Minutes of training.  [default: 2]")
+@click.option("--minutes", type=FloatRange(0, min_open=True), help="Minutes of training.  [default: 2]")
 @click.option(
     "--loss",
     type=click.Choice(tuple(LOSSES)),
@@ -94,11 +94,11 @@ def layer_numbers(text: str | None) -> list[int] | None:
     type=click.IntRange(1),
     help=f"Chains per batch, about; one begins at each token of an answer.  [default: {DEFAULTS.chains}]",
 )
-@click.option("--rate", type=click.FloatRange(0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
+@click.option("--rate", type=FloatRange(0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
 @click.option("--seed", type=int, help=f"Seed of initial weights and order.  [default: {DEFAULTS.seed}]")
 @click.option(
     "--keep-gb",
-    type=click.FloatRange(0),
+    type=FloatRange(0),
     help=f"GB of hidden states kept on the device for later epochs.  [default: {DEFAULTS.keep_gb}]",
 )
 @click.option(
@@ -109,7 +109,7 @@ def layer_numbers(text: str | None) -> list[int] | None:
 )
 @click.option(
     "--save-every",
-    type=click.FloatRange(0),
+    type=FloatRange(0),
     help=f"Seconds between saves, at least.  [default: {DEFAULTS.save_every:g}]",
 )
 @click.option(

@@ -1,6 +1,7 @@
 """Command-line options: names, types, defaults and help come from the fields of the configuration."""
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,16 @@ class OutFile(click.Path):
         if not path.parent.is_dir():
             self.fail(f"{path.parent} is no directory", param, ctx)
         return path
+
+
+class FloatRange(click.FloatRange):
+    """click's own takes NaN, which is neither below nor above an end of the range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("NaN is no number", param, ctx)
+        return number
 
 
 F = TypeVar("F", bound=Callable[..., Any])

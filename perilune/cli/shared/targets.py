@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from perilune.cli.shared.options import FloatRange
 from perilune.client.endpoint import READ_SECONDS, Endpoint
 from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
@@ -58,7 +59,7 @@ def target_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option(
             "--timeout",
-            type=click.FloatRange(0, min_open=True),
+            type=FloatRange(0, min_open=True),
             default=READ_SECONDS,
             help="Seconds without a byte from the server after which to give up.",
         ),

@@ -96,6 +96,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("bench", "convert", "--stream-gb", "1", "--scratch", "{}/left"), "exists, perhaps left by a run"),
         (("bench", "decode", "--layers", "5"), "--layers: goes with --shape: leave it out"),
         (("convert", "kimi-nano", "{}/r", "--to", "bf16", "--shard-gb", "inf"), "inf is not in the range 0.001<=x"),
+        (("convert", "kimi-nano", "{}/r", "--to", "bf16", "--shard-gb", "nan"), "NaN is no number"),
         (("bench", "drafts", "--rounds", "0"), "0 is not in the range x>=1"),
         (("bench", "drafts", "--requests", "0"), "0 is not in the range x>=1"),
         (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
