@@ -450,7 +450,10 @@ def _bar(total: int, show: bool) -> Progress:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and all(isinstance(p, int) or hasattr(p, "__index__") for p in prompts):
+    # Rows of an array have __index__ too: an array of two dimensions has several prompts.
+    if len(prompts) and all(
+        isinstance(p, int) or (hasattr(p, "__index__") and not getattr(p, "ndim", 0)) for p in prompts
+    ):
         return [list(prompts)]  # type: ignore[arg-type]  # one prompt of token ids: each was looked at
     return list(prompts)  # type: ignore[arg-type]  # several prompts: none of them is an id
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -116,6 +117,14 @@ def test_stop_token_ends_a_request_and_is_reported(llm: LLM) -> None:
     end = free.token_ids.index(third) + 1
     assert cut.token_ids == free.token_ids[:end] and cut.finish_reason == "stop"
     assert free.finish_reason == "length" and free.text is None
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_an_array_is_a_prompt_or_several(llm: LLM, array: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    expected = llm.generate([[5, 6, 7], [8, 9, 10]], params)
+    assert llm.generate(array([[5, 6, 7], [8, 9, 10]]), params) == expected
+    assert llm.generate(array([5, 6, 7]), params)[0].token_ids == expected[0].token_ids
 
 
 def test_a_stop_string_in_the_last_token_is_reported(path: Path) -> None:
