@@ -7,13 +7,14 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 from PIL.ExifTags import Base
 from PIL.Image import Exif
 from PIL.Image import Image as PilImage
 
 from perilune.core.errors import RequestError
-from perilune.core.files import read_regular
+from perilune.core.files import exists, read_regular
 from perilune.core.messages import EngineInfo, Picture, Video
 from perilune.engine.client import blind
 from perilune.media.data_url import of_data_url
@@ -101,6 +102,8 @@ def _bytes(given: Any, is_video: bool) -> bytes:
         kinds = "bytes, a path or a data: URL" if is_video else "bytes, a path, a data: URL or a PIL image"
         raise RequestError(f"a {what} is given as {kinds}, not {show(type(given).__name__)}", code="invalid_value")
     path = Path(str(given).removeprefix("file://")).expanduser()
+    if str(given).startswith("file://") and not exists(path):
+        path = Path(unquote(str(path)))
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MB: make it smaller")

@@ -94,6 +94,7 @@ def test_a_picture_in_every_form(checkpoint: Seeing, llm: LLM, tmp_path: Path) -
         path,
         str(path),
         f"file://{path}",
+        path.as_uri(),
         data,
         url,
         scene(130, 50),
