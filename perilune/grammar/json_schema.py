@@ -7,7 +7,7 @@ accepts February 29 in every year). Keywords that cannot be rewritten stay; comp
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from perilune.grammar.negation import TYPES, Negation
@@ -110,8 +110,7 @@ class _Rewriter:
         choices = node.get("oneOf")
         if not isinstance(choices, list) or not choices:
             return node
-        pairs = ((a, b) for i, a in enumerate(choices) for b in choices[:i])
-        if all(self._apart(a, b) for a, b in pairs):
+        if self._all_apart(choices):
             made = choices
         elif all(
             isinstance(c, Mapping) and c.keys() == {"required"} and len(items(c["required"])) == 1 for c in choices
@@ -352,6 +351,17 @@ class _Rewriter:
 
     # ---- whether two schemas can hold at once
 
+    def _all_apart(self, choices: list[Any]) -> bool:
+        """Whether `_apart` is true of every pair. Many alternatives that list their values, or those of a property that
+        all of them require, are not compared pair by pair."""
+        if _all_values_apart(map(self._values, choices)):
+            return True
+        if all(self._kinds(choice) == {"object"} for choice in choices):
+            for name in sorted(set.intersection(*map(self._required, choices))):
+                if _all_values_apart(self._property(choice, name) for choice in choices):
+                    return True
+        return all(self._apart(a, b) for i, a in enumerate(choices) for b in choices[:i])
+
     def _apart(self, a: Any, b: Any) -> bool:
         """Whether types or listed values (of a required property) show that no value satisfies both."""
         if self._left <= 0:
@@ -480,6 +490,16 @@ def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
 
 def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
     return a is not None and b is not None and not a & b
+
+
+def _all_values_apart(listed: Iterable[set[str] | None]) -> bool:
+    """Whether every two of these are apart, which is whether no value is in two of them."""
+    found = set[str]()
+    for values in listed:
+        if values is None or found & values:
+            return False
+        found |= values
+    return True
 
 
 def _is_whole(node: Mapping[str, Any]) -> bool:

@@ -119,3 +119,18 @@ def test_answers_by_chance_are_valid(nano: Tokenizer, schema: Any) -> None:
         ids = Monkey(nano, seed).type(constraint, constraint.least + 12 * seed)
         assert ids[-1] == nano.special("<|im_end|>")
         jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_many_alternatives_that_list_their_values(nano: Tokenizer) -> None:
+    """As forms spell a choice with titles: comparing each pair of 250 would visit more schemas than are allowed."""
+    words = [f"c{i}" for i in range(250)]
+    for key, alternatives in (
+        (None, [{"const": word, "title": word.upper()} for word in words]),
+        ("kind", [{"type": "object", "properties": {"kind": {"const": word}}, "required": ["kind"]} for word in words]),
+    ):
+        constraint = constrain(nano, answer=AnswerFormat("json_schema", {"oneOf": alternatives}))
+        assert constraint is not None and constraint.answer is not None
+        for word, fine in (("c249", True), ("c250", False)):
+            assert accepted(nano, constraint.answer, word if key is None else {key: word}) is fine
+        with pytest.raises(RequestError, match="some could hold together"):
+            constrain(nano, answer=AnswerFormat("json_schema", {"oneOf": [*alternatives, alternatives[7]]}))
