@@ -220,11 +220,11 @@ def _parts(content: Any, where: str) -> tuple[str | Image | Video, ...]:
             continue
         if not isinstance(part, Mapping):
             raise _wrong(f"{where}[{i}]", "must be an object, such as {'type': 'text', 'text': ...}")
-        if (kind := part.get("type")) != "text":
+        if (kind := part.get("type")) not in ("text", "refusal"):  # refusal: in answers of OpenAI's models
             raise _wrong(f"{where}[{i}].type", f"must be 'text', not {show(kind)}")
-        if not isinstance(part.get("text"), str):
-            raise _wrong(f"{where}[{i}].text", "must be a string")
-        parts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise _wrong(f"{where}[{i}].{kind}", "must be a string")
+        parts.append(part[kind])
     made = list[str | Image | Video]()
     for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
         neighbours = list(group)

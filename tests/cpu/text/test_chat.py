@@ -252,6 +252,15 @@ def test_parts_of_a_text_are_joined_in_one_step() -> None:
     assert [m["content"] for m in made.messages] == ["xyz", "U"]
 
 
+def test_a_refusal_of_another_model_is_read_as_text() -> None:
+    parts: list[Any] = [{"type": "refusal", "refusal": "I can not "}, {"type": "text", "text": "do it."}]
+    _, turn = read_turns([user("Do it."), {"role": "assistant", "content": parts}])
+    assert turn.parts == ("I can not do it.",)
+    parts[0].pop("refusal")
+    with pytest.raises(RequestError, match="refusal"):
+        read_turns([user("Do it."), {"role": "assistant", "content": parts}])
+
+
 def test_native_tool_ids_stay_and_are_not_given_twice() -> None:
     messages = [
         assistant("", "", [call("x"), call("functions.f:0"), call("x"), call("functions.other:17")]),
