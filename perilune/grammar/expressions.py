@@ -1,11 +1,15 @@
 """Estimates about clients' regular expressions, made with Python's parser: its syntax is nearly llguidance's."""
 
+import functools
+import json
 import re
 import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
 import re._parser as parser  # type: ignore[import-not-found]  # as above
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MAX_CHARS = 65_536  # of an example
 
@@ -30,6 +34,49 @@ def example(expression: str) -> bytes:
         return "".join(_match(parser.parse(expression))).encode()
     except (re.error, KeyError, OverflowError, RecursionError, UnicodeEncodeError):
         return b""
+
+
+def finder(expression: str) -> Callable[[str], bool]:
+    """A function that says whether the compiler finds the expression in a text, as `pattern` in a schema does.
+
+    Python's `re` would hold the interpreter's lock while it backtracks: "^(a|a)*$" takes twice as long for each "a".
+    ValueError, from either, for an expression that Python or the compiler does not read, or that takes too long.
+    """
+    try:
+        re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise ValueError(str(e)) from e
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": expression}))
+    start = LLMatcher(_bytes(), grammar, log_level=0)
+    if start.is_error():
+        raise ValueError(start.get_error())
+
+    def found_in(text: str) -> bool:
+        matcher = start.deep_copy()
+        written = json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
+        found = matcher.try_consume_tokens(list(written)) == len(written) and bool(matcher.is_accepting())
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return found
+
+    return found_in
+
+
+@functools.cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, slices=[])
+
+
+class _Bytes:
+    """The tokenizer interface that llguidance calls, for single bytes and an end token."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([b]) for b in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 _CATEGORIES = {

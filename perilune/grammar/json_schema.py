@@ -6,10 +6,10 @@ accepts February 29 in every year). Keywords that cannot be rewritten stay; comp
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from perilune.grammar.expressions import finder
 from perilune.grammar.negation import TYPES, Negation
 from perilune.grammar.references import SchemaError, items, mapping, target, with_parts
 from perilune.grammar.sizes import KINDS, MAX_BYTES, MAX_EXACT, NAMED, is_number, kind_of
@@ -328,8 +328,9 @@ class _Rewriter:
         if not pattern:
             return rest
         try:
-            kept = {name: part if re.search(pattern, name) else False for name, part in properties.items()}
-        except (re.error, OverflowError, RecursionError):
+            found = finder(pattern)
+            kept = {name: part if found(name) else False for name, part in properties.items()}
+        except ValueError:
             return node
         made = rest | {"patternProperties": {pattern: other}, "additionalProperties": False}
         return made | {"properties": kept} if kept else made

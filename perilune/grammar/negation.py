@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perilune.grammar.expressions import example
+from perilune.grammar.expressions import example, finder
 from perilune.grammar.references import SchemaError, items, mapping, target
 from perilune.grammar.sizes import is_number
 
@@ -134,8 +134,8 @@ class Negation:
 def _matches(pattern: str, name: str) -> bool:
     """SchemaError for a pattern that Python does not read, although the compiler may."""
     try:
-        return re.search(pattern, name) is not None
-    except (re.error, OverflowError, RecursionError) as e:
+        return finder(pattern)(name)
+    except ValueError as e:
         raise SchemaError(f"not: patternProperties {pattern!r:.80} cannot be negated") from e
 
 

@@ -134,3 +134,14 @@ def test_many_alternatives_that_list_their_values(nano: Tokenizer) -> None:
             assert accepted(nano, constraint.answer, word if key is None else {key: word}) is fine
         with pytest.raises(RequestError, match="some could hold together"):
             constrain(nano, answer=AnswerFormat("json_schema", {"oneOf": [*alternatives, alternatives[7]]}))
+
+
+def test_names_are_compared_with_patterns_by_the_compiler(nano: Tokenizer) -> None:
+    """Python's `re` would take years for these names, and stop all threads meanwhile."""
+    name, other = "a" * 80 + "b", "a" * 80
+    schema = {"type": "object", "propertyNames": {"pattern": "^(a|a)*$"}, "properties": {name: {}, other: {}}}
+    constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
+    assert constraint is not None and constraint.answer is not None
+    assert accepted(nano, constraint.answer, {other: 1}) and not accepted(nano, constraint.answer, {name: 1})
+    with pytest.raises(RequestError, match="cannot be negated"):
+        constrain(nano, answer=AnswerFormat("json_schema", {"not": {"patternProperties": {"^(?:a|a){80}$b": False}}}))
