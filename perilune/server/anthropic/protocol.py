@@ -83,9 +83,12 @@ class CountBody(RequestBody):
             system = [block for block in system if not _is_billing(block)]
         if system is not None and (text := text_of(system, "system", _TEXT)):
             conversation.say("system", text)
+        head = len(conversation.messages)
         tools = ToolSet.read(self.tools or (), tool_form)
         for i, message in enumerate(tools.applied(self.messages)):
             _add(conversation, message, f"messages[{i}]")
+        if len(conversation.messages) == head:
+            raise wrong("messages", "must hold more than redacted_thinking, which is another model's and is left out")
         if conversation.messages[-1]["role"] == "assistant":
             self._check_beginning(conversation.messages[-1])
         choice = self.tool_choice

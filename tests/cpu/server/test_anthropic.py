@@ -94,6 +94,7 @@ def error(reply: Reply) -> tuple[int, str, str]:
     return reply.status, body["error"]["type"], body["error"]["message"]
 
 
+REDACTED = {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}
 THINKING = {"type": "thinking", "thinking": "Hm", "signature": ""}
 CALLS = [
     {"type": "tool_use", "id": f"functions.get_weather:{i}", "name": "get_weather", "input": {"city": "Oslo"}}
@@ -347,6 +348,8 @@ async def test_a_last_message_continues_a_form_a_call_or_a_thought(s: Served) ->
         (said(USE), "blocks of the user may be text, image, video and tool_result"),
         (said("a"), "messages[0].content[0]"),
         (said({"type": "text"}), "messages[0].content[0].text must be a string"),
+        (REDACTED, "messages must hold more than redacted_thinking"),
+        ({**REDACTED, "system": "Be brief"}, "messages must hold more than redacted_thinking"),
         (said({"type": "thinking"}, role="assistant"), "messages[0].content[0].thinking must be a string"),
         (said({**USE, "input": "{}"}, role="assistant"), "messages[0].content[0].input must be an object"),
         (said({**USE, "name": ""}, role="assistant"), "messages[0].content[0].name must be a string that is not"),
