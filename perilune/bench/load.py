@@ -25,6 +25,7 @@ HEAD_BYTES = 1 << 20  # a stream without text fails after this many bytes
 _END = b"data: [DONE]"
 _TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|arguments|text)": ?"(?!")')
 _COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
+_ERROR = re.compile(rb'data: (\{"(?:error"|object": ?"error")[^\r\n]*)')  # ends a stream of which the status was 200
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 
 
@@ -95,13 +96,14 @@ class Stream(asyncio.Protocol):
         if _END in seen:
             counts = _COUNT.findall(seen)
             t.tokens = int(counts[-1]) if counts else max(self._events - 2, 0)
-            self.end("" if t.first_text else "an answer without any text")
+            self.end(_failure(seen) or ("" if t.first_text else "an answer without any text"))
         elif t.first_text:
             self._tail = seen[-TAIL_BYTES:]
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.is_set():
-            self.end(self._refusal() or f"the connection closed before the answer was complete ({error or 'no error'})")
+            failure = self._refusal() or _failure(self._tail)
+            self.end(failure or f"the connection closed before the answer was complete ({error or 'no error'})")
 
     def eof_received(self) -> None:
         return None
@@ -124,6 +126,17 @@ class Stream(asyncio.Protocol):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return f"{status[1].decode()}: {json.loads(body)['error']['message']}"[:300]
         return f"{status[1].decode()}: {body[:200].decode(errors='replace')}"
+
+
+def _failure(stream: bytes) -> str:
+    """The error event of a stream; "" if it has none. Servers send [DONE] after it, as after a whole answer."""
+    found = _ERROR.search(stream)
+    if found is None:
+        return ""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        event = json.loads(found[1])
+        return f"the stream failed: {event.get('error', event)['message']}"[:300]
+    return f"the stream failed: {found[1][:200].decode(errors='replace')}"
 
 
 class Client:

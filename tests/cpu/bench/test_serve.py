@@ -123,12 +123,18 @@ def test_a_stream_is_read_over_http() -> None:
     assert t.first_text >= 0.01 and t.last >= 0.06 and sum(t.gaps) == pytest.approx(t.last - t.first_text)
 
 
+FAILED = {"error": {"message": "the engine stopped", "type": "server_error", "param": None, "code": None}}
+
+
 @pytest.mark.parametrize(
     ("found", "error"),
     [
         (refusal(429, "too many"), "429: too many"),
         ([(0.0, chunk(content="a"))], "closed before the answer was complete"),
         ([(0.0, "[DONE]")], "without any text"),
+        ([(0.0, chunk(content="a")), (0.0, FAILED), (0.0, "[DONE]")], "the stream failed: the engine stopped"),
+        ([(0.0, FAILED), (0.0, "[DONE]")], "the stream failed: the engine stopped"),
+        ([(0.0, chunk(content="a")), (0.0, {"object": "error", "message": "no"})], "the stream failed: no"),
         ([(0.0, chunk(content="a")), (100.0, "[DONE]")], "silent for 0.2 s"),
     ],
 )
