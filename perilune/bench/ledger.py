@@ -50,13 +50,21 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def append(rows: list[dict[str, Any]], directory: Path) -> Path:
-    """Adds rows to their bench's file. One write per call, so that a kill leaves no half row."""
+    """Adds rows to their bench's file: all of them, or none where the disk is full. One write per call, so that a kill
+    leaves no half row."""
     (bench,) = {row["bench"] for row in rows}
     file = directory / f"{bench}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as f:
-            f.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        with file.open("ab", buffering=0) as f:
+            size = f.seek(0, os.SEEK_END)
+            rest = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+            try:
+                while rest:  # on a disk that becomes full, the first write is short and the second fails
+                    rest = rest[f.write(rest) :]
+            except OSError:
+                f.truncate(size)  # the next row would be joined to half a row
+                raise
     except OSError as e:
         raise ConfigError(f"cannot write the ledger {file}: {e.strerror} (choose another with --ledger)") from e
     return file
