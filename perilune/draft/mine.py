@@ -145,7 +145,8 @@ def _share(domains: Sequence[Domain], rule: Rule) -> None:
     """Sets the shares of the domains that have windows; their sum is 1."""
     having = [d for d in domains if d.windows]
     text = sum(d.text for d in having)
-    wanted = [d.rate**rule.focus * (d.text / text) ** (1 - rule.balance) for d in having]
+    highest = max((d.rate for d in having), default=1.0)  # rates relative to it: a large focus makes no power 0 for all
+    wanted = [(d.rate / highest) ** rule.focus * (d.text / text) ** (1 - rule.balance) for d in having]
     whole = sum(wanted)
     for d, want in zip(having, wanted):
         d.share = (1 - rule.guard) * want / whole + rule.guard * d.text / text

@@ -174,6 +174,12 @@ def test_windows_are_shared_out_by_loss_and_frequency() -> None:
         Rule(1, guard=1.5)
 
 
+def test_a_large_focus_chooses_the_domain_that_loses_most() -> None:
+    for focus in (1e3, 1e308, float("inf")):
+        _, domains = mine(a_pool(), ("rare", "frequent", "perfect"), Rule(400, focus=focus, guard=0.0))
+        assert [d.share for d in domains] == [1, 0, 0]
+
+
 def test_what_is_scarce_weighs_more_and_weights_are_bounded() -> None:
     pool = a_pool()
     windows, domains = mine(pool, ("a", "b", "c"), Rule(100_000, seed=1))
