@@ -108,3 +108,13 @@ class Corpus:
 
     def fingerprint(self) -> str:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
+
+
+def require_tokens(rows: Sequence[Row], vocabulary: int) -> None:
+    """ConfigError if a row has a token that the model's vocabulary does not have."""
+    highest = max((max(row.ids) for row in rows if row.ids), default=0)
+    if highest >= vocabulary:
+        raise ConfigError(
+            f"the corpus has token {highest}, but the model's vocabulary has {vocabulary} tokens: name the model that "
+            "wrote the answers"
+        )

@@ -24,7 +24,7 @@ from perilune.core.errors import ConfigError
 from perilune.draft import ranks
 from perilune.draft.batch import LONGEST_UNROLL
 from perilune.draft.capture import Capture
-from perilune.draft.corpus import Corpus, Row
+from perilune.draft.corpus import Corpus, Row, require_tokens
 from perilune.draft.lessons import Lessons
 from perilune.draft.losses import LOSSES
 from perilune.draft.optimizer import Optimizer, distribute
@@ -131,6 +131,7 @@ def train(
 
     rows = [row for corpus in corpora for row in corpus.rows()]
     mined = [row for corpus in windows for row in corpus.rows()]
+    require_tokens([*rows, *mined], model.config.vocab_size)
     layers = config.aux_layers(model.config.num_hidden_layers)
     if states is not None:
         rows = _captured(states, [*corpora, *windows], layers, rows, mined, model.weights.norm)

@@ -16,7 +16,7 @@ from perilune.core.files import make_writable
 from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
-from perilune.draft.corpus import Corpus
+from perilune.draft.corpus import Corpus, require_tokens
 from perilune.draft.states import Shard, States, about, capture, load_ends, token_bytes
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
 from perilune.formats.hub import resolve_model
@@ -79,6 +79,7 @@ def command(
     layers = Eagle3Config.from_dict(raw, where="the draft's config.json").aux_layers(target.num_hidden_layers)
     found = [Corpus(corpus) for corpus in corpora]
     rows = [row for corpus in found for row in corpus.rows()]
+    require_tokens(rows, target.vocab_size)
     states = States(out, about(found, layers, fingerprint(path)))
     wanted, free = token_bytes(rows, len(layers), target.hidden_size), shutil.disk_usage(out).free
     limit = min(gb * 1e9, states.nbytes + free * 0.95)

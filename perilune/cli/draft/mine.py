@@ -15,7 +15,7 @@ from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.files import make_writable
 from perilune.draft.capture import Capture
-from perilune.draft.corpus import ABOUT, Corpus, Row
+from perilune.draft.corpus import ABOUT, Corpus, Row, require_tokens
 from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
 from perilune.draft.mine_group import group, names
 from perilune.draft.mine_score import reopen, score
@@ -141,6 +141,7 @@ def _evaluated(
     for corpus in corpora:
         rows += (own := corpus.rows())
         numbers += [domains.index(corpus.families[row.family]) for row in own]
+    require_tokens(rows, config.vocab_size)
     longest = max((len(row.ids) for row in rows), default=0)
     capture = Capture(model, trainee.config.aux_layers(config.num_hidden_layers), tokens=max(CAPTURED, longest))
     with display.progress() as bar:

@@ -433,6 +433,17 @@ def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
         run("collect", "--out", str(tmp_path / "c"), "--chats", str(chats), "--forced")
 
 
+@pytest.mark.parametrize(
+    "given", [("train", "--run", "run", "--out", "out", "--draft-vocab", "9"), ("capture", "--out", "out"),
+              ("mine", "--out", "out")]
+)  # fmt: skip
+def test_a_corpus_of_another_model_is_one_line(tmp_path: Path, given: tuple[str, ...]) -> None:
+    Corpus(tmp_path / "corpus", {"families": ["a"]}).add([Row(tuple(range(163_580, 163_600)), 4, 0, True)])
+    verb, *rest = (str(tmp_path / word) if word in ("run", "out") else word for word in given)
+    with pytest.raises(ConfigError, match="has token 163599, but the model's vocabulary has"):
+        CliRunner().invoke(command, [verb, "--corpus", str(tmp_path / "corpus"), *rest], catch_exceptions=False)
+
+
 def test_the_bundled_drafter_is_right_on_held_out_problems() -> None:
     nano = resolve_model("kimi-nano")
     config, weights = load(nano, dtype=torch.float32, device="cpu")
