@@ -75,7 +75,12 @@ def write(
             else:
                 out.add(name, tensor)
     block = quantiser.config() if quantiser is not None else None
-    write_object(directory / "config.json", with_quantization(config, block))
+    try:
+        with _disk(directory):
+            write_object(directory / "config.json", with_quantization(config, block))
+    except BaseException:
+        out.remove()  # else a repeated call would be refused because of these shards
+        raise
 
 
 def with_quantization(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -131,13 +136,21 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        complete = False
         try:
             if e is None:
                 with _disk(self.directory):
                     self._complete()
+                complete = True
         finally:
-            for shard in self._shards:
-                shard.discard()
+            if not complete:
+                self.remove()
+
+    def remove(self) -> None:
+        """Removes what was written."""
+        for shard in self._shards:
+            shard.discard()
+        (self.directory / INDEX).unlink(missing_ok=True)
 
     def _complete(self) -> None:
         if not self._shards:
@@ -145,12 +158,12 @@ class Writer:
         self._shards[-1].finish()
         count = len(self._shards)
         if count == 1:
-            os.replace(self._shards[0].path, self.directory / SINGLE)
+            self._shards[0].rename(self.directory / SINGLE)
             return
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(self._shards, 1):
             final = f"model-{i:05d}-of-{count:05d}.safetensors"
-            os.replace(shard.path, self.directory / final)
+            shard.rename(self.directory / final)
             weight_map |= dict.fromkeys(shard.header, final)
         total = sum(shard.nbytes for shard in self._shards)
         write_object(self.directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -198,6 +211,10 @@ class _Shard:
         self._file.seek(0)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.close()
+
+    def rename(self, path: Path) -> None:
+        os.replace(self.path, path)
+        self.path = path
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # a failed flush does not matter: the file is removed next

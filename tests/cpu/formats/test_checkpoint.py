@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from perilune.core.errors import CheckpointError
+from perilune.core.jsonfile import write_object
 from perilune.formats import fp8_block, int4, int4_compact, nvfp4, nvfp4_packed, scheme
 from perilune.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from perilune.formats.served import format_of, require_served
@@ -207,6 +208,20 @@ def test_writer_refuses_and_cleans_up(tmp_path):
         Writer(tmp_path)
     with pytest.raises(CheckpointError, match="cannot make directory"):
         Writer(tmp_path / SINGLE / "x")
+
+
+@pytest.mark.parametrize("last", [INDEX, "config.json"])
+def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path, monkeypatch, last):
+    def full(path, data):
+        if path.name == last:
+            raise OSError(28, "No space left on device")
+        write_object(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
+        patch.setattr("perilune.formats.writer.write_object", full)
+        write(tmp_path, tensors(), config={}, shard_bytes=2000)
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path, tensors(), config={})
 
 
 def test_quantisation_block_goes_to_the_text_level():
