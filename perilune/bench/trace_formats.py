@@ -29,19 +29,19 @@ Timed = tuple[float, float | None, Turn]  # (timestamp, delay or None: by the ti
 def sessions_of(lines: Sequence[dict[str, Any]], *, scale: float = 1.0) -> list[Session]:
     """Sessions in order of their starts. `scale` (for small models) multiplies the lengths of answers and of texts that
     are made from a name. ConfigError names a line without a known format."""
-    grouped: dict[str, list[Timed]] = {}
+    grouped: dict[str, list[tuple[int, Timed]]] = {}
     roots: dict[Any, str] = {}  # Bailian's session of a chat
     for number, line in enumerate(lines):
         for name, timed in _sessions(_Line(line, number, scale), roots):
-            grouped.setdefault(name, []).extend(timed)
+            grouped.setdefault(name, []).extend((number, one) for one in timed)
     found = []
     for name, turns in grouped.items():
         before = [turns[0], *turns]
         delayed = [
-            Turn(t.pieces, t.output_tokens, max(at - last, 0.0) if delay is None else delay, t.whole)
-            for (at, delay, t), (last, _, _) in zip(turns, before)
+            Turn(t.pieces, t.output_tokens, max(at - last, 0.0) if delay is None else delay, t.whole, number)
+            for (number, (at, delay, t)), (_, (last, _, _)) in zip(turns, before)
         ]
-        found.append(Session(name, turns[0][0], tuple(delayed)))
+        found.append(Session(name, turns[0][1][0], tuple(delayed)))
     if not found:
         raise ConfigError("the trace has no request with input")
     first = min(session.start for session in found)

@@ -5,7 +5,7 @@ import json
 import random
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The text that a turn adds to its session's prompt, `delay` seconds after the previous answer. `whole`: the pieces
-    are the whole prompt, earlier turns included."""
+    are the whole prompt, earlier turns included. `line`: index of the trace's line that it comes from."""
 
     pieces: tuple[Piece, ...]
     output_tokens: int
     delay: float = 0.0
     whole: bool = False
+    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ Measured = tuple[dict[str, Any], list[replay.Call]]
 @click.option("--shape", help="Random weights of a large model (kimi-k2.5) instead of MODEL; needs a GPU.")
 @click.option("--layers", type=click.IntRange(1), default=9, help="With --shape: layers to run.")
 @click.option("--plot", type=options.OUT_FILE, help="Write TTFT by prompt length as SVG.")
-@click.option("--write", type=options.OUT_FILE, help="Write the trace that was played as JSONL.")
+@click.option("--write", type=options.OUT_FILE, help="Write the trace's lines that are played as JSONL.")
 @targets.target_options
 @options.engine_options(*options.COMMON, "max_num_seqs", *TIERS)
 @ledger_option("replay")
@@ -103,9 +103,10 @@ def command(
     MODEL is run in this process, or is the http(s) address of any OpenAI-compatible endpoint.
     """
     lines = _lines(trace, sessions, turns, seed)
-    if write is not None:
-        _write(write, "".join(json.dumps(line) + "\n" for line in lines))
     made = _cut(trace_formats.sessions_of(lines, scale=scale), sessions, turns)
+    if write is not None:
+        played = sorted({turn.line for session in made for turn in session.turns})
+        _write(write, "".join(json.dumps(lines[number]) + "\n" for number in played))
     if begin_after is not None:
         made = [traces.begun(session, begin_after) for session in made]
     forever = float("inf")

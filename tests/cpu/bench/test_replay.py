@@ -421,6 +421,18 @@ def test_a_whole_prompt_replaces_what_was_said(fake: FakeEndpoint, tmp_path: Pat
     assert fake.bodies[1]["messages"] == [hi, ho, {**hi, "content": "More"}], "recorded, not the live answer"
 
 
+def test_the_lines_that_are_played_are_written(fake: FakeEndpoint, tmp_path: Path) -> None:
+    fake.answer = lambda body: [(0.0, chunk(content="a")), (0.0, usage(9, 1)), (0.0, "[DONE]")]
+    lines = [
+        {"session_id": name, "timestamp": at, "input_length": 9, "hash_ids": [number]}
+        for number, (name, at) in enumerate([("late", 5), ("b", 1), ("a", 0), ("b", 2), ("a", 3), ("a", 4)])
+    ]
+    trace, written = tmp_path / "t.jsonl", tmp_path / "w.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    row, _ = invoke(str(trace), fake.url, "--sessions", "2", "--turns", "2", "--write", str(written))
+    assert row["requests"] == 4 and read(written) == lines[1:5]
+
+
 def test_a_gzipped_trace_that_is_cut_or_damaged(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"input_length": 40, "output_length": 4, "hash_ids": [1]}\n' * 50)
     middle = len(whole) // 2
