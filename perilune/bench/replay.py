@@ -247,7 +247,7 @@ class RemoteConversation:
         if self._endpoint.owner not in ("perilune", "vllm", "sglang"):
             del body["ignore_eos"]
         answer: list[str] = []
-        usage = None
+        usage, call.says_cached = None, False
         async for chunk in self._endpoint.stream(body):
             said = "".join(getattr(event, "text", "") for event in chunk.events)
             usage = chunk.usage or usage
@@ -413,7 +413,10 @@ def _progress(calls: Sequence[Call], before: int, total: int, begin: float, repo
 def shares(calls: Sequence[Call]) -> tuple[float, float]:
     """(hit share, ideal share) of all prompt tokens."""
     total = sum(call.prompt_tokens for call in calls) or 1
-    return sum(c.cached for c in calls) / total, sum(c.ideal * c.prompt_tokens for c in calls) / total
+    # An endpoint that counts no tokens: by the trace's own lengths.
+    lengths = [call.prompt_tokens or sum(tokens for _, tokens in call.prompt) for call in calls]
+    ideal = sum(c.ideal * length for c, length in zip(calls, lengths)) / (sum(lengths) or 1)
+    return sum(c.cached for c in calls) / total, ideal
 
 
 def summary(calls: Sequence[Call], options: Options) -> dict[str, Any]:

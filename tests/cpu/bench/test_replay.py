@@ -205,6 +205,16 @@ def test_an_endpoint_that_does_not_count_hits_has_none_of_zero(fake: FakeEndpoin
     assert row["hit_share"] is None and "cache hits      not known" in said and "hits 0" not in said
 
 
+def test_an_endpoint_that_counts_nothing_has_no_hit_share(fake: FakeEndpoint) -> None:
+    fake.answer = lambda body: [(0.0, chunk(content="a")), (0.0, chunk(finish="length")), (0.0, "[DONE]")]
+    row, said = invoke("agents", fake.url, "--scale", "0.01", "--speed", "0", "--sessions", "1", "--turns", "2")
+    assert row["hit_share"] is None and "cache hits      not known" in said and row["ideal_share"] > 0.3
+    cut = call(0, [(1, 10)], 0.0, (1.0, 1), cut=True)  # its usage had not come
+    cut.prompt_tokens, cut.says_cached = 0, False
+    whole = call(0, [(1, 10)], 0.0, (1.0, 1), says_cached=False)
+    assert summary([whole, cut], Options())["hit_share"] is None
+
+
 def test_options_that_do_not_go_together(fake: FakeEndpoint) -> None:
     found = CliRunner().invoke(cli, ["bench", "replay", "agents", fake.url, "--kv-host-gb", "1"])
     assert isinstance(found.exception, ConfigError) and "not for an endpoint" in str(found.exception)
