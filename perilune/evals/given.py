@@ -27,6 +27,7 @@ from perilune.core.files import read_regular
 SPLIT = "given"
 MAX_FILE_BYTES = 16 << 20
 MAX_EXTRA_WORDS = 8  # around the wanted text: a sentence passes, the whole paragraph that was asked about does not
+MAX_DIGITS = 1000  # of a number that is compared exactly; int() refuses more than 4,300
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?")
 FENCE = re.compile(r"\A\s*```\w*\n(.*?)\n?```\s*\Z", re.DOTALL)
 FIELDS = {"family", "messages", "tools", "response_format", "answer"}
@@ -82,7 +83,7 @@ class Given:
             return _object(content) == _exact(self.answer)
         if isinstance(self.answer, int | float):
             found = NUMBER.findall(content)
-            return bool(found) and float(found[-1].replace(",", "").replace("−", "-")) == self.answer
+            return bool(found) and _number(found[-1].replace(",", "").replace("−", "-")) == self.answer
         texts = [self.answer] if isinstance(self.answer, str) else self.answer
         return _object(content) is None and any(_says(content, text) for text in texts)
 
@@ -164,6 +165,12 @@ def _says(content: str, text: str) -> bool:
     return 0 <= spare <= MAX_EXTRA_WORDS and any(found[i : i + len(wanted)] == wanted for i in range(spare + 1))
 
 
+def _number(text: str) -> int | float:
+    """The value of a decimal number; a whole one exactly, where a float is exact to 2^53 only."""
+    whole = "." not in text and len(text) <= MAX_DIGITS
+    return int(text) if whole else float(text)
+
+
 def _exact(value: Any) -> str:
     """A JSON value as one text: equal numbers are spelt alike (2 and 2.0), True is not 1, keys are sorted."""
 
@@ -181,9 +188,9 @@ def _object(content: str) -> str | None:
     inner = FENCE.match(content)
     try:
         found = json.loads(inner[1] if inner else content)
+        return _exact(found) if isinstance(found, dict) else None
     except (ValueError, RecursionError):
         return None
-    return _exact(found) if isinstance(found, dict) else None
 
 
 def _same_calls(wanted: Sequence[dict[str, Any]], calls: Calls) -> bool:
