@@ -17,6 +17,7 @@ from perilune.grammar.sizes import is_number
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_DEPTH = 16  # references and negations inside one another
 MAX_ALTERNATIVES = 128  # made for one schema document
+MAX_VISITED = 20_000  # schemas visited for them, again for each reference
 MAX_LISTED_CHARS = 2_000  # of strings that are excluded by name
 # Keywords that say nothing about a value, or only together with one that is handled.
 _SILENT = {
@@ -35,6 +36,7 @@ class Negation:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._left = MAX_ALTERNATIVES
+        self._visits_left = MAX_VISITED
 
     def alternatives(self, node: Any, depth: int = 0) -> list[Any]:
         """Schemas each of which holds only for values that `node` refuses; none if there is no such value.
@@ -47,9 +49,18 @@ class Negation:
             raise SchemaError("not: what it holds is no schema")
         if depth > MAX_DEPTH:
             raise SchemaError(f"not: more than {MAX_DEPTH} references or alternatives inside one another")
-        made = list(self._of(node, depth + 1))
-        self.count(len(made))
+        self.visit()
+        made = []
+        for alternative in self._of(node, depth + 1):
+            self.count(1)
+            made.append(alternative)
         return made
+
+    def visit(self) -> None:
+        """Raises SchemaError if one document has too many references and schemas inside one another."""
+        self._visits_left -= 1
+        if self._visits_left < 0:
+            raise SchemaError(f"not, if, oneOf and unevaluated: more than {MAX_VISITED} schemas by its references")
 
     def count(self, alternatives: int) -> None:
         """Raises SchemaError if one document's alternatives become too many."""

@@ -76,6 +76,7 @@ class _Ways:
     def of(self, node: Any, depth: int) -> list[Way]:
         if not isinstance(node, Mapping) or depth > MAX_DEPTH:
             return [Way((node,))]
+        self._negation.visit()
         ways = [self._plain(node)]
         if any(word in node for word in WORDS):  # `node` has a keyword of its own and evaluates the whole value
             way = ways[0]
@@ -121,6 +122,7 @@ class _Ways:
         return found
 
     def _one(self, parts: Sequence[Any], depth: int) -> list[Way]:
+        _check_ways(len(parts))
         found = []
         for i, part in enumerate(parts):
             others = [{"not": other} for j, other in enumerate(parts) if j != i]
@@ -137,6 +139,10 @@ def _and_seen(whole: Way, seen: Way) -> Way:
 
 
 def _product(some: Sequence[Way], others: Sequence[Way]) -> list[Way]:
-    if len(some) * len(others) > MAX_WAYS:
-        raise SchemaError(f"unevaluated: more than {MAX_WAYS} combinations of alternatives")
+    _check_ways(len(some) * len(others))
     return [a + b for a in some for b in others]
+
+
+def _check_ways(count: int) -> None:
+    if count > MAX_WAYS:
+        raise SchemaError(f"unevaluated: more than {MAX_WAYS} combinations of alternatives")

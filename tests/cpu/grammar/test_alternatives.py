@@ -6,6 +6,7 @@ refused.
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import jsonschema
@@ -145,3 +146,32 @@ def test_names_are_compared_with_patterns_by_the_compiler(nano: Tokenizer) -> No
     assert accepted(nano, constraint.answer, {other: 1}) and not accepted(nano, constraint.answer, {name: 1})
     with pytest.raises(RequestError, match="cannot be negated"):
         constrain(nano, answer=AnswerFormat("json_schema", {"not": {"patternProperties": {"^(?:a|a){80}$b": False}}}))
+
+
+@pytest.mark.parametrize("word", ["not", "allOf"])
+def test_references_inside_one_another_are_bounded(nano: Tokenizer, word: str) -> None:
+    """20^7 schemas by references: visiting them all would take an hour."""
+    chain = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 20} for i in range(7)} | {"a7": {}}
+    first: Any = {"$ref": "#/$defs/a0"}
+    schema = {"$defs": chain, "unevaluatedProperties": False, word: [first] if word == "allOf" else first}
+    with pytest.raises(RequestError, match="more than 20000 schemas by its references"):
+        constrain(nano, answer=AnswerFormat("json_schema", schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"oneOf": [True] * 1_500}},
+        {"not": {"prefixItems": [True] * 8_000}},
+        {"oneOf": [{"required": ["a"]}] * 1_500, "unevaluatedProperties": False},
+    ],
+)
+def test_pairs_of_alternatives_are_not_made(nano: Tokenizer, schema: Any) -> None:
+    """Those of 10,000 alternatives would take 15 GB."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="unevaluated: more than"):
+            constrain(nano, answer=AnswerFormat("json_schema", schema))
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
