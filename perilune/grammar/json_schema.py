@@ -169,9 +169,11 @@ class _Rewriter:
             met, unmet = [asked, node.get("then", True)], [{"not": asked}, node.get("else", True)]
             if "then" in node or "else" in node:
                 node = _and(node, {"anyOf": [{"allOf": met}, {"allOf": unmet}]})
-        for name, part in (node.get("dependentSchemas") or {}).items():
-            absent, present = {"properties": {name: False}}, {"allOf": [{"required": [name]}, part]}
-            node = _and(node, {"anyOf": [absent, present]})
+        dependent = [
+            {"anyOf": [{"properties": {name: False}}, {"allOf": [{"required": [name]}, part]}]}
+            for name, part in (node.get("dependentSchemas") or {}).items()
+        ]
+        node = _and(node, *dependent) if dependent else node
         return {k: v for k, v in node.items() if k not in ("if", "then", "else", "dependentSchemas")}
 
     def _not(self, node: dict[str, Any]) -> dict[str, Any]:
@@ -315,9 +317,9 @@ class _Rewriter:
         listed = items(said["enum"]) if said.keys() == {"enum"} else [said["const"]] if said.keys() == {"const"} else ()
         other, properties = rest.get("additionalProperties", True), dict(rest.get("properties") or {})
         if listed and "patternProperties" not in rest:
-            allowed = {name: other for name in listed if isinstance(name, str)} | properties
+            allowed = dict.fromkeys((name for name in listed if isinstance(name, str)), other)
             return rest | {
-                "properties": {name: part if name in listed else False for name, part in allowed.items()},
+                "properties": allowed | {n: part if n in allowed else False for n, part in properties.items()},
                 "additionalProperties": False,
             }
         pattern = said.get("pattern") if said.keys() == {"pattern"} else _length(said)
@@ -340,9 +342,8 @@ class _Rewriter:
         if not isinstance(needs, Mapping) or not all(isinstance(v, list) for v in needs.values()):
             return node
         made = {k: v for k, v in node.items() if k != "dependentRequired"}
-        for name, others in needs.items():
-            made = _and(made, {"anyOf": [{"properties": {name: False}}, {"required": list(others)}]})
-        return made
+        choices = [[{"properties": {name: False}}, {"required": list(others)}] for name, others in needs.items()]
+        return _and(made, *({"anyOf": choice} for choice in choices)) if choices else made
 
     def _sizes(self, node: dict[str, Any]) -> dict[str, Any]:
         most = node.get("maxItems")
@@ -509,5 +510,5 @@ def _is_whole(node: Mapping[str, Any]) -> bool:
     return "integer" in kinds and "number" not in kinds
 
 
-def _and(node: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return node | {"allOf": [*items(node.get("allOf")), other]}
+def _and(node: dict[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    return node | {"allOf": [*items(node.get("allOf")), *others]}

@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 
 from perilune.core.errors import RequestError
+from perilune.grammar import json_schema
 from perilune.grammar.constrain import AnswerFormat, constrain
+from perilune.grammar.json_schema import enforceable
 from perilune.grammar.matcher import vocabulary
 from perilune.text.tokenizer import Tokenizer
 from tests.cpu.grammar.test_grammar import Monkey
@@ -175,3 +177,30 @@ def test_pairs_of_alternatives_are_not_made(nano: Tokenizer, schema: Any) -> Non
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_many_names_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 names of propertyNames took 8 s; 80,000 of dependentRequired, each of which copied all before it, 12 s."""
+    compared = 0
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = [Name(f"n{i}") for i in range(500)]
+    made = enforceable({"type": "object", "propertyNames": {"enum": names}, "properties": {"n7": {}, "x": {}}})
+    assert made["properties"] == dict.fromkeys(map(str, names), True) | {"n7": {}, "x": False} and compared < 5_000
+    copies: list[int] = []
+
+    def both(node: dict[str, Any], *others: Any) -> dict[str, Any]:
+        copies.append(len(others))
+        return node
+
+    monkeypatch.setattr(json_schema, "_and", both)
+    enforceable({"type": "object", "dependentRequired": {name: [] for name in names}})
+    enforceable({"type": "object", "dependentSchemas": dict.fromkeys(names, True)})
+    assert copies == [500, 500]
