@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
-from perilune.grammar import shortest_end
+from perilune.grammar import shortest_end, sizes
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.expressions import example, length
 from perilune.grammar.json_schema import enforceable
@@ -396,3 +396,19 @@ def test_a_schema_without_bounds_stays_as_it_is() -> None:
     schema = {"type": "object", "properties": {"a": {"type": ["string", "null"]}, "b": {"enum": [1, "x"]}}}
     assert bounded(schema)[0] == schema
     assert bounded(True) == (True, 0)
+
+
+def test_required_names_in_many_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 names in 2,000 parts of an allOf, 25 KB, took 11 s."""
+    looked_up = 0
+
+    def member(node: Any, name: str) -> Any:
+        nonlocal looked_up
+        looked_up += 1
+        return True
+
+    monkeypatch.setattr(sizes, "_member", member)
+    schema = {"type": "object", "required": [f"n{i}" for i in range(1_500)], "allOf": [{}] * 1_500}
+    assert sizes.bounded(schema) == (schema, sizes.MAX_BYTES) and looked_up == 0
+    schema["allOf"] = [{}] * 100
+    assert sizes.bounded(schema)[1] < sizes.MAX_BYTES and looked_up > 150_000
