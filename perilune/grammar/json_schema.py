@@ -60,6 +60,9 @@ class _Rewriter:
         self._root = root
         self._left = _MAX_VISITED
         self._negation = Negation(root)
+        # By id() of a schema with listed values: the schema, which keeps the id in use, and the values' kinds or texts.
+        self._known_kinds: dict[int, tuple[Any, set[str]]] = {}
+        self._known_values: dict[int, tuple[Any, set[str]]] = {}
 
     def rewrite(self, node: Any) -> Any:
         if not isinstance(node, Mapping):
@@ -203,13 +206,16 @@ class _Rewriter:
 
     def _listed(self, node: Any, name: str) -> list[Any] | None:
         """The only values that a property may have; None: they are not listed."""
+        listing = self._listing(node, name)
+        return None if listing is None else _values_of(listing)
+
+    def _listing(self, node: Any, name: str) -> Mapping[str, Any] | None:
+        """The schema that lists the only values of a property, if one does."""
         for facet in self._facets(node):
             properties = facet.get("properties")
             for inner in self._facets(properties.get(name)) if isinstance(properties, Mapping) else ():
-                if "const" in inner:
-                    return [inner["const"]]
-                if isinstance(inner.get("enum"), list):
-                    return list(inner["enum"])
+                if "const" in inner or isinstance(inner.get("enum"), list):
+                    return inner
         return None
 
     def _string(self, node: dict[str, Any]) -> dict[str, Any]:
@@ -395,13 +401,20 @@ class _Rewriter:
             if "type" in facet:
                 named = facet["type"] if isinstance(facet["type"], list) else [facet["type"]]
                 found &= {kind for name in named if isinstance(name, str) for kind in NAMED.get(name, KINDS)}
-            for values in (items(facet.get("enum")), [facet["const"]] if "const" in facet else []):
-                if values:
-                    found &= {kind_of(v) for v in values}
+            if "const" in facet or items(facet.get("enum")):
+                found &= self._kinds_listed(facet)
             for word in ("anyOf", "oneOf"):
                 if choices := items(facet.get(word)):
                     found &= {kind for choice in choices for kind in self._kinds(choice, depth + 1)}
         return found
+
+    def _kinds_listed(self, facet: Mapping[str, Any]) -> set[str]:
+        """The kinds that its enum and const both have."""
+        if id(facet) not in self._known_kinds:
+            lists = (items(facet.get("enum")), [facet["const"]] if "const" in facet else [])
+            kinds = set.intersection(*({kind_of(v) for v in values} for values in lists if values))
+            self._known_kinds[id(facet)] = (facet, kinds)
+        return self._known_kinds[id(facet)][1]
 
     def _required(self, node: Any) -> set[str]:
         return {n for facet in self._facets(node) for n in items(facet.get("required")) if isinstance(n, str)}
@@ -411,8 +424,11 @@ class _Rewriter:
         return self._property({"properties": {"": node}}, "")
 
     def _property(self, node: Any, name: str) -> set[str] | None:
-        values = self._listed(node, name)
-        return None if values is None else {_spelled(v) for v in values}
+        if (listing := self._listing(node, name)) is None:
+            return None
+        if id(listing) not in self._known_values:
+            self._known_values[id(listing)] = (listing, {_spelled(v) for v in _values_of(listing)})
+        return self._known_values[id(listing)][1]
 
 
 def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list[Any]]:
@@ -490,15 +506,20 @@ def _scan(pattern: str, at: int) -> tuple[int | None, bool]:
     return end, alternative
 
 
+def _values_of(listing: Mapping[str, Any]) -> list[Any]:
+    """The values in a schema's const or enum."""
+    return [listing["const"]] if "const" in listing else list(listing["enum"])
+
+
 def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
-    return a is not None and b is not None and not a & b
+    return a is not None and b is not None and a.isdisjoint(b)
 
 
 def _all_values_apart(listed: Iterable[set[str] | None]) -> bool:
     """Whether every two of these are apart, which is whether no value is in two of them."""
     found = set[str]()
     for values in listed:
-        if values is None or found & values:
+        if values is None or not found.isdisjoint(values):
             return False
         found |= values
     return True

@@ -204,3 +204,19 @@ def test_many_names_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyP
     enforceable({"type": "object", "dependentRequired": {name: [] for name in names}})
     enforceable({"type": "object", "dependentSchemas": dict.fromkeys(names, True)})
     assert copies == [500, 500]
+
+
+def test_listed_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """120 alternatives of 200 values each and a null, 230 KB, took 6 s: each pair of them spelled its values."""
+    spelled = 0
+    spell = json_schema._spelled
+
+    def counted(value: Any) -> str:
+        nonlocal spelled
+        spelled += 1
+        return spell(value)
+
+    monkeypatch.setattr(json_schema, "_spelled", counted)
+    lists = [{"enum": [f"{i} {j}" for j in range(50)]} for i in range(30)]
+    made = enforceable({"oneOf": [*lists, {"type": "null"}]})
+    assert made == {"anyOf": [*lists, {"type": "null"}]} and spelled == 1_500
