@@ -19,6 +19,7 @@ from perilune.grammar.references import DEFINITIONS, SchemaError, items, mapping
 from perilune.grammar.sizes import (
     MAX_BYTES,
     MAX_PATTERN_NAMES,
+    MAX_PROPERTIES,
     MAX_REMAINDERS,
     bounded,
     is_number,
@@ -294,7 +295,12 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
     try:
         plain = resolved(schema)
         _check_levels(plain)
-        made, heaviest = bounded(enforceable(plain))
+        rewritten = enforceable(plain)
+        if (count := max((len(mapping(n.get("properties"))) for n in nodes(rewritten)), default=0)) > MAX_PROPERTIES:
+            raise SchemaError(
+                f"an object has {count} properties, at most {MAX_PROPERTIES} in an object can be enforced"
+            )
+        made, heaviest = bounded(rewritten)
         _check_schemas_of_values(made)
     except (SchemaError, RecursionError) as e:
         why = "rewriting it by its references does not end" if isinstance(e, RecursionError) else e

@@ -24,6 +24,9 @@ MAX_REMAINDERS = 100_000
 # Names in all patternProperties of a schema. llguidance compares each pair of one object, again for each part of an
 # allOf: 64 took up to a second, 192 up to 80 s.
 MAX_PATTERN_NAMES = 64
+# Properties of one object. llguidance's time to compile grows with their square: 8,000 took 20 s, and no text was found
+# then, as for any schema that is such an object itself.
+MAX_PROPERTIES = 2_000
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
 _PAIRS_OF_MEASURE = 4  # a required name in a part of an allOf takes about a fourth of the time of a measure
 

@@ -431,6 +431,18 @@ def test_names_in_pattern_properties_are_bounded(nano: Tokenizer) -> None:
         constrain(nano, answer=AnswerFormat("grammar", f"start: %json {json.dumps({'anyOf': names})}"))
 
 
+def test_properties_of_an_object_are_bounded(nano: Tokenizer) -> None:
+    """The compiler's time grows with their square: 8,000 took 20 s."""
+    names = [f"n{i}" for i in range(2_001)]
+    for schema in (
+        {"properties": {"a": {"type": "object", "properties": dict.fromkeys(names, True)}}},
+        {"type": "object", "propertyNames": {"enum": names}},
+    ):
+        with pytest.raises(RequestError, match="an object has 2001 properties, at most 2000") as e:
+            constrain(nano, answer=AnswerFormat("json_schema", schema))
+        assert e.value.code == "unsupported_schema"
+
+
 def test_too_little_room_is_refused_with_the_least_that_would_do(nano: Tokenizer) -> None:
     constraint = constrain(nano, answer=AnswerFormat("json_schema", SCHEMAS[13]))
     assert constraint is not None
