@@ -30,6 +30,8 @@ from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
 PING = {"type": "ping"}
 VERSION = "anthropic-version"  # the header that every client of this API sends
+# The SDK's tool runner asks for a thread unasked. This error code makes it send the whole conversation instead.
+NO_THREADS = {"error_code": "thread_unsupported_request"}
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -241,12 +243,14 @@ def model_page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[st
 def describe(error: Exception) -> dict[str, Any]:
     """An exception as Anthropic's error object."""
     status, body = errors.describe(error)
-    return error_object(status, body["error"]["message"])
+    return error_object(status, body["error"])
 
 
-def error_object(status: int, message: str) -> dict[str, Any]:
+def error_object(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's error object for OpenAI's `error`."""
     kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": NO_THREADS} if error["param"] == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": error["message"], **details}}
 
 
 class ErrorShape:
@@ -271,8 +275,8 @@ class ErrorShape:
             elif start is None:
                 await send(message)
             elif message["type"] == "http.response.body":
-                text = msgspec.json.decode(message["body"])["error"]["message"]  # errors.response sends one whole body
-                body = msgspec.json.encode(error_object(start["status"], text))
+                found = msgspec.json.decode(message["body"])["error"]  # errors.response sends one whole body
+                body = msgspec.json.encode(error_object(start["status"], found))
                 headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", b"%d" % len(body)))
                 await send({**start, "headers": headers})

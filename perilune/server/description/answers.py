@@ -22,8 +22,11 @@ class Error(BaseModel):
 
 
 class MessagesErrorDetail(BaseModel):
+    """`details`, an error_code for programs, is there only if the request has the field thread."""
+
     type: str
     message: str
+    details: dict[str, str] = {}
 
 
 class MessagesError(BaseModel):

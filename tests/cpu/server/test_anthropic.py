@@ -511,6 +511,20 @@ async def test_the_official_sdk_lists_the_models(s: Served) -> None:
     assert openai["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@served(answer="Hello")
+async def test_the_sdks_tool_runner_goes_on_without_a_thread(s: Served, stream: bool) -> None:
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        return city
+
+    runner = sdk(s).beta.messages.tool_runner(model="m", stream=stream, tools=[get_weather], **HELLO)
+    answers = [await m.get_final_message() if stream else m async for m in runner]
+    assert [m.content[0].text for m in answers] == ["Hello"]
+    refused = await s.client.post(PATH, {**HELLO, "thread": {"type": "create"}})
+    assert refused.status == 400 and refused.json["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @served(api_key="sesame")
 async def test_a_wrong_key_is_refused_in_the_clients_form(s: Served) -> None:
     with pytest.raises(anthropic.AuthenticationError) as refused:
