@@ -51,7 +51,7 @@ def found(messages: Sequence[Any]) -> list[Part]:
         content = message.get("content") if isinstance(message, Mapping) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in ("text", None):
+            if kind in ("text", "refusal", None):
                 continue
             place = part.get("where")
             named = isinstance(place, str) and _PLACE.fullmatch(place)

@@ -278,6 +278,16 @@ async def test_the_developer_speaks_as_the_system(s: Served) -> None:
     assert s.prompt().startswith("<|im_system|>system<|im_middle|>Be brief.<|im_end|>")
 
 
+@served(answer="</think>Hi")
+async def test_a_refusal_of_another_model_is_read_as_text(s: Served) -> None:
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can not."}]}
+    reply = await s.client.post(CHAT, {"messages": [*HELLO, refused, *HELLO]})
+    assert reply.status == 200 and "I can not.<|im_end|>" in s.prompt(), reply.text
+    refused["content"] = [{"type": "refusal", "text": "I can not."}]
+    reply = await s.client.post(CHAT, {"messages": [*HELLO, refused, *HELLO]})
+    assert reply.status == 400 and reply.error["param"] == "messages[1].content[0].refusal"
+
+
 def test_a_model_without_chat_still_completes(tmp_path: Path) -> None:
     async def test(s: Served) -> None:
         reply = await s.client.post(CHAT, {"messages": HELLO})
