@@ -149,7 +149,10 @@ def _turn(message: Any, where: str, ids: _Ids) -> Turn:
         role = "system"
     if message.get("content") is None and role != "assistant":
         raise _wrong(f"{where}.content", "is null, not text" if "content" in message else "is missing")
-    turn = Turn(role, name or role, _parts(message.get("content"), f"{where}.content"))
+    field = "content"
+    if role == "assistant" and message.get("content") is None and message.get("refusal") is not None:
+        field = "refusal"  # in answers of OpenAI's models
+    turn = Turn(role, name or role, _parts(message.get(field), f"{where}.{field}"))
     if role == "assistant":
         return _assistant(turn, message, where, ids)
     if role == "tool":
@@ -173,7 +176,7 @@ def _assistant(turn: Turn, message: Mapping[str, Any], where: str, ids: _Ids) ->
     if not isinstance(sent, list | None):
         raise _wrong(f"{where}.tool_calls", "must be a list")
     ids.new_turn(_sent_ids([message]))
-    if message.get("content") is None and not sent and reasoning is None:
+    if message.get("content") is None and message.get("refusal") is None and not sent and reasoning is None:
         raise _wrong(f"{where}.content", "is null, and there are neither tool_calls nor reasoning_content instead")
     calls = tuple(_call(call, f"{where}.tool_calls[{i}]", ids) for i, call in enumerate(sent or ()))
     return replace(turn, reasoning=reasoning or "", calls=calls)

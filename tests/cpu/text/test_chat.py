@@ -256,6 +256,8 @@ def test_a_refusal_of_another_model_is_read_as_text() -> None:
     parts: list[Any] = [{"type": "refusal", "refusal": "I can not "}, {"type": "text", "text": "do it."}]
     _, turn = read_turns([user("Do it."), {"role": "assistant", "content": parts}])
     assert turn.parts == ("I can not do it.",)
+    _, turn = read_turns([user("Do it."), {"role": "assistant", "content": None, "refusal": "I can not."}])
+    assert turn.parts == ("I can not.",)
     parts[0].pop("refusal")
     with pytest.raises(RequestError, match="refusal"):
         read_turns([user("Do it."), {"role": "assistant", "content": parts}])
