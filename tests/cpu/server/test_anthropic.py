@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from perilune.core.errors import RequestError
 from perilune.server import sse
+from perilune.server.anthropic.messages import describe
 from perilune.server.anthropic.protocol import MessagesBody
 from perilune.server.body import parse
 from perilune.text.chat import ChatTemplate
@@ -412,6 +413,10 @@ def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.Mo
 
     seen: list[bytes] = []
     serve(test, max_body_mb=1)
+
+
+def test_a_missed_deadline_has_anthropics_type() -> None:
+    assert describe(RequestError("late", status=504))["error"] == {"type": "timeout_error", "message": "late"}
 
 
 @served(cors_origins=("https://a.example",), api_key="k")
