@@ -208,7 +208,11 @@ class ResponsesBody(InputBody):
 
 
 def _is_reference(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("type") == "item_reference"
+    """The type may be left out or null: an item that has only an id is a reference."""
+    if not isinstance(item, Mapping):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and item.keys() <= {"id", "type"})
 
 
 def _add(conversation: Conversation, item: Any, where: str, raw: Collection[str]) -> None:

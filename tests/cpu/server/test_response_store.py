@@ -69,6 +69,9 @@ async def test_a_reference_stands_for_the_item_of_a_stored_response(s: Served) -
     assert s.prompt() == by_reference and "<think>Hm</think>Wait" in by_reference
     counted = await s.client.post(f"{PATH}/input_tokens", {"input": [*references, result], "tools": [TOOL]})
     assert counted.json["input_tokens"] == second["usage"]["input_tokens"]
+    untyped = [{"id": references[0]["id"]}, *({**r, "type": None} for r in references[1:]), result]
+    await s.client.post(PATH, {"input": untyped, "tools": [TOOL], "store": False})
+    assert len(s.engine.seen) == 4 and s.prompt() == by_reference
     await s.client.request("DELETE", f"{PATH}/{first['id']}", [b""])
     # The second response has the items, too.
     assert (await s.client.post(PATH, {"input": [*references, result], "tools": [TOOL], "store": False})).status == 200
