@@ -240,12 +240,18 @@ class Chat:
     def loop(self) -> None:
         """Reads lines until /exit, Ctrl-D, or Ctrl-C at the prompt."""
         while True:
+            lines: list[str] = []
+
+            def read(prompt: str, lines: list[str] = lines) -> str:
+                lines.append(self._read(prompt))
+                return lines[-1]
+
             try:
-                text = read_message(self._read)
+                text = read_message(read)
             except (EOFError, KeyboardInterrupt):
                 click.echo()
                 return
-            if text.startswith("/"):
+            if lines[0].startswith("/"):  # not of the text: in triple quotes, a message may begin with a slash
                 if not self.command(text):
                     return
             elif text.strip():

@@ -135,6 +135,13 @@ def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert command in printed.out
 
 
+def test_text_in_quotes_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Scripted([Content("a")], [Content("b")])
+    talk(backend, '"""/exit"""', '"""', "/etc/hosts is", "a file", '"""', "/think off")
+    asked = [message["content"] for message in backend.asked[1] if message["role"] == "user"]
+    assert asked == ["/exit", "/etc/hosts is\na file"] and not capsys.readouterr().err
+
+
 def test_a_conversation_is_saved_into_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
