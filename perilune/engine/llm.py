@@ -101,6 +101,9 @@ class LLM:
 
     def __init__(self, model: str | Path = "kimi-nano", *, progress: bool = False, **config: Any):
         path = resolve_model(str(model), progress=progress, check=KimiConfig.from_directory)
+        self.tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
+        if self.tokenizer is not None:
+            self.tokenizer.require_size(KimiConfig.from_directory(path).vocab_size, path)
         self._engine: Engine | None = Engine(path, build(EngineConfig, config), progress=progress)
         self._lock, self._process = threading.Lock(), os.getpid()
         self._ids = itertools.count()
@@ -108,7 +111,6 @@ class LLM:
         self.info = self._engine.info
         self.config = self._engine.config
         self._reader = Reader(path, self.info)
-        self.tokenizer = Tokenizer.from_directory(path) if (path / "tiktoken.model").is_file() else None
         ends = self.tokenizer.stop_ids if self.tokenizer is not None else frozenset[int]()
         self._end_tokens = ends | set(self.info.stop_token_ids)
 

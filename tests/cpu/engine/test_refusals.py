@@ -1,5 +1,6 @@
 """Settings that an engine refuses, before it reads weights, and the memory that it says it will use."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from perilune import LLM
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, build
-from perilune.core.errors import ConfigError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.engine import fit
 from perilune.engine.engine import Engine
 from perilune.engine.resolve import Choices
@@ -51,6 +52,18 @@ def test_tiers_that_cannot_be_had_are_refused_before_weights_are_read(
     with pytest.raises(ConfigError, match=why) as error:
         LLM(tmp_path, **SMALL, **values)
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    nano = resolve_model("kimi-nano")
+    shutil.copy(nano / "config.json", tmp_path)
+    lines = (nano / "tiktoken.model").read_bytes().splitlines()
+    (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines[:-1]))
+    config = json.loads((nano / "tokenizer_config.json").read_text())
+    added = {str(int(number) - 1): token for number, token in config["added_tokens_decoder"].items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+    with pytest.raises(CheckpointError, match=r"the tokenizer has 4095 tokens, config\.json's vocab_size is 4096"):
+        LLM(tmp_path, **SMALL)
 
 
 def test_gpus_auto_means_as_many_as_hold_the_model() -> None:
