@@ -18,6 +18,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.step import MAX_DRAFTS
 
 MAX_THREADS = 1024  # far more end in "can't start new thread" after the weights are read
+MAX_GB = 1e9  # of a cache: above 1e299 its bytes are no finite number
 MAX_NUMBER = 1 << 63  # a configuration crosses to the engine's process as msgpack, which has no larger integers
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
@@ -186,6 +187,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
                 raise ConfigError(f"{name} must be above 0 and finite, not {value}")
+            if value is not None and name.endswith("_gb") and value > MAX_GB:
+                raise ConfigError(f"{name} must be at most {MAX_GB:g}, not {value:g}")
         if self.kv_disk is not None and not self.kv_disk.strip():
             raise ConfigError("kv_disk is empty: give a directory, or leave it out")
         if self.kv_disk_gb is not None and self.kv_disk is None:
