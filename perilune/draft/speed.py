@@ -56,6 +56,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A record per number of users and way, of all prompts and by family: seconds, tokens a second, and how many times
     as fast as without drafts, by medians over the rounds. `different` counts answers that differ from those without."""
+    asked = sorted({q.family for q in questions})  # a family may have none: every answer of it was too short
     config = {**(engine or {}), "drafter": str(draft), "draft": "hybrid", "draft_tokens": None, "prefix_cache": False}
     config["max_num_seqs"] = max(users)
     own = Engine(model, build(EngineConfig, config))
@@ -75,7 +76,7 @@ def measure(
                 for i in range(len(chosen)):
                     way = chosen[(i + number) % len(chosen)]
                     own.use_drafts(way.source, way.tokens, shared=True)
-                    for family in range(len(families)):
+                    for family in asked:
                         mine = [q for q in questions if q.family == family]
                         seconds, answers = _play(own, mine, most)
                         taken.setdefault((way.name, most, family), []).append(seconds)
@@ -87,10 +88,10 @@ def measure(
         own.close()
     records = []
     for most in users:
-        plain_seconds = [statistics.median(taken[OFF, most, f]) for f in range(len(families))]
+        plain_seconds = [statistics.median(taken[OFF, most, f]) for f in asked]
         for way in chosen:
-            each = [statistics.median(taken[way.name, most, f]) for f in range(len(families))]
-            by_family = {name: round(p / s, 3) for name, p, s in zip(families, plain_seconds, each)}
+            each = [statistics.median(taken[way.name, most, f]) for f in asked]
+            by_family = {families[f]: round(p / s, 3) for f, p, s in zip(asked, plain_seconds, each)}
             records.append(
                 {
                     "way": way.name,

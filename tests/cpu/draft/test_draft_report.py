@@ -74,7 +74,7 @@ def test_speed_is_that_of_the_engine() -> None:
     assert [q.prompt for q in one] == [asked[0].prompt, asked[2].prompt]
     calls: list[None] = []
     found = speed.measure(
-        nano, nano / "drafter", asked, ["a", "b"], length=3, users=(1, 2), rounds=1,
+        nano, nano / "drafter", asked, ["a", "b", "none"], length=3, users=(1, 2), rounds=1,
         engine={"device": "cpu"}, advance=lambda: calls.append(None),
     )  # fmt: skip
     assert [(r["way"], r["users"]) for r in found] == [(w.name, n) for n in (1, 2) for w in speed.ways(3)]
