@@ -95,7 +95,7 @@ class Stream(asyncio.Protocol):
         self._events += data.count(b"data: ")
         if _END in seen:
             counts = _COUNT.findall(seen)
-            t.tokens = int(counts[-1]) if counts else max(self._events - 2, 0)
+            t.tokens = int(counts[-1]) if counts else max(self._events - 2, 1)
             self.end(_failure(seen) or ("" if t.first_text else "an answer without any text"))
         elif t.first_text:
             self._tail = seen[-TAIL_BYTES:]

@@ -190,6 +190,13 @@ def test_failures_are_counted_and_never_good() -> None:
         assert row["errors"] == ["503: busy"]
 
 
+def test_an_answer_of_one_event_without_a_count_is_one_token() -> None:
+    with serving() as fake:
+        fake.answer = answer([(0.0, chunk(content="a", finish="stop")), (0.0, "[DONE]")])
+        (row,) = run(fake, [1], rounds=1)
+    assert row["tokens"] == 1 and row["server_us_per_token"] > 0
+
+
 def test_a_server_that_fails_every_request_is_one_error() -> None:
     with serving() as fake:
         fake.answer = answer(refusal(500, "broken"))
