@@ -128,7 +128,7 @@ def measure(
                 "fraction": round(floor / step, 4),
                 "read_gb_per_s": round(rate / 1e9, 2),
                 "prefill_tokens_per_s": round(batch * context / timed.prefill, 1),
-                "method": f"median of {tokens} engine steps, all requests decoding, whole step with sampling",
+                "method": f"median of {timed.steps} engine steps, all requests decoding, whole step with sampling",
                 **_orders(engine, report),
                 **_self_test(engine),
                 **ledger.circumstances(info.tp),
@@ -155,6 +155,7 @@ class _Timed:
     """Times, in seconds, of the steps in which all requests decode.
 
     prefill         until every request has its first token
+    steps           their number: fewer than the tokens of a request if prompts took several steps, or with drafts
     step, tokens    median of a step, and mean of its tokens
     p99             99th percentile of a step; of up to 100 steps the longest
     accepted        tokens per request and step with drafts
@@ -164,6 +165,7 @@ class _Timed:
     """
 
     prefill: float
+    steps: int
     step: float
     p99: float
     tokens: float
@@ -208,6 +210,7 @@ def _time_steps(engine: Engine, batch: int, context: int, tokens: int) -> _Timed
     verified, steps = after.verified - before.verified, after.steps - before.steps
     return _Timed(
         prefill=first,
+        steps=len(spans),
         step=statistics.median(spans),
         p99=ledger.percentile(spans, 0.99),
         tokens=statistics.mean(sizes),

@@ -43,3 +43,10 @@ def test_steps_without_graphs(tiny: Path) -> None:
     assert row.keys() >= ALWAYS | DECODE | {"kv_capacity_tokens", "weights_gb_per_gpu", "p99_over_median"}
     assert row["kv_capacity_tokens"] == 32 * 16 and row["p99_over_median"] >= 1 and "slice" not in row
     assert not {"device_ms", "host_ms", "self_test_ms"} & row.keys() and "bound" not in line and row["step_ms"] > 0
+
+
+def test_a_row_says_how_many_steps_were_timed(tiny: Path) -> None:
+    """The second prompt ends two steps after the first: until then one request decodes alone."""
+    config = build(EngineConfig, CONFIG | {"max_step_tokens": 16})
+    rows = decode.measure(tiny, config, [1, 2], [16], 8, lambda line: None)
+    assert [row["method"].split(",")[0] for row in rows] == ["median of 8 engine steps", "median of 6 engine steps"]
