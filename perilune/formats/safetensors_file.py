@@ -120,7 +120,7 @@ class SafetensorsFile:
         start = bytearray(min(size, len(LFS_POINTER)))
         self.read_into(0, memoryview(start))
         if start == LFS_POINTER:
-            raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself: run `git lfs pull`")
+            raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself", remedy="run `git lfs pull`")
         length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER:
             raise self._broken(f": header of {length} bytes exceeds {MAX_HEADER}: not a safetensors file, or damaged")
