@@ -154,6 +154,7 @@ def command(
         else:
             if run_over is not None:
                 conversion.require_empty(directory)  # before the run: it may take hours
+                conversion.require_same(directory)
                 make_writable(directory, "DST")
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
             _report(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)

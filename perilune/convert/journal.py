@@ -64,13 +64,7 @@ class Journal:
             done = {r["file"]: _done(r) for r in rest}
         except (ValueError, KeyError, TypeError) as e:
             raise CheckpointError(f"{self.path} is damaged: remove {self.path.parent} and convert again") from e
-        if first != job:
-            keys = sorted(k for k in {*first, *job} if first.get(k) != job.get(k)) if isinstance(first, dict) else []
-            named = shown(", ".join(keys)) or "everything"
-            raise CheckpointError(
-                f"{self.path.parent} holds an unfinished conversion that differs in {named}: repeat that "
-                "one, or remove the directory"
-            )
+        _require_same(self.path, first, job)
         return done
 
     def add(self, done: Done) -> None:
@@ -92,6 +86,29 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         os.close(self._handle)
+
+
+def require_job(directory: Path, job: Mapping[str, Any]) -> None:
+    """CheckpointError if the journal in `directory` is of another job, as far as the keys of `job` go. A damaged one is
+    the journal's own error when it is opened."""
+    path = directory / NAME
+    try:
+        first = json.loads(path.read_bytes().partition(b"\n")[0])
+    except (OSError, ValueError):
+        return
+    if isinstance(first, dict):
+        first = {key: value for key, value in first.items() if key in job}
+    _require_same(path, first, job)
+
+
+def _require_same(path: Path, first: Any, job: Mapping[str, Any]) -> None:
+    if first != job:
+        keys = sorted(k for k in {*first, *job} if first.get(k) != job.get(k)) if isinstance(first, dict) else []
+        named = shown(", ".join(keys)) or "everything"
+        raise CheckpointError(
+            f"{path.parent} holds an unfinished conversion that differs in {named}: repeat that one, or remove the "
+            "directory"
+        )
 
 
 def _done(record: Mapping[str, Any]) -> Done:

@@ -151,6 +151,12 @@ class Conversion:
         if strays := sorted(p.name for p in held if p.suffix == ".safetensors" or p.name in {*_OWN, DRAFTER}):
             raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
 
+    def require_same(self, directory: Path) -> None:
+        """CheckpointError if an unfinished conversion there has other options. Measured inputs, which may not be known
+        yet, are not compared."""
+        if (directory / journal.NAME).is_file():
+            journal.require_job(directory, {k: v for k, v in self._identity().items() if k != "inputs"})
+
     def require_room(self, directory: Path, present: int = 0) -> tuple[int, int]:
         """(bytes still to write, bytes free). ConfigError if they do not fit."""
         free, needed = free_bytes(directory), self.nbytes - present

@@ -18,6 +18,7 @@ from perilune.convert import calibrate, report
 from perilune.convert import nvfp4 as search
 from perilune.convert.calibrate import calibrated
 from perilune.convert.encode import Inputs
+from perilune.convert.journal import Journal
 from perilune.convert.stream import CALIBRATION, Conversion
 from perilune.convert.target import Target
 from perilune.convert.texts import Texts, gather
@@ -360,6 +361,12 @@ def test_the_command_calibrates_and_goes_on(judged: oracle.Checkpoint, tmp_path:
     assert kept["about"]["tokens"] >= 600 and len(kept["maxima"]) == 2
     again = CliRunner().invoke(cli, calibrating, catch_exceptions=False)
     assert again.exit_code == 0 and "complete already" in again.stderr and "measuring inputs" not in again.stderr
+    with Conversion(judged.path, Target(to="nvfp4", layout="compressed-tensors", calibrated=True)) as conversion:
+        (tmp_path / "begun").mkdir()
+        Journal(tmp_path / "begun", conversion._identity()).__exit__(None, None, None)
+    other = CliRunner().invoke(cli, [*calibrating[:2], str(tmp_path / "begun"), *calibrating[3:]])
+    assert isinstance(other.exception, CheckpointError) and "differs in layout: repeat" in str(other.exception)
+    assert "measuring inputs" not in other.stderr, "it may take hours"
     same = CliRunner().invoke(cli, [*base[:1], str(judged.path), str(judged.path), *base[3:], "--calibrate"])
     assert isinstance(same.exception, ConfigError) and "is the source" in str(same.exception)
     assert not (judged.path / CALIBRATION[0]).exists()
