@@ -26,7 +26,7 @@ _NUMBERS = (
 )  # fmt: skip
 _MAX_DIGITS = 9  # of an index in a JSON pointer
 MAX_PARTS = 200_000  # schemas in a document, with copies: a reference to a schema that has no name copies it
-
+_VALUES_OF_PART = 4  # values of an enum that count as one part, again in each copy
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -113,7 +113,7 @@ class _Document:
     def _rewritten(self, node: Any, base: str) -> Any:
         if not isinstance(node, Mapping):
             return node
-        self._count()
+        self._count(1 + len(items(node.get("enum"))) // _VALUES_OF_PART)
         _check_form(node)
         base = self._base(node, base)
         made = with_parts(node, lambda part: self._rewritten(part, base))
@@ -195,8 +195,8 @@ class _Document:
             found = mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
         return found, base
 
-    def _count(self) -> None:
-        self._left -= 1
+    def _count(self, parts: int = 1) -> None:
+        self._left -= parts
         if self._left < 0:
             raise SchemaError(f"the schema is too large: more than {MAX_PARTS} parts with its references resolved")
 
