@@ -18,12 +18,14 @@ from perilune.grammar.matcher import GrammarError, Matcher, json_grammar, lark_g
 from perilune.grammar.references import DEFINITIONS, SchemaError, items, mapping, nodes, resolved
 from perilune.grammar.sizes import (
     MAX_BYTES,
+    MAX_PATTERN_COMPARISONS,
     MAX_PATTERN_NAMES,
     MAX_PROPERTIES,
     MAX_REMAINDERS,
     bounded,
     is_number,
     multiple,
+    pattern_comparisons,
     pattern_names,
     remainders,
     remainders_of,
@@ -317,6 +319,8 @@ def _check_levels(schema: Any) -> None:
 
 def _check_schemas_of_values(schema: Any) -> None:
     _check_remainders(remainders_of(schema))
+    if pattern_comparisons(schema) > MAX_PATTERN_COMPARISONS:
+        raise SchemaError("patternProperties of too many schemas hold together for one value, by references and allOf")
     known = {"#": _alternatives(schema)}
     for word in DEFINITIONS:
         known |= {f"#/{word}/{k}": _alternatives(part) for k, part in mapping(mapping(schema).get(word)).items()}

@@ -24,6 +24,7 @@ MAX_REMAINDERS = 100_000
 # Names in all patternProperties of a schema. llguidance compares each pair of one object, again for each part of an
 # allOf: 64 took up to a second, 192 up to 80 s.
 MAX_PATTERN_NAMES = 64
+MAX_PATTERN_COMPARISONS = 256 * 64**2  # of one value: 0.5 s where each reference brings the names again
 # Properties of one object. llguidance's time to compile grows with their square: 8,000 took 20 s, and no text was found
 # then, as for any schema that is such an object itself.
 MAX_PROPERTIES = 2_000
@@ -307,6 +308,30 @@ def remainders_of(schemas: Any) -> int:
 def pattern_names(schemas: Any) -> int:
     """Names in all patternProperties of one schema or several."""
     return sum(len(mapping(node.get("patternProperties"))) for node in nodes(schemas))
+
+
+def pattern_comparisons(root: Any) -> float:
+    """How many pairs of names in patternProperties the compiler compares for one value, at most: all names that hold
+    together, for each choice among the alternatives of the value. A reference inside itself adds nothing."""
+    known: dict[int, tuple[float, float]] = {}  # by id() of a schema: choices, and names that hold together
+
+    def of(node: Any) -> tuple[float, float]:
+        if not isinstance(node, Mapping):
+            return 1.0, 0.0
+        if id(node) not in known:
+            known[id(node)] = 1.0, 0.0
+            ways, names = 1.0, float(len(mapping(node.get("patternProperties"))))
+            for part in (*items(node.get("allOf")), target(root, node["$ref"]) if "$ref" in node else True):
+                more, others = of(part)
+                ways, names = ways * more, names + others
+            for word in ("anyOf", "oneOf"):
+                if found := [of(choice) for choice in items(node.get(word))]:
+                    ways *= sum(more for more, _ in found)
+                    names += max(others for _, others in found)
+            known[id(node)] = ways, names
+        return known[id(node)]
+
+    return max((ways * names * names for ways, names in map(of, nodes(root)) if names), default=0.0)
 
 
 def _names(named: Any) -> Sequence[str]:
