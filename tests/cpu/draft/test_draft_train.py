@@ -346,7 +346,7 @@ def test_a_full_disk_and_a_damaged_save_are_one_line(
     corpus = corpus_of(tmp_path / "corpus", some_rows(24))
     options = Options(steps=1, unroll=2, chains=60)
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))  # stands for a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))  # files end there, as on a full disk
     try:
         with pytest.raises(ConfigError, match=r"cannot write .*state.safetensors.*repeat the command"):
             train(model, config, [corpus], tmp_path / "run", options, capture_tokens=128)
