@@ -239,13 +239,14 @@ class Chat:
 
     def loop(self) -> None:
         """Reads lines until /exit, Ctrl-D, or Ctrl-C at the prompt."""
+        lines: list[str] = []  # of the message that is being read
+
+        def read(prompt: str) -> str:
+            lines.append(self._read(prompt))
+            return lines[-1]
+
         while True:
-            lines: list[str] = []
-
-            def read(prompt: str, lines: list[str] = lines) -> str:
-                lines.append(self._read(prompt))
-                return lines[-1]
-
+            lines.clear()
             try:
                 text = read_message(read)
             except (EOFError, KeyboardInterrupt):

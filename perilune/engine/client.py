@@ -127,32 +127,14 @@ class _Process:
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
         try:
-            (ours, theirs), (pixels, their_pixels) = socket.socketpair(), socket.socketpair()
-            pixels.setblocking(False)
-            with theirs, their_pixels:
-                socket.send_fds(ours, [wire.HEADER.pack(len(body))], [their_pixels.fileno()])
-                reader, writer = await asyncio.open_connection(sock=ours)
-                try:
-                    process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
-                        *launch.command,
-                        str(theirs.fileno()),
-                        pass_fds=[theirs.fileno()],
-                        env=environment(),
-                        start_new_session=True,  # Ctrl-C is for the server, which then ends this process
-                        stderr=asyncio.subprocess.PIPE if launch.logged else None,
-                    )
-                except BaseException:  # also if this is cancelled: no process will ever use the socket
-                    writer.close()
-                    pixels.close()
-                    raise
+            self = await cls._spawn(launch, len(body))  # no await up to the next `try`, or the process could be left
         except OSError as e:  # no memory, process or descriptor is left
             raise EngineError(f"the engine process cannot be started: {e.strerror or e}") from e
-        self = cls(process, reader, writer, pixels)  # no await up to the `try`: a cancellation would leave the process
-        if process.stderr is not None:
-            self._relaying = asyncio.create_task(_relay(process.stderr))
+        if self.process.stderr is not None:
+            self._relaying = asyncio.create_task(_relay(self.process.stderr))
         try:
-            writer.write(body)
-            (first,) = await _read(reader)
+            self.writer.write(body)
+            (first,) = await _read(self.reader)
         except (asyncio.IncompleteReadError, ConnectionError) as e:
             await self.kill(CRASH_SECONDS)
             raise EngineError(f"before it was ready, the engine process ended with {self.ending}") from e
@@ -165,6 +147,30 @@ class _Process:
         assert isinstance(first, EngineInfo), f"unexpected first message {first!r}"
         self.info = first
         return self
+
+    @classmethod
+    async def _spawn(cls, launch: "Launch", size: int) -> "_Process":
+        """The process, which has got the descriptor of the socket for pixels and waits for `size` bytes. OSError if the
+        system refuses it."""
+        (ours, theirs), (pixels, their_pixels) = socket.socketpair(), socket.socketpair()
+        pixels.setblocking(False)
+        with theirs, their_pixels:
+            socket.send_fds(ours, [wire.HEADER.pack(size)], [their_pixels.fileno()])
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(  # if this is cancelled, asyncio kills the process
+                    *launch.command,
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    env=environment(),
+                    start_new_session=True,  # Ctrl-C is for the server, which then ends this process
+                    stderr=asyncio.subprocess.PIPE if launch.logged else None,
+                )
+            except BaseException:  # also if this is cancelled: no process will ever use the socket
+                writer.close()
+                pixels.close()
+                raise
+        return cls(process, reader, writer, pixels)
 
     @property
     def ending(self) -> str:

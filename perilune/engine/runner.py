@@ -204,8 +204,6 @@ class Runner:
         """Whether to try the step as a CUDA graph."""
         if self.graphs is None or not plan.work or any(w.media for w in plan.work):
             return False
-        if any(w.chained for w in plan.work) and not self.needs_no_host(plan):
-            return False  # the host samples, so it needs the real output indices: see `_caught_up`
         return self.graphs.takes(plan)
 
     @property
@@ -282,11 +280,14 @@ class Runner:
         return self.graphs.draft(start, length)
 
     def _replay(self, plan: StepPlan) -> Readout | None:
-        """Runs the step as CUDA graphs; None if its size cannot be captured on this machine."""
+        """Runs the step as CUDA graphs; None if its size cannot be captured on this machine, or if the host samples a
+        chained step."""
         assert self.graphs is not None
         if self.needs_no_host(plan):
             arriving = self.graphs.run(plan)
             return None if arriving is None else from_graph(plan, arriving)
+        if any(w.chained for w in plan.work):
+            return None  # the host samples, so it needs the real output indices: see `_caught_up`
         run = self.graphs.forward(plan)
         if run is None:
             return None

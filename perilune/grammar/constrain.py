@@ -20,7 +20,7 @@ from perilune.grammar.sizes import (
     MAX_BYTES,
     MAX_PATTERN_COMPARISONS,
     MAX_PATTERN_NAMES,
-    MAX_PROPERTIES,
+    MAX_PROPERTIES_OF_OBJECT,
     MAX_REMAINDERS,
     bounded,
     is_number,
@@ -298,9 +298,10 @@ def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
         plain = resolved(schema)
         _check_levels(plain)
         rewritten = enforceable(plain)
-        if (count := max((len(mapping(n.get("properties"))) for n in nodes(rewritten)), default=0)) > MAX_PROPERTIES:
+        count = max((len(mapping(node.get("properties"))) for node in nodes(rewritten)), default=0)
+        if count > MAX_PROPERTIES_OF_OBJECT:
             raise SchemaError(
-                f"an object has {count} properties, at most {MAX_PROPERTIES} in an object can be enforced"
+                f"an object has {count} properties, at most {MAX_PROPERTIES_OF_OBJECT} in an object can be enforced"
             )
         made, heaviest = bounded(rewritten)
         _check_schemas_of_values(made)

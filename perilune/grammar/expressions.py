@@ -1,6 +1,5 @@
 """Estimates about clients' regular expressions, made with Python's parser: its syntax is nearly llguidance's."""
 
-import functools
 import json
 import re
 import re._constants as sre  # type: ignore[import-not-found]  # typeshed leaves private modules out
@@ -9,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
+
+from perilune.grammar.byte_tokens import over_bytes
 
 MAX_CHARS = 65_536  # of an example
 
@@ -47,7 +48,7 @@ def finder(expression: str) -> Callable[[str], bool]:
     except (re.error, OverflowError, RecursionError) as e:
         raise ValueError(str(e)) from e
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": expression}))
-    start = LLMatcher(_bytes(), grammar, log_level=0)
+    start = LLMatcher(over_bytes(), grammar, log_level=0)
     if start.is_error():
         raise ValueError(start.get_error())
 
@@ -60,23 +61,6 @@ def finder(expression: str) -> Callable[[str], bool]:
         return found
 
     return found_in
-
-
-@functools.cache
-def _bytes() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, slices=[])
-
-
-class _Bytes:
-    """The tokenizer interface that llguidance calls, for single bytes and an end token."""
-
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([b]) for b in range(256)), b"<end>")
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
 
 
 _CATEGORIES = {

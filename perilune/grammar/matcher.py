@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from perilune.grammar.byte_tokens import Tokens, over_bytes
 from perilune.grammar.clues import clues
 from perilune.grammar.recent import Recent
 from perilune.grammar.shortest_end import completions
@@ -40,7 +41,6 @@ MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for 
 # schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_END_BYTE = 256  # what ends a text in the vocabulary of single bytes
 _LIMITS = LLParserLimits(verbose_errors=False)
 # llguidance refills lexer fuel when a mask is computed; the byte matcher may take many steps without a mask.
 _BYTE_LIMITS = LLParserLimits(verbose_errors=False, step_lexer_fuel=10_000_000)
@@ -83,12 +83,15 @@ class Vocabulary:
         for id in (*controls, *range(size, 32 * self.words)):
             forbid(self.plain, id)
         tokens = [tokenizer.token_bytes(id) for id in range(size)]
+
+        def encode(text: bytes) -> list[int]:
+            return tokenizer.encode(text.decode("utf-8", "replace"))
+
         self.over_tokens = LLTokenizer(
-            TokenizerWrapper(_Tokens(tokens, controls, self.end, tokenizer)), n_vocab=size, eos_token=self.end
+            TokenizerWrapper(Tokens(tokens, controls, self.end, encode)), n_vocab=size, eos_token=self.end
         )
         ids = {token: id for id, token in reversed(list(enumerate(tokens)))}
-        single = [bytes([b]) for b in range(256)]
-        self._bytes = [ids[b] for b in single]
+        self._bytes = [ids[bytes([b])] for b in range(256)]
         self._ids = {token: id for token, id in ids.items() if not tokenizer.is_special(id)}
         lengths: dict[bytes, set[int]] = {}
         for token in self._ids:
@@ -97,11 +100,6 @@ class Vocabulary:
         fillers = sorted(_fillers(self._ids), reverse=True)
         self.filler_chars = np.array([chars for chars, _ in fillers], np.int64)
         self.filler_ids = np.array([id for _, id in fillers], np.int64)
-        self.over_bytes = LLTokenizer(
-            TokenizerWrapper(_Tokens([*single, b"<end>"], [_END_BYTE], _END_BYTE, None)),
-            n_vocab=_END_BYTE + 1,
-            slices=[],
-        )
         self._fresh = Recent[Matcher](MAX_FRESH)  # by group and grammar
         self._grown = Recent[Matcher](MAX_GROWN)
         self._written = Recent[tuple[str, int]](MAX_WRITTEN)  # by group and schema
@@ -197,21 +195,6 @@ def _fillers(ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
             yield len(text), id
 
 
-class _Tokens:
-    """The tokenizer interface that llguidance calls."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], controls: list[int], end: int, tokenizer: Tokenizer | None) -> None:
-        self.tokens = tokens
-        self.special_token_ids = controls
-        self.eos_token_id = end
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text) if self._tokenizer is None else self._tokenizer.encode(text.decode("utf-8", "replace"))
-
-
 _vocabularies: WeakKeyDictionary[Tokenizer, Vocabulary] = WeakKeyDictionary()
 _building = threading.Lock()
 
@@ -234,7 +217,7 @@ class Matcher:
         self._grammar, self._group = grammar, group
         self._used = False
         self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
-        self._single = LLMatcher(vocabulary.over_bytes, grammar, log_level=0, limits=_BYTE_LIMITS)
+        self._single = LLMatcher(over_bytes(), grammar, log_level=0, limits=_BYTE_LIMITS)
         _check(self._tokens)
         _check(self._single)
         self._tokens.deep_copy().compute_bitmask()  # a grammar that exceeds the limits fails here, not in an answer

@@ -27,7 +27,7 @@ MAX_PATTERN_NAMES = 64
 MAX_PATTERN_COMPARISONS = 256 * 64**2  # of one value: 0.5 s where each reference brings the names again
 # Properties of one object. llguidance's time to compile grows with their square: 8,000 took 20 s, and no text was found
 # then, as for any schema that is such an object itself.
-MAX_PROPERTIES = 2_000
+MAX_PROPERTIES_OF_OBJECT = 2_000
 _MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
 _PAIRS_OF_MEASURE = 4  # a required name in a part of an allOf takes about a fourth of the time of a measure
 
@@ -313,25 +313,29 @@ def pattern_names(schemas: Any) -> int:
 def pattern_comparisons(root: Any) -> float:
     """How many pairs of names in patternProperties the compiler compares for one value, at most: all names that hold
     together, for each choice among the alternatives of the value. A reference inside itself adds nothing."""
+    if not pattern_names(root):
+        return 0.0
     known: dict[int, tuple[float, float]] = {}  # by id() of a schema: choices, and names that hold together
-
-    def of(node: Any) -> tuple[float, float]:
-        if not isinstance(node, Mapping):
-            return 1.0, 0.0
-        if id(node) not in known:
+    left = [(node, False) for node in nodes(root)]  # schemas, and whether their parts are known
+    while left:
+        node, ready = left.pop()
+        if not ready and id(node) in known:
+            continue
+        together = [*items(node.get("allOf")), *([target(root, node["$ref"])] if "$ref" in node else [])]
+        choices = [items(node.get(word)) for word in ("anyOf", "oneOf") if items(node.get(word))]
+        if not ready:
             known[id(node)] = 1.0, 0.0
-            ways, names = 1.0, float(len(mapping(node.get("patternProperties"))))
-            for part in (*items(node.get("allOf")), target(root, node["$ref"]) if "$ref" in node else True):
-                more, others = of(part)
-                ways, names = ways * more, names + others
-            for word in ("anyOf", "oneOf"):
-                if found := [of(choice) for choice in items(node.get(word))]:
-                    ways *= sum(more for more, _ in found)
-                    names += max(others for _, others in found)
-            known[id(node)] = ways, names
-        return known[id(node)]
-
-    return max((ways * names * names for ways, names in map(of, nodes(root)) if names), default=0.0)
+            left.append((node, True))
+            left += [(part, False) for parts in (together, *choices) for part in parts if isinstance(part, Mapping)]
+            continue
+        ways, names = 1.0, float(len(mapping(node.get("patternProperties"))))
+        for more, others in (known.get(id(part), (1.0, 0.0)) for part in together):
+            ways, names = ways * more, names + others
+        for found in ([known.get(id(part), (1.0, 0.0)) for part in parts] for parts in choices):
+            ways *= sum(more for more, _ in found)
+            names += max(others for _, others in found)
+        known[id(node)] = ways, names
+    return max(ways * names * names for ways, names in known.values() if names)
 
 
 def _names(named: Any) -> Sequence[str]:

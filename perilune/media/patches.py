@@ -93,7 +93,7 @@ def _decoded(data: bytes) -> Image.Image:
     image.load()
     _turn_upright(image)
     if image.mode in GRAY_16_BIT:
-        image = _high_bytes(image)
+        image = high_bytes(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -107,7 +107,7 @@ def _turn_upright(image: Image.Image) -> None:
         pass
 
 
-def _high_bytes(image: Image.Image) -> Image.Image:
+def high_bytes(image: Image.Image) -> Image.Image:
     """Gray of 8 bits from gray of 16, as Pillow itself reads 16-bit colours; its conversion of gray clips at 255.
 
     Pillow gives pixels of TIFF files as they are stored: of 12 bits, or with 0 for white.

@@ -20,6 +20,7 @@ from perilune.engine.client import blind
 from perilune.media.data_url import of_data_url
 from perilune.media.decoder import MAX_FILE_BYTES, Decoder
 from perilune.media.limits import Limits
+from perilune.media.patches import GRAY_16_BIT, UNSCALED, high_bytes
 from perilune.text.history import shown
 from perilune.text.tools import show
 
@@ -28,9 +29,7 @@ KINDS = {
     "image_url": "image_url", "image": "image", "input_image": "image_url",
     "video_url": "video_url", "video": "video", "input_video": "video_url",
 }  # fmt: skip
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # others, such as CMYK, are converted to RGB
-OTHER_16_BIT = ("I;16B", "I;16L")
-UNSCALED = ("I", "F")  # modes without a defined white value: refused
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # others, such as CMYK, are converted to RGB
 
 
 class Reader:
@@ -125,8 +124,8 @@ def _png(image: PilImage) -> bytes:
     try:
         image.load()  # turns a TIFF file's pixels, and removes its orientation
         turn = _orientation(image)
-        if image.mode in OTHER_16_BIT:  # convert("RGB") would clip at 255
-            image = image.convert("I").convert("I;16")
+        if image.mode in GRAY_16_BIT:
+            image = high_bytes(image)
         image = image if image.mode in PNG_MODES else image.convert("RGB")
         image.save(out, "PNG", compress_level=1, exif=turn)
     except (OSError, ValueError) as e:
@@ -139,6 +138,8 @@ def _orientation(image: PilImage) -> Exif:
     found = Exif()
     try:
         turn = image.getexif().get(Base.Orientation)
+    except MemoryError:
+        raise
     except Exception:  # Pillow raises SyntaxError and struct.error among others
         return found
     if isinstance(turn, int) and 1 <= turn <= 8:

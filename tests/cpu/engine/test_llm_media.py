@@ -24,7 +24,7 @@ from perilune.media.patches import patches_of
 from perilune.text.chat import VIDEO_PLACEHOLDER
 from perilune.text.tokenizer import Tokenizer
 from tests import seeing
-from tests.cpu.media.pictures import chunk, file, png, scene
+from tests.cpu.media.pictures import chunk, file, gray_tiff, png, scene
 from tests.cpu.media.videos import colours, video
 from tests.seeing import Seeing, picture
 
@@ -121,6 +121,13 @@ def test_gray_of_16_bits_of_either_byte_order(order: str) -> None:
     image = Image.open(io.BytesIO(file(Image.fromarray(np.full((28, 28), 0x4000, order)), "TIFF")))
     patches, _ = patches_of(_bytes(image, False), Limits())
     assert (patches == 0x40).all(), image.mode
+
+
+def test_gray_of_12_bits_as_pil_opens_it() -> None:
+    """As the file itself is read: 0x800 of 12 bits is mid gray."""
+    data = gray_tiff(28, 28, 12, 1, b"\x80\x08\x00" * (28 * 14))
+    patches, _ = patches_of(_bytes(Image.open(io.BytesIO(data)), False), Limits())
+    assert (patches == 0x80).all()
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0xx", b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x04\0\0\0abc\0\0\0\0\0"])
