@@ -5,7 +5,8 @@ python -m runs.prompt_arrivals --picture 4000x3000 --stretch 2   prompts of such
 
 On a GPU at Kimi K2.5's shapes with random weights, those of the vision tower too; elsewhere kimi-nano, with smaller
 numbers to try the script. Prompts arrive at random, the same times for both settings; no two pictures are equal. Each
-line is JSON.
+line is JSON. Intervals are counted from one second before the first prompt may arrive. `quiet_median_ms` is the median
+of that second, `busy_p99_ms` counts intervals that end while a prompt waits for its first token.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def played(
     begin = time.perf_counter()
     end, coming = begin + SETTLE_SECONDS + seconds, begin + SETTLE_SECONDS + rng.expovariate(1 / every)
     arrived: dict[int, float] = {}
-    intervals, first_tokens = list[float](), list[float]()
+    intervals, quiet, busy, first_tokens = list[float](), list[float](), list[float](), list[float]()
     ended = False
     while (now := time.perf_counter()) < end and not ended:
         while coming <= now:
@@ -94,6 +96,10 @@ def played(
                 first_tokens.append(at - arrived.pop(delta.rid))
             elif delta.tokens and delta.rid in seen:
                 intervals.append(at - seen[delta.rid])
+                if arrived:
+                    busy.append(intervals[-1])
+                elif at < begin + SETTLE_SECONDS:
+                    quiet.append(intervals[-1])
                 seen[delta.rid] = at
                 ended |= delta.finish_reason is not None
     took = time.perf_counter() - begin
@@ -102,14 +108,20 @@ def played(
     while engine.busy:
         engine.step()
     intervals.sort()
-    median, p99 = statistics.median(intervals), intervals[int(0.99 * len(intervals))]
+    median, p99 = statistics.median(intervals), _p99(intervals)
     long = sum(interval > LONG_MEDIANS * median for interval in intervals)
     return {
         "intervals": len(intervals), "long_share": long / len(intervals),
         "interval_median_ms": 1e3 * median, "interval_p99_ms": 1e3 * p99, "p99_over_median": p99 / median,
-        "interval_max_ms": 1e3 * intervals[-1], "ttft_p50_s": statistics.median(first_tokens) if first_tokens else None,
+        "interval_max_ms": 1e3 * intervals[-1], "busy_p99_ms": 1e3 * _p99(sorted(busy)) if busy else None,
+        "quiet_median_ms": 1e3 * statistics.median(quiet) if quiet else None,
+        "ttft_p50_s": statistics.median(first_tokens) if first_tokens else None,
         "prompts": len(first_tokens), "prompts_left": len(arrived), "tokens_per_s": len(intervals) / took,
     }  # fmt: skip
+
+
+def _p99(ordered: Sequence[float]) -> float:
+    return ordered[int(0.99 * len(ordered))]
 
 
 def main() -> None:
