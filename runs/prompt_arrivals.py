@@ -68,7 +68,7 @@ def played(
             return
         encoder = engine.scheduler.encoder
         assert encoder is not None
-        media = Media(rid.to_bytes(32, "big"), (1, fit.rows, fit.columns), fit.tokens)
+        media = Media((rid + decoding * 10**9).to_bytes(32, "big"), (1, fit.rows, fit.columns), fit.tokens)
         engine.submit(Submit(rid, (*tokens(BESIDE_TOKENS), *[encoder.pad] * fit.tokens), params, pictures=(media,)))
 
     pixels = memoryview(os.urandom(0 if fit is None else 3 * fit.rows * fit.columns * Limits().patch_size ** 2))

@@ -231,9 +231,12 @@ class Engine:
             self._observe_slices(plan, interval)
         if not plan.work:
             return deltas
-        if interval is not None and self.scheduler.pacer is not None and not plan.slices:
+        if interval is not None and (pacer := self.scheduler.pacer) is not None:
             decoding = [w.count for w in plan.work if w.count - w.drafts == 1]
-            self.scheduler.pacer.record(plan.tokens, len(decoding), plan.tokens - sum(decoding), interval)
+            if not plan.slices:
+                pacer.record(plan.tokens, len(decoding), plan.tokens - sum(decoding), interval)
+            elif decoding:
+                pacer.count(interval)
         if self.scheduler.offload is not None and not plan.slices:
             self.scheduler.offload.computed(plan, self._committed_at - max(launched_at, before or 0.0))
         if (drafting := self._drafting) is not None:

@@ -11,7 +11,7 @@ in between calls smaller parts: `project`, then `mix` for a layer (in a pass of 
 cuDNN's attention is the fastest one on a GPU. By what was measured beside decoding (docs/LOG.md) it takes tens of
 milliseconds for each new shape. So attention of groups of rows has few shapes there: PADDED_ROWS queries, and keys in
 multiples of that. Rows that only pad are keys of weight 0, by one more value in all queries and keys. `warm` runs the
-shapes once.
+shapes once, those of matrix products too.
 """
 
 import math
@@ -162,9 +162,22 @@ class MoonVit:
         return [q, k, v]
 
     def warm(self, count: int) -> None:
-        """Runs attention in each shape of passes of up to `count` patches. cuDNN chooses kernels for each thread."""
-        for end in range(self.pad, count + self.pad, self.pad) if self.pad else ():
+        """Runs each shape of slices of a picture of about `count` patches, and attention in each shape of smaller ones.
+        cuDNN chooses kernels for each thread, and cuBLAS loads its kernels when a shape first needs them."""
+        if not self.pad:
+            return
+        side = min(math.ceil(math.sqrt(count) / MERGE_SIDE) * MERGE_SIDE, MAX_SIDE_PATCHES)
+        patch = self.weights.patch
+        state = self.begin(patch.new_zeros(side * side, *patch.shape[1:]), [(1, side, side)])
+        ends = [min(end, side * side) for end in range(self.pad, side * side + self.pad, self.pad)]
+        for end in ends:
             self._padded_attention(self._room(end), slice(0, self.pad))
+            self.project(state, 0, slice(0, end))
+        for end in ends:
+            self.mix(state, 0, slice(0, end))
+        merged = self.merge(state)
+        for end in ends:
+            self.head(merged[: end // MERGE_SIDE**2])
 
     def _padded_attention(self, qkv: list[Tensor], rows: slice) -> Tensor:
         """[n, C]: these rows' queries attend to all keys."""

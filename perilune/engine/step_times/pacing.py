@@ -131,17 +131,22 @@ class Pacer:
         decoded. Its result came `seconds` after the previous one."""
         if not self._stretch or seconds <= 0:
             return
-        self._steps += 1
         self.times.record(tokens, seconds)
         if not decoded:
+            self._steps += 1
             return
-        self._credit = min(self._credit + LONG_SHARE, MAX_CREDIT_STEPS)
-        if seconds > self._bound:
-            # Not below 0: else prompts would later wait long to make up for steps that broke the bound anyway.
-            self._credit = max(self._credit - 1.0, 0.0)
+        self.count(seconds)
         if prompt_tokens:
             return
         self._newest.append(seconds)
         insort(self._sorted, seconds)
         if len(self._newest) > WINDOW_STEPS:
             del self._sorted[bisect_right(self._sorted, self._newest.popleft()) - 1]
+
+    def count(self, seconds: float) -> None:
+        """Counts an interval between tokens. Alone for a step that also encoded pictures: nothing else is learned."""
+        self._steps += 1
+        self._credit = min(self._credit + LONG_SHARE, MAX_CREDIT_STEPS)
+        if seconds > self._bound:
+            # Not below 0: else prompts would later wait long to make up for steps that broke the bound anyway.
+            self._credit = max(self._credit - 1.0, 0.0)

@@ -202,6 +202,9 @@ def test_credit_is_saved_and_bounded() -> None:
         pacer.record(WHOLE, 8, WHOLE - 8, 1.0)
         steps += 1
     assert pacing.MAX_CREDIT_STEPS - 1 <= steps <= pacing.MAX_CREDIT_STEPS
+    for seconds in (0.01,) * 600 + (0.03,) * 9:  # as many intervals that are long because of pictures as are saved
+        pacer.count(seconds)
+    assert not pacer.prompt_tokens(8, [(WHOLE, WHOLE, 0.0)])
 
 
 def test_tokens_of_a_step_are_shared() -> None:
