@@ -24,6 +24,7 @@ from perilune.formats.safetensors_file import DTYPES
 from perilune.model import names
 
 SHARD_BYTES = 5_000_000_000
+UNFINISHED = ".unfinished"  # a file beside shards, until config.json exists
 
 Form = Literal["bf16", "int4", "int4-compact", "fp8-block", "nvfp4", "nvfp4-pack-quantized"]
 
@@ -81,6 +82,14 @@ def write(
     except BaseException:
         out.remove()  # else a repeated call would be refused because of these shards
         raise
+    with contextlib.suppress(OSError):
+        (directory / UNFINISHED).unlink()
+
+
+def held(directory: Path) -> list[str]:
+    """Names of shards and index; none if a kill before config.json left them."""
+    killed = (directory / UNFINISHED).exists() and not (directory / "config.json").exists()
+    return [] if killed else sorted(p.name for p in directory.glob("*.safetensors*"))
 
 
 def with_quantization(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -111,8 +120,11 @@ class Writer:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise CheckpointError(f"cannot make directory {directory}: {e.strerror}") from e
-        if present := sorted(p.name for p in directory.glob("*.safetensors*")):
+        if present := held(directory):
             raise CheckpointError(f"{directory} already holds {present[0]}: choose an empty directory")
+        with _disk(directory):
+            for left in [*directory.glob("*.safetensors*")]:
+                left.unlink()
         self.directory = directory
         self.shard_bytes = shard_bytes
         self._shards: list[_Shard] = []
@@ -150,12 +162,14 @@ class Writer:
         """Removes what was written."""
         for shard in self._shards:
             shard.discard()
-        (self.directory / INDEX).unlink(missing_ok=True)
+        for name in (INDEX, UNFINISHED):
+            (self.directory / name).unlink(missing_ok=True)
 
     def _complete(self) -> None:
         if not self._shards:
             raise CheckpointError(f"{self.directory}: a checkpoint without tensors cannot be written")
         self._shards[-1].finish()
+        (self.directory / UNFINISHED).touch()
         count = len(self._shards)
         if count == 1:
             self._shards[0].rename(self.directory / SINGLE)

@@ -20,6 +20,7 @@ from perilune.draft.losses import LOSSES
 from perilune.draft.states import States, load_ends
 from perilune.draft.train import Options, options_of, train
 from perilune.formats.hub import resolve_model
+from perilune.formats.writer import held
 from perilune.loading.eagle3 import read_tensors
 from perilune.loading.load import load
 from perilune.model.draft_config import config_for
@@ -161,7 +162,7 @@ def command(
         "intermediate_size": intermediate_size,
     }
     shape = {key: value for key, value in shape.items() if value is not None}
-    if any(out.glob("*.safetensors")):
+    if held(out):
         raise ConfigError(f"{out} already holds a checkpoint: choose an empty directory")
     if out.resolve() == run.resolve():
         raise ConfigError(f"--run and --out are both {out}: give the finished draft a directory of its own")

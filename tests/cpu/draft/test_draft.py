@@ -409,6 +409,9 @@ def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
     assert 4_800_000 < trained["bytes"] < 5_000_000
     captured = run("capture", "--corpus", str(corpus), "--out", str(tmp_path / "states"), "--aux-layers", "1,3,4")
     assert captured["rows"] == captured["of"] == made["rows"] and captured["bytes"] > made["tokens"] * 3 * 384 * 2
+    (tmp_path / "mha").mkdir()
+    for left in ("m.safetensors", ".unfinished"):
+        (tmp_path / "mha" / left).touch()
     other = run(
         "train", "--corpus", str(corpus), "--states", str(tmp_path / "states"), "--run", str(tmp_path / "run2"),
         "--out", str(tmp_path / "mha"), "--steps", "1", "--aux-layers", "1,3,4", "--intermediate-size", "448",

@@ -210,8 +210,9 @@ def test_writer_refuses_and_cleans_up(tmp_path):
         Writer(tmp_path / SINGLE / "x")
 
 
+@pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("last", [INDEX, "config.json"])
-def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path, monkeypatch, last):
+def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path, monkeypatch, last, killed):
     def full(path, data):
         if path.name == last:
             raise OSError(28, "No space left on device")
@@ -219,9 +220,15 @@ def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path, monkeypatch, la
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
         patch.setattr("perilune.formats.writer.write_object", full)
+        if killed:
+            patch.setattr(Writer, "remove", lambda _: None)
         write(tmp_path, tensors(), config={}, shard_bytes=2000)
-    assert list(tmp_path.iterdir()) == []
+    assert killed or list(tmp_path.iterdir()) == []
     write(tmp_path, tensors(), config={})
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", SINGLE}
+    (tmp_path / ".unfinished").touch()
+    with pytest.raises(CheckpointError, match="already holds"):
+        Writer(tmp_path)
 
 
 def test_quantisation_block_goes_to_the_text_level():
