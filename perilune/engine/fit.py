@@ -1,9 +1,9 @@
 """Plans memory before weights are read: what each GPU holds, which scales experts get, and what to refuse and why."""
 
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.step_memory import STEP_TOKENS, workspace_bytes
 from perilune.ops.layouts import latent_cache
 from perilune.plan import memory
+from perilune.speculation.eagle3 import scratch_tokens
 
 # With less context in the KV cache, choose narrower weights or more GPUs where possible. Larger: more machines run with
 # narrower weights.
@@ -38,7 +39,7 @@ CROSSOVER_TOKENS = 83_000
 BOTH = "expert_scales=compact with rest_dtype=fp8"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """`demand`: the memory that a configuration needs. `others`: the demand after one change of the configuration, by
     the change as an error message names it, such as "draft=off"."""
@@ -59,7 +60,7 @@ def fitted(
     """
     ranks, free = config.ranks, _free(config, device)
     if config.kv_shards == "auto":
-        config = dataclasses.replace(config, kv_shards=_kv_shards(model_dir, config, device, free, choices))
+        config = replace(config, kv_shards=_kv_shards(model_dir, config, device, free, choices))
     wanted = demand(model_dir, config, device)
     plan = memory.plan(wanted.demand, ranks, free)
     if not plan.fits:
@@ -72,7 +73,7 @@ def fitted(
         return config
     if compact := wanted.int4 and plan.footprint.name == COMPACT:
         choices.note("expert_scales", "compact", "the checkpoint's own leave too little room")
-    return dataclasses.replace(config, expert_scales="compact" if compact else "checkpoint")
+    return replace(config, expert_scales="compact" if compact else "checkpoint")
 
 
 def _kv_shards(model_dir: Path, config: EngineConfig, device: torch.device, free: float, choices: Choices) -> int:
@@ -80,7 +81,7 @@ def _kv_shards(model_dir: Path, config: EngineConfig, device: torch.device, free
     ranks = config.ranks
     if ranks == 1:
         return 1
-    whole = demand(model_dir, dataclasses.replace(config, kv_shards=1), device).demand
+    whole = demand(model_dir, replace(config, kv_shards=1), device).demand
     held = memory.plan(whole, ranks, free)
     longest = config.max_model_len or KimiConfig.from_directory(model_dir).max_position_embeddings
     kept = "every rank has all KV"
@@ -115,14 +116,19 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
     values = latent_cache.width(model.kv_lora_rank, model.qk_rope_head_dim, kv_dtype)
     kv_bytes = model.num_hidden_layers * values * kv_dtype.itemsize
     kv_sharded = 0 if config.kv_shards == 1 else kv_bytes
-    none = drafter = memory.Footprint("drafter", 0.0, 0.0)
+    none = drafter = scratch = fewer = memory.Footprint("drafter", 0.0, 0.0)
     own_kv = features = 0
-    if drafter_dir is not None:
-        drafter, own_kv, features = _drafter(drafter_dir, config, dtype)
-        kv_bytes += own_kv
     longest = min(config.max_model_len or ENOUGH_TOKENS, model.max_position_embeddings)
     shards = 1 if config.kv_shards == "auto" else config.kv_shards
     block = config.block_size or shards * (64 if device.type == "cuda" else 16)
+    few = min(config.max_num_seqs, EngineConfig().max_num_seqs)
+    if drafter_dir is not None:
+        drafter, draft = _drafter(drafter_dir, config, dtype)
+        own_kv, features = draft.kv_width * dtype.itemsize, draft.num_aux
+        kv_bytes += own_kv
+        chains = [own_kv * scratch_tokens(block, n) for n in (config.max_num_seqs, few)]
+        cut = draft.form == "mha"  # ranks share heads; each has all latents
+        scratch, fewer = (memory.Footprint("scratch", n * cut, n * (not cut)) for n in chains)
     least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
     step = config.max_step_tokens or STEP_TOKENS[device.type]
     workspace = partial(workspace_bytes, device, model, config, values * kv_dtype.itemsize, features)
@@ -137,11 +143,12 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
         if rest == "fp8":
             saved = compact.split - narrow.split
             plain = memory.Footprint(plain.name, plain.split - saved, narrow.whole)
-            compact = dataclasses.replace(narrow, name=COMPACT)
+            compact = replace(narrow, name=COMPACT)
         weights = (compact,) if scales == "compact" else (plain, compact) if scales == "auto" else (plain,)
         return memory.Demand(
             weights=weights if int4 else (plain,),
             drafter=drafter,
+            scratch=scratch,
             graphs=graphs,
             workspace=workspace,
             mailboxes=2.0 * step * model.hidden_size * dtype.itemsize,
@@ -154,19 +161,21 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
         )
 
     scales, rest = config.expert_scales, config.rest_dtype
-    others = {}
+    others, given = {}, demand_with(scales, rest, least)
     if vision:
-        others["vision=off"] = dataclasses.replace(demand_with(scales, rest, least), vision=0.0)
+        others["vision=off"] = replace(given, vision=0.0)
     if drafter is not none:
-        bare = dataclasses.replace(demand_with(scales, rest, least), drafter=none, kv_bytes=kv_bytes - own_kv)
+        bare = replace(given, drafter=none, scratch=none, kv_bytes=kv_bytes - own_kv)
         others["draft=off"] = bare
+    if fewer != scratch:
+        others[f"max_num_seqs={few}"] = replace(given, scratch=fewer)
     if int4 and scales == "checkpoint":
         others["expert_scales=compact"] = demand_with("compact", rest, least)
     if rest != "fp8":
         others["rest_dtype=fp8"] = demand_with(scales, "fp8", least)
         if int4 and scales == "checkpoint":
             others[BOTH] = demand_with("compact", "fp8", least)
-    return Wanted(demand_with(scales, rest, least), others, int4)
+    return Wanted(given, others, int4)
 
 
 def fewest_gpus(model_dir: Path, config: EngineConfig, device: torch.device, free: list[float]) -> int:
@@ -240,8 +249,8 @@ def expert_bytes(found: Survey, model: KimiConfig, size: int) -> tuple[float, st
     return float(sum(t.nbytes for name, t in found.tensors.items() if names.ROUTED in name)), form
 
 
-def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, int, int]:
-    """Memory of the draft model's weights, bytes of its KV cache per token, and how many states it reads."""
+def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memory.Footprint, Eagle3Config]:
+    """Memory of the draft model's weights, and its configuration."""
     draft = Eagle3Config.from_directory(path)
     here = {names.DRAFT_HEAD}
     if synthetic.read(path) is None:
@@ -257,7 +266,7 @@ def _drafter(path: Path, config: EngineConfig, dtype: torch.dtype) -> tuple[memo
             whole += size
         else:
             split += size
-    return memory.Footprint("drafter", split, whole), draft.kv_width * dtype.itemsize, draft.num_aux
+    return memory.Footprint("drafter", split, whole), draft
 
 
 def model_of(config: KimiConfig, vision: int = 0) -> memory.Model:

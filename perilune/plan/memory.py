@@ -106,6 +106,7 @@ class Demand:
 
     weights: tuple[Footprint, ...]  # the first that leaves room for `enough` tokens is taken
     drafter: Footprint
+    scratch: Footprint = Footprint("scratch", 0.0, 0.0)  # of the draft model
     graphs: float
     workspace: Callable[[int], float]  # number of devices -> bytes on each
     mailboxes: float  # memory for exchanges, if there are several ranks
@@ -175,4 +176,5 @@ def _filled(demand: Demand, footprint: Footprint, ranks: int, free: float) -> Pl
         takes["mailboxes"] = demand.mailboxes
     rest = (free - sum(takes.values())) * (1 - demand.fraction)
     takes |= {"kept free": max(rest, 0.0), "graphs": demand.graphs, "workspace": demand.workspace(ranks)}
+    takes["drafter"] += demand.scratch.per_gpu(ranks)  # part of `fraction`
     return Plan(demand, footprint, ranks, free, takes, free - sum(takes.values()))

@@ -63,7 +63,7 @@ class Eagle3Drafter:
         return block_size * kv_width(self.config, self._group) * dtype.itemsize
 
     def scratch_bytes(self, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-        return _chains(max_num_seqs) * _blocks_per_chain(block_size) * self.block_bytes(block_size, dtype)
+        return scratch_tokens(block_size, max_num_seqs) * self.block_bytes(1, dtype)
 
     def allocate(
         self,
@@ -144,6 +144,10 @@ class Eagle3Drafter:
         tables, *rows = draft_tables(owned, last, self._pages, self._first_scratch, self._scratch_blocks, count)
         S = len(last)
         return [Step(p, p, s, Span(tables, self._starts[: S + 1], c, slice(0, S)), None) for p, s, c in zip(*rows)]
+
+
+def scratch_tokens(block_size: int, max_num_seqs: int) -> int:
+    return _chains(max_num_seqs) * _blocks_per_chain(block_size) * block_size
 
 
 def _chains(max_num_seqs: int) -> int:

@@ -82,16 +82,17 @@ def test_a_server_logs_its_table_of_memory_without_a_terminal(tiny: Path, capfd:
 
 
 @pytest.mark.parametrize(
-    ("layers", "free_gb", "says"),
+    ("layers", "free_gb", "seqs", "says"),
     [
-        (4, 24.0, "take a machine with more memory, or a smaller model"),  # ranks would share it: no tp helps
-        (4, 44.0, "what would fit: draft=off, or rest_dtype=fp8"),
+        (4, 24.0, 64, "take a machine with more memory, or a smaller model"),  # ranks would share it: no tp helps
+        (4, 44.0, 64, "what would fit: draft=off, or rest_dtype=fp8"),
+        (4, 150.0, 1_000_000, "what would fit: draft=off, or max_num_seqs=64"),
     ],
 )
 def test_remedies_on_a_cpu_are_those_of_one_memory(
-    layers: int, free_gb: float, says: str, monkeypatch: pytest.MonkeyPatch
+    layers: int, free_gb: float, seqs: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "free_bytes", lambda device: free_gb * 1e9)
     with directory("kimi-k2.5", layers) as path, pytest.raises(ConfigError) as error:
-        fit.fitted(path, EngineConfig(max_model_len=256), torch.device("cpu"), Choices([]))
+        fit.fitted(path, EngineConfig(max_model_len=256, max_num_seqs=seqs), torch.device("cpu"), Choices([]))
     assert str(error.value).endswith(says)
