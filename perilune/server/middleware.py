@@ -140,7 +140,7 @@ def _added(scope: Scope, given: Iterable[tuple[bytes, bytes]], call: Call) -> It
 
 class ApiKey:
     """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it, and counts the
-    request against the key's limits.
+    request against the key's limits, unless it cancels.
 
     /health is open to all, as probes must reach it without secrets, and so is the page, which asks for the key itself.
     """
@@ -152,13 +152,13 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (self.keys.locked and scope["path"] in OPEN):
             try:
-                self._enter(Headers(scope=scope), scope["method"])
+                self._enter(Headers(scope=scope), scope["method"] == "POST" and not scope["path"].endswith("/cancel"))
             except RequestError as error:
                 await errors.response(error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _enter(self, headers: Headers, method: str) -> None:
+    def _enter(self, headers: Headers, counted: bool) -> None:
         account: Account | None = self.keys.open
         if self.keys.locked:
             authorization = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
@@ -169,7 +169,7 @@ class ApiKey:
                 "wrong or missing API key: send it as 'Authorization: Bearer <key>'", code="invalid_api_key", status=401
             )
         current().account = account
-        if method == "POST":
+        if counted:
             account.admit()
 
 

@@ -388,6 +388,7 @@ def test_a_keys_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(s.engine.seen) == 3
         batch = s.client.app.state.batches.get("ann", made.id)
         assert batch.record["request_counts"]["completed"] == 3 and not batch.ended
+        assert (await sdk(s, "ann").batches.cancel(made.id)).cancelling_at
 
     run(test, tmp_path, api_key_file=str(keys))
 
