@@ -191,6 +191,8 @@ async def messages(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
+            if chat.tool_choice == "required" and not chat.tools:  # chat's error names this word
+                raise RequestError("tool_choice 'any' needs tools", param="tool_choice")
             turns = await begin(service, request, size, chat)
         held.callback(turns.release)
         answer = Answer(service.model, turns.turns[0])

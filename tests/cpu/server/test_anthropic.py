@@ -367,6 +367,7 @@ async def test_a_last_message_continues_a_form_a_call_or_a_thought(s: Served) ->
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type must be"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice 'any' needs tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name must name the tool"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens must be at least 1"),
         ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "thinking.budget_tokens must be below max_tokens"),
