@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from perilune.core.config import EngineConfig
@@ -74,11 +74,11 @@ class Engine:
                 capture_first(self.runner, self.config)
                 if self.scheduler.pacer is not None:
                     measure_prompts(self.runner, self.config, self.scheduler.pacer.times.record)
-        except BaseException:  # the traceback keeps this object, and so would keep the lock of kv_disk and the ranks
-            if self._transfer is not None:
-                self._transfer.close()
+        except BaseException:  # the traceback keeps this object, and so would keep kv_disk's lock, ranks and kernels
             if self._ranks is not None:
-                self._ranks.close()
+                self._ranks.ready()  # else closing may wait for a rank that hangs
+            with suppress(Exception):  # the first error is the cause
+                self.close()
             raise
         if self._costs:
             parts.choices.note("draft_tokens", "as many as pay", str(self.costs))

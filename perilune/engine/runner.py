@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -158,17 +158,18 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Waits for the queued steps, then ends graphs, ranks and workspaces."""
-        if self.graphs is not None:
-            self.call(self.graphs.close)
-        self._worker.shutdown()
-        if self._ranks is not None:
-            self._ranks.close()
-        self.group.close()
-        self.workspaces.close()  # after the graphs, which hold addresses of its memory
-        exclusive_kernels.release(self)
-        if self.pages.data.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps 8 MB or more for each (stream, thread) that used it
+        """Waits for the queued steps, then ends graphs, ranks and workspaces, also if one fails."""
+        with ExitStack() as ends:  # called last to first
+            if self.pages.data.device.type == "cuda":  # cuBLAS keeps 8 MB or more for each (stream, thread)
+                ends.callback(torch._C._cuda_clearCublasWorkspaces)
+            ends.callback(exclusive_kernels.release, self)
+            ends.callback(self.workspaces.close)  # after the graphs, which hold addresses of its memory
+            ends.callback(self.group.close)
+            if self._ranks is not None:
+                ends.callback(self._ranks.close)
+            ends.callback(self._worker.shutdown)
+            if self.graphs is not None:
+                ends.callback(self.call, self.graphs.close)
 
     def _timed(self, plan: StepPlan) -> Readout:
         begin = time.perf_counter()

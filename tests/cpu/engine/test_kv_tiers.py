@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -381,12 +382,17 @@ def test_an_engine_that_does_not_start_leaves_the_directory_to_the_next(
     with pytest.raises(ConfigError, match="vision_cache_gb") as refused:
         LLM(path, **config, vision_cache_gb=1e-6)
 
-    def interrupt(*_: Any, **__: Any) -> None:
+    part = MagicMock(**{"close.side_effect": OSError})
+
+    def interrupt(engine: Any, *_: Any, **__: Any) -> None:
+        engine._ranks = engine.runner._ranks = engine.runner.graphs = part
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as interrupted:
         patch.setattr(Engine, "use_drafts", interrupt)
+        patch.setattr("perilune.engine.exclusive_kernels.release", part.release)
         LLM(path, **config)
+    assert [c[0] for c in part.mock_calls] == ["ready", "close", "close", "release"]
     with LLM(path, **config) as llm:
         assert llm.generate([5, 6, 7], PARAMS)
     assert refused.tb and interrupted.tb
