@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from perilune.core.errors import RequestError
 from perilune.grammar.byte_tokens import Tokens, over_bytes
 from perilune.grammar.clues import clues
 from perilune.grammar.recent import Recent
@@ -40,6 +41,8 @@ MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for 
 # Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
 # schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
+_compiling = threading.BoundedSemaphore(4)  # compilations at a time: one may take 10 s of CPU
+PATIENCE_SECONDS = 10.0
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LIMITS = LLParserLimits(verbose_errors=False)
 # llguidance refills lexer fuel when a mask is computed; the byte matcher may take many steps without a mask.
@@ -107,13 +110,19 @@ class Vocabulary:
 
     def compile(self, grammar: str, group: str = "") -> "Matcher":
         """A matcher at the grammar's beginning, for the caller alone. Compiled grammars are cached by group.
-        Raises GrammarError."""
+        Raises GrammarError; RequestError if others take too long."""
         key = group, grammar
         with self._lock:
             found = self._fresh.get(key) or self._grown.get(key)
             if found is not None:
                 return found.copy()
-        made = _on_large_stack(lambda: Matcher(self, grammar, group))
+        if not _compiling.acquire(timeout=PATIENCE_SECONDS):
+            why = "grammars of other requests are being compiled: try again in 5 s"
+            raise RequestError(why, code="server_busy", status=503, retry_seconds=5)
+        try:
+            made = _on_large_stack(lambda: Matcher(self, grammar, group))
+        finally:
+            _compiling.release()
         with self._lock:
             self._fresh.put(key, made, len(grammar) + _REMAINDER_CHARS * remainders_of([*_schemas(grammar)]))
             return made.copy()

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ EFFORTS: Mapping[Effort, int | None] = {
     "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None
 }  # fmt: skip
 PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought; no part of the answer is in the prompt
+_threads = ThreadPoolExecutor(128)  # most may wait for slow grammars (matcher._compiling)
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -68,7 +70,8 @@ async def enforced(
         group="\n".join(current().account.cache_keys),
     )
     # On a thread: compiling a grammar takes 1 ms or more, and would stall all streams of the event loop.
-    constraint = await asyncio.to_thread(make) if calls.tools or answer is not None else make()
+    apart = calls.tools or answer is not None
+    constraint = await asyncio.get_running_loop().run_in_executor(_threads, make) if apart else make()
     if constraint is None:
         return None
     if constraint.tools or constraint.answer is not None:

@@ -42,7 +42,7 @@ ERRORS: Mapping[int, str] = {
     429: "The server, the API key or the client's address has no room for the request now: wait retry-after seconds.",
     431: "The headers are too long.",
     500: "The generation failed, or the server has a fault, which its log describes.",
-    503: "The server is starting its engine again, is shutting down or has no memory for the body: try again.",
+    503: "The server is starting its engine again, shutting down, or busy with other bodies or grammars: try again.",
     504: "The answer was not complete by deadline_seconds.",
 }
 HEADERS: Mapping[str, str] = {

@@ -1,11 +1,14 @@
 """What a request says about the form of its answer, and the constraint the engine gets for it."""
 
+import asyncio
 import json
+import threading
 from typing import Any, ClassVar
 
 import pytest
 
 from perilune.core.constraint import Constraint
+from perilune.grammar import matcher
 from perilune.server.answer_format import EFFORTS
 from perilune.text.chat import ChatTemplate
 from perilune.text.family import K2_THINKING
@@ -39,6 +42,20 @@ async def test_a_form_of_the_answer_is_enforced(s: Served, form: dict[str, Any],
     for nothing in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
         assert (await s.client.post(TEXT, {"prompt": "a", **nothing})).status == 200
         assert s.engine.constraints[-1] is None
+
+
+@served()
+async def test_slow_grammars_delay_nothing_else(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, end, made = {"messages": HELLO, "tools": [WEATHER]}, threading.Event(), matcher._on_large_stack
+    await s.client.post(CHAT, known)
+    monkeypatch.setattr(matcher, "_on_large_stack", lambda make: end.wait(99) and made(make))
+    monkeypatch.setattr(matcher, "PATIENCE_SECONDS", 0.05)
+    slow = [asyncio.create_task(s.client.post(CHAT, known | {"guided_regex": f"{i}"})) for i in range(40)]
+    await asyncio.sleep(0.1)
+    assert (await s.client.post("/tokenize", {"prompt": "a" * 20_000})).status == 200
+    assert (await s.client.post(CHAT, known)).status == 200
+    end.set()
+    assert sorted([(await one).status for one in slow]) == [200] * 4 + [503] * 36
 
 
 @served()
