@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,6 +43,7 @@ MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for 
 # schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
 _compiling = threading.BoundedSemaphore(4)  # compilations at a time: one may take 10 s of CPU
+MAX_COMPILE_SECONDS = 2.0  # of CPU; the engine compiles it again, one at a time
 PATIENCE_SECONDS = 10.0
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -225,7 +227,10 @@ class Matcher:
         self._vocabulary = vocabulary
         self._grammar, self._group = grammar, group
         self._used = False
+        begun = time.thread_time()
         self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
+        if time.thread_time() - begun > MAX_COMPILE_SECONDS:
+            raise GrammarError(f"it takes longer than {MAX_COMPILE_SECONDS:g} s to compile: make it smaller")
         self._single = LLMatcher(over_bytes(), grammar, log_level=0, limits=_BYTE_LIMITS)
         _check(self._tokens)
         _check(self._single)

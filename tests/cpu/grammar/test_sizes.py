@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import RequestError
-from perilune.grammar import shortest_end, sizes
+from perilune.grammar import matcher, shortest_end, sizes
 from perilune.grammar.constrain import AnswerFormat, constrain
 from perilune.grammar.expressions import example, length
 from perilune.grammar.json_schema import enforceable
@@ -213,6 +213,9 @@ def test_the_search_for_an_end_is_bounded(nano: Tokenizer, monkeypatch: pytest.M
     schema = {"$ref": "#/$defs/d0", "$defs": parts | {"d499": {"type": "null"}}}
     with pytest.raises(RequestError, match="none does, or it is too large"):
         constrain(nano, answer=AnswerFormat("json_schema", schema))
+    monkeypatch.setattr(matcher, "MAX_COMPILE_SECONDS", 0.01)
+    with pytest.raises(RequestError, match="to compile"):
+        constrain(nano, answer=AnswerFormat("regex", "a?" * 4_000))
 
 
 def test_values_that_double_take_no_memory() -> None:
