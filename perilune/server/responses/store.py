@@ -49,7 +49,8 @@ class ResponseStore:
 
     A response stores only its own turn, so that a conversation of n turns takes n turns of memory, not n squared. Using
     a response marks all that it continues as used after it, so a conversation is dropped from its end. When the store
-    is full, the owner with the most bytes loses its least recently used response: no key can evict those of others.
+    is full, the owner with the most responses or bytes loses its least recently used one: no key can evict those of
+    others.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -85,8 +86,8 @@ class ResponseStore:
             shelf.holders.setdefault(item, {})[id] = None
         shelf.bytes += entry.size
         self._touch(owner, id)
-        while len(self) > self.max_responses or self.size_bytes > self.max_bytes:
-            largest = max(self._shelves, key=lambda o: self._shelves[o].bytes)
+        while (many := len(self) > self.max_responses) or self.size_bytes > self.max_bytes:
+            _, largest = max((len(shelf.entries) if many else shelf.bytes, o) for o, shelf in self._shelves.items())
             self._forget(largest, next(iter(self._shelves[largest].entries)))
 
     def get(self, owner: str, id: str) -> bytes:

@@ -104,6 +104,9 @@ def test_the_store_is_bounded_by_count_and_keeps_conversations_in_use() -> None:
     with pytest.raises(RequestError, match="'a2'"):  # the end of a conversation goes before its beginning
         store.conversation("", "a2")
     store.conversation("", "a1")
+    store.put("other", "large", {}, [{"content": "x" * 2000}], None)
+    filled(store, ("h1", None))
+    store.get("other", "large")
 
 
 def test_the_store_is_bounded_by_bytes() -> None:
