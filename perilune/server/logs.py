@@ -45,7 +45,6 @@ def configure(form: str, level: str) -> None:
     else:
         handler.setFormatter(TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
     # These libraries would log URLs and headers of their requests.
     for chatty in ("httpx", "httpcore", "urllib3", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

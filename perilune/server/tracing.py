@@ -1,5 +1,6 @@
 """OpenTelemetry: a span per request, with queue, prefill and decode below it. Needs the extra `otel`."""
 
+import logging
 import threading
 from urllib.parse import urlsplit
 
@@ -35,6 +36,7 @@ class Traces:
             raise ConfigError(
                 "otlp_traces_endpoint needs OpenTelemetry, which is not installed: pip install 'perilune[otel]'"
             ) from e
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_short)
         self.model = model
         self._kinds, self._error, self._within = SpanKind, StatusCode.ERROR, set_span_in_context
         self._propagator = TraceContextTextMapPropagator()
@@ -82,6 +84,12 @@ class Traces:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
+
+
+def _short(record: logging.LogRecord) -> bool:
+    """Cuts the exporter's lines: a URL may have a key, an answer 64 KB."""
+    record.msg, record.args = record.getMessage().partition("?")[0][:300], ()
+    return True
 
 
 def phases(run: Run) -> list[tuple[str, float, float]]:

@@ -165,7 +165,7 @@ def captured(form: str, level: str, work: Callable[[], None]) -> str:
     """What the server's log, set up as its options say, has of `work`."""
     root = logging.getLogger()
     before, old = root.handlers[:], root.level
-    levels = {name: logging.getLogger(name).level for name in ("uvicorn", "httpx", "httpcore", "urllib3", "asyncio")}
+    levels = {name: logging.getLogger(name).level for name in ("httpx", "httpcore", "urllib3", "asyncio")}
     try:
         logs.configure(form, level)
         (handler,) = root.handlers

@@ -147,7 +147,8 @@ def test_a_collector_that_is_away_changes_no_answer(caplog: pytest.LogCaptureFix
     async def test(s: Served) -> None:
         assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
-    serve(test, observers=[lambda service: Traces("http://127.0.0.1:9/v1/traces", "m")])
+    serve(test, observers=[lambda service: Traces("http://127.0.0.1:9/v1/traces?key=t0ken", "m")])
+    assert "t0ken" not in caplog.text
     assert not any(r.exc_info for r in caplog.records), caplog.text
 
 
