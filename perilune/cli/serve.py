@@ -34,7 +34,7 @@ from perilune.formats.hub import BUNDLED, resolve_model
 from perilune.model.config import KimiConfig
 from perilune.server import logs, reload
 from perilune.server.keys import Keyring, readable_by_others
-from perilune.server.limits import Proxies, keep_bodies_apart
+from perilune.server.limits import BACKLOG_CONNECTIONS, Proxies, keep_bodies_apart
 from perilune.server.reload import Watched
 from perilune.server.tls import Certificate
 from perilune.text.family import member_named
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 SWITCH_SECONDS = 0.0005
 GRACE_SECONDS = 1.0  # for answers in flight to end with an error, and for threads to end
 QUESTION = "What is 347 + 589?"
-BACKLOG_CONNECTIONS = 2048
 DRAIN_POLL_SECONDS = 0.02
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

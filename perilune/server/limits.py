@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from perilune.core.errors import ConfigError, RequestError
 
+BACKLOG_CONNECTIONS = 2048  # not yet accepted
 MAX_NAMES = 100_000  # addresses with meters; one more replaces the least recently used without requests in flight
 MINUTE_SECONDS, DAY_SECONDS = 60, 86_400
 SMALL_BYTES = 64 << 10  # bodies up to this size share SMALL_SHARE of the budget, which large ones never take

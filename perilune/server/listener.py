@@ -14,7 +14,7 @@ from starlette.responses import Response
 from perilune.core.errors import RequestError
 from perilune.server import errors
 from perilune.server.connection import READ_BYTES, Connection, Message, Timeouts
-from perilune.server.limits import Proxies
+from perilune.server.limits import BACKLOG_CONNECTIONS, Proxies
 
 App = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
@@ -65,16 +65,11 @@ class Listener:
         self.scheme = "http" if tls is None else "https"
         # `check` sees a connection only after its handshake.
         handshake = None if tls is None else self.timeouts.head_seconds
-        if sock.family == socket.AF_UNIX:
-            self.address = (sock.getsockname(), None)
-            self._server = await loop.create_unix_server(
-                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
-            )
-        else:
-            self.address = sock.getsockname()[:2]
-            self._server = await loop.create_server(
-                self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake
-            )
+        unix, name = sock.family == socket.AF_UNIX, sock.getsockname()
+        self.address = (name, None) if unix else name[:2]
+        create: Callable[..., Awaitable[asyncio.Server]] = loop.create_unix_server if unix else loop.create_server
+        self._server = await create(self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake)
+        sock.listen(BACKLOG_CONNECTIONS)  # asyncio has set 100
         self._checking = asyncio.create_task(self._check())
 
     def _connection(self) -> Connection:

@@ -453,6 +453,12 @@ async def test_more_connections_than_allowed_are_refused(s: Served) -> None:
 
 
 @connected()
+async def test_connections_wait_to_be_accepted(s: Served) -> None:
+    for _ in range(120):  # meanwhile the loop accepts none
+        socket.create_connection(("127.0.0.1", s.port), 5.0).close()
+
+
+@connected()
 async def test_draining_ends_idle_connections_and_lets_answers_end(s: Served) -> None:
     async with s.connect() as idle, s.connect() as busy:
         idle.send(GET)
