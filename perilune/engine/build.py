@@ -135,6 +135,7 @@ def build(
     ranks = None
     if place is None:
         ops_build.check_nvcc(device)
+        ops_build.compile_ahead(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
         require_room(config)

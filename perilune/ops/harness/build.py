@@ -63,36 +63,52 @@ def compile_aside(done: Callable[[], None]) -> int:
     """Starts threads that compile the CPU kernels missing from the cache; returns how many kernels. Until a kernel is
     compiled, `library` returns a reason instead, so that slower implementations run. A thread calls `done` after each
     kernel."""
-    absent = sorted(stem for stem, path in _paths().items() if path.suffix == ".cpp" and _absent(path))
+    absent = _absent(".cpp")
     _aside.update(absent)
-    begun, ended = time.monotonic(), itertools.count(1)
 
-    def build(stem: str) -> None:
+    def ended(name: str) -> None:
+        _aside.discard(name)
+        done()
+
+    _on_threads(absent, "for this processor, once; slower ones serve meanwhile, without drafts", ended)
+    return len(absent)
+
+
+def compile_ahead(device: torch.device) -> int:
+    """Starts threads that compile the CUDA kernels missing from the cache if `device` can run them; returns how many
+    kernels. `library` waits for its kernel, so that a first start takes as long as the slowest one, not as all."""
+    absent = _absent(".cu") if is_hopper(device) else []
+    _on_threads(absent, "for this GPU, once", lambda _: None)
+    return len(absent)
+
+
+def _on_threads(names: list[str], why: str, ended: Callable[[str], None]) -> None:
+    begun, count = time.monotonic(), itertools.count(1)
+
+    def build(name: str) -> None:
         found: ctypes.CDLL | str = "it failed"
         try:
-            found = _library(stem)
+            found = _library(name)
         finally:
-            _aside.discard(stem)
-            done()
+            ended(name)
             said = f": {found}" if isinstance(found, str) else f", after {time.monotonic() - begun:.1f} s"
             # A new line for each, instead of one that is overwritten: the server writes to the same terminal.
-            number = next(ended)
-            _say(f"kernel {number} of {len(absent)}: {stem}{said}")
-        if number == len(absent):
-            _say(f"{len(absent)} kernels were compiled in {time.monotonic() - begun:.0f} s")
+            number = next(count)
+            _say(f"kernel {number} of {len(names)}: {name}{said}")
+        if number == len(names):
+            _say(f"{len(names)} kernels were compiled in {time.monotonic() - begun:.0f} s")
 
-    if absent:
-        _say(f"compiling {len(absent)} kernels for this processor, once; slower ones serve meanwhile, without drafts")
-        waiting = deque(absent)
+    if names:
+        _say(f"compiling {len(names)} kernels {why}")
+        waiting = deque(names)
 
         def work() -> None:
             while waiting:
                 with contextlib.suppress(IndexError):
                     build(waiting.popleft())
 
-        for _ in range(min(os.cpu_count() or 1, len(absent))):
+        for _ in range(min(os.cpu_count() or 1, len(names))):
             threading.Thread(target=work, daemon=True).start()  # the process may end before they do
-    return len(absent)
 
 
 def _say(line: str) -> None:
@@ -110,15 +126,17 @@ def building() -> bool:
     return any(lock.locked() for lock in list(_locks.values()))
 
 
-def _absent(source: Path) -> bool:
-    """Whether a CPU kernel can be compiled here and is not in the cache."""
-    compiler, openmp = shutil.which("g++"), _torch_openmp()
-    if compiler is None or openmp is None:
-        return False
+def _absent(suffix: str) -> list[str]:
+    """The kernels in such sources that can be compiled here and are not in the cache, the largest source first."""
+    on_gpu = suffix == ".cu"
+    compiler, openmp = (_nvcc(), None) if on_gpu else (shutil.which("g++"), _torch_openmp())
+    if compiler is None or (openmp is None and not on_gpu):
+        return []
     try:
-        return not _target(source, compiler, openmp).exists()
+        absent = {n: p for n, p in _paths().items() if p.suffix == suffix and not _target(p, compiler, openmp).exists()}
+        return sorted(absent, key=lambda name: -absent[name].stat().st_size)
     except (OSError, subprocess.SubprocessError):
-        return False
+        return []
 
 
 def _target(source: Path, compiler: str, openmp: str | None) -> Path:

@@ -83,6 +83,32 @@ def test_each_kernel_is_a_line_and_a_failed_one_says_why(
         build._loaded.pop(name)
 
 
+def test_a_first_start_compiles_all_kernels_of_the_gpu_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[int], list[str]]
+) -> None:
+    nvcc, paths, together = tmp_path / "nvcc", {n: tmp_path / n for n in ("a.cu", "b.cu")}, threading.Barrier(2)
+    text = "int seven() { return 7; }"  # the last argument is the library's path
+    nvcc.write_text(f'#!/bin/sh\nfor to; do :; done\n[ $to = --version ] || echo "{text}" | g++ -shared -xc - -o $to\n')
+    nvcc.chmod(0o755)
+    compile_ = build._compile
+    for path in paths.values():
+        path.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(build, "_paths", lambda: paths)
+    monkeypatch.setattr(build, "_nvcc", lambda: str(nvcc))
+    monkeypatch.setattr(build, "_compile", lambda *args: (together.wait(60), compile_(*args)))
+    assert build.compile_ahead(torch.device("cpu")) == 0
+    monkeypatch.setattr(build, "is_hopper", lambda device: True)
+    assert build.compile_ahead(torch.device("cuda")) == 2
+    for name in paths:
+        found = build.library(name)
+        assert isinstance(found, ctypes.CDLL) and found.seven() == 7
+    assert said(4)[0] == "compiling 2 kernels for this GPU, once" and build.compile_ahead(torch.device("cuda")) == 0
+    for name in paths:
+        build._loaded.pop(name)
+
+
 def test_a_build_that_was_killed_is_swept_and_one_that_lives_is_not(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\nfrom perilune.ops.harness import build\n"
