@@ -22,6 +22,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "two": whole_model.two,
         "nano-speed": tables.nano_speed,
     },
+    "docs/pictures.md": {"pictures": tables.pictures},
     "docs/architecture.md": {"files": tables.files, "imports": rooms.text},
     "docs/configuration.md": {"engine": tables.engine_keys, "server": tables.server_keys},
     "docs/http-api.md": {

@@ -140,6 +140,19 @@ def cycles() -> str:
     return "\n".join(lines)
 
 
+def pictures() -> str:
+    """The tower, and decoding while pictures come: the newest rows of each size of pictures and batch."""
+    lines = ["| Kimi K2.5's tower, random weights | served | on | commit |", "|---|---|---|---|"]
+    for r in {r["pixels"]: r for r in rows("vision")}.values():
+        share = f"{100 * r['served_fraction']:.0f} % of {r['ceiling_tflops']:g} TFLOP/s"
+        lines.append(f"| {r['pixels']} pixels | {r['served_ms']:.1f} ms, {share} | {r['gpu']} | {r['commit']} |")
+    for n, r in {r["decoding"]: r for r in rows("arrivals") if "picture" in r}.items():
+        what = f"{n} requests, {r['layers']} layers, a picture of {r['picture']} pixels every {r['every_s']:g} s"
+        p99 = f"p99 between tokens {r['p99_over_median']:.2f} medians"
+        lines.append(f"| {what} | {p99} | {r['gpu']} | {r['commit']} |")
+    return "\n".join(lines)
+
+
 KERNELS = {"cuda_tall": "tall tiles", "cuda_cluster": "clusters", "cuda_prefill": "grouped", "cuda": "mma"}
 
 
