@@ -16,7 +16,6 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +106,16 @@ def played(
         engine.cancel(rid)
     while engine.busy:
         engine.step()
-    intervals.sort()
-    median, p99 = statistics.median(intervals), _p99(intervals)
+    median, p99 = statistics.median(intervals), ledger.percentile(intervals, 0.99)
     long = sum(interval > LONG_MEDIANS * median for interval in intervals)
     return {
         "intervals": len(intervals), "long_share": long / len(intervals),
         "interval_median_ms": 1e3 * median, "interval_p99_ms": 1e3 * p99, "p99_over_median": p99 / median,
-        "interval_max_ms": 1e3 * intervals[-1], "busy_p99_ms": 1e3 * _p99(sorted(busy)) if busy else None,
+        "interval_max_ms": 1e3 * max(intervals), "busy_p99_ms": 1e3 * ledger.percentile(busy, 0.99) if busy else None,
         "quiet_median_ms": 1e3 * statistics.median(quiet) if quiet else None,
         "ttft_p50_s": statistics.median(first_tokens) if first_tokens else None,
         "prompts": len(first_tokens), "prompts_left": len(arrived), "tokens_per_s": len(intervals) / took,
     }  # fmt: skip
-
-
-def _p99(ordered: Sequence[float]) -> float:
-    return ordered[int(0.99 * len(ordered))]
 
 
 def main() -> None:

@@ -148,7 +148,8 @@ def pictures() -> str:
         lines.append(f"| {r['pixels']} pixels | {r['served_ms']:.1f} ms, {share} | {r['gpu']} | {r['commit']} |")
     for n, r in {r["decoding"]: r for r in rows("arrivals") if "picture" in r}.items():
         what = f"{n} requests, {r['layers']} layers, a picture of {r['picture']} pixels every {r['every_s']:g} s"
-        p99 = f"p99 between tokens {r['p99_over_median']:.2f} medians"
+        busy = r["busy_p99_ms"] / r["quiet_median_ms"]
+        p99 = f"p99 between tokens {r['p99_over_median']:.2f} medians, {busy:.1f} while a picture's prompt waits"
         lines.append(f"| {what} | {p99} | {r['gpu']} | {r['commit']} |")
     return "\n".join(lines)
 

@@ -42,7 +42,7 @@ class Tower:
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
 
     def warm(self, patches: int) -> None:
-        """Encodes a small picture twice, the second time measured, and runs attention in all shapes of up to `patches`
+        """Encodes a small picture twice, the second time measured, and runs slices in all shapes up to `patches`
         patches. On a GPU the first pictures would delay steps by seconds otherwise. Call it where `run` is called."""
         self.model.warm(patches)
         grid = (1, *WARM_SIDES)

@@ -77,6 +77,8 @@ def test_few_delayed_steps_do_not_decide_the_p99_of_part_d(
     assert found["p99_over_median"] <= 2.0 and (found["prompts"], found["prompts_left"]) == (5, 0)
     assert found["long_share"] == pytest.approx(16 * (5 + len(delayed)) / found["intervals"])
     assert math.isclose(found["interval_max_ms"], 1e3 * PROMPT_SECONDS)
+    assert math.isclose(found["busy_p99_ms"], 1e3 * PROMPT_SECONDS)
+    assert math.isclose(found["quiet_median_ms"], 1e3 * DECODE_SECONDS[16])
 
 
 def test_prompts_are_computed_beside_64_requests(monkeypatch: pytest.MonkeyPatch) -> None:
