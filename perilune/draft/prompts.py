@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, RequestError
 from perilune.draft.topics import DOMAINS, ask
 from perilune.tasks.families import FAMILIES, training_mix
 from perilune.tasks.problem import Problem, assistant
@@ -86,21 +86,20 @@ class Chats:
     def prompts(self, first: int, count: int) -> list[Prompt]:
         tokenizer, template = _reader(self.model)
         families = self.families
-        return [
-            Prompt(
-                tuple(
-                    template.render_ids(
-                        tokenizer,
-                        t.messages,
-                        tools=t.tools or None,
-                        thinking=template.thinks(t.thinking),
-                        continue_final_message=False,
-                    )
-                ),
-                families.index(t.family),
-            )
-            for t in _turns(self.file)[first : first + count]
-        ]
+        made = []
+        for t in _turns(self.file)[first : first + count]:
+            try:
+                ids = template.render_ids(
+                    tokenizer,
+                    t.messages,
+                    tools=t.tools or None,
+                    thinking=template.thinks(t.thinking),
+                    continue_final_message=False,
+                )
+            except RequestError as e:
+                raise ConfigError(f"{self.file} line {t.line}: {e}") from e
+            made.append(Prompt(tuple(ids), families.index(t.family)))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +147,7 @@ class _Turn:
     tools: tuple[Mapping[str, Any], ...]
     thinking: bool | None
     family: str
+    line: int  # of the file, from 1
 
 
 @lru_cache(maxsize=1)
@@ -203,4 +203,4 @@ def _read(file: Path) -> Iterator[_Turn]:
             if messages[-1]["role"] != "assistant":
                 ends.append(len(messages))
             for end in ends:
-                yield _Turn(tuple(messages[:end]), tuple(tools), thinking, family)
+                yield _Turn(tuple(messages[:end]), tuple(tools), thinking, family, number)
