@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.jsonfile import read_object, write_object
 from perilune.draft import shards
 from perilune.draft.storage import load_file, save_file
 
 ABOUT = "corpus.json"
+_TYPES = {
+    "ids": torch.int32, "ends": torch.int64, "given": torch.int32, "family": torch.int16, "greedy": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class Corpus:
         self.shards = shards.listed(directory, lambda line: Shard(*line), "collect")
         if about is None:
             self.about = read_object(directory / ABOUT)
+            names = self.about.get("families")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise CheckpointError(f"{directory / ABOUT} does not list families: remove {directory}, collect again")
             return
         directory.mkdir(parents=True, exist_ok=True)
         self.about = json.loads(json.dumps(about))
@@ -98,7 +104,12 @@ class Corpus:
         for shard in self.shards:
             path = self.directory / shard.file
             shards.check(path, shard.sha256, "collect")
-            t = {name: tensor.tolist() for name, tensor in load_file(path).items()}
+            tensors = load_file(path)
+            if not shard.rows:
+                continue
+            if not _sound(tensors, len(self.families)):
+                raise CheckpointError(f"{path} holds no rows of a corpus: remove {path.parent} and collect again")
+            t = {name: tensor.tolist() for name, tensor in tensors.items()}
             begin = 0
             weights = t.get("weight", [1.0] * len(t["ends"]))
             for end, given, family, greedy, weight in zip(t["ends"], t["given"], t["family"], t["greedy"], weights):
@@ -108,6 +119,25 @@ class Corpus:
 
     def fingerprint(self) -> str:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
+
+
+def _sound(t: Mapping[str, torch.Tensor], families: int) -> bool:
+    """Whether rows can be made of these tensors."""
+    if any(name not in t or t[name].dtype != dtype for name, dtype in _TYPES.items()):
+        return False
+    weight = t.get("weight", torch.ones(len(t["ends"])))
+    each = (t["ends"], t["given"], t["family"], t["greedy"], weight)
+    if t["ids"].dim() != 1 or any(x.shape != (t["ends"].numel(),) for x in each) or not t["ends"].numel():
+        return False
+    lengths = t["ends"].diff(prepend=t["ends"].new_zeros(1))
+    return bool(
+        (lengths >= 0).all()
+        and t["ends"][-1] == len(t["ids"])
+        and ((t["given"] >= 0) & (t["given"] <= lengths)).all()
+        and ((t["family"] >= 0) & (t["family"] < families)).all()
+        and (t["ids"] >= 0).all()
+        and (weight.isfinite() & (weight >= 0)).all()
+    )
 
 
 def require_tokens(rows: Sequence[Row], vocabulary: int) -> None:

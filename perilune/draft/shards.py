@@ -1,32 +1,63 @@
 """The list of a directory's finished shards: a JSON line each, appended when the shard has its final name."""
 
+import contextlib
+import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, ConfigError
 
 SHARDS = "shards.jsonl"
 
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """ConfigError if another process writes to the directory: both would list their shards, each of them twice, and
+    replace the other's files. A file system that cannot lock is used without."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno == errno.EWOULDBLOCK:
+            os.close(handle)
+            raise ConfigError(f"{directory} is being written by another process: wait for it, or stop it") from e
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def listed(directory: Path, make: Callable[[Any], T], again: str) -> list[T]:
-    """`make` of each line. `again` is the verb that writes such directories, for the error's remedy."""
+    """`make` of each line: a dataclass with the `file` of a shard. `again` is the verb that writes such directories,
+    for the error's remedy."""
     path = directory / SHARDS
     if not path.exists():
         return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]  # a kill may have left half a line
-    if whole != text:
-        path.write_text(whole)
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]  # a kill may have left half a line
+    if whole != data:
+        os.truncate(path, len(whole))  # not written again: a kill, or a full disk, would lose the other lines
     try:
-        return [make(json.loads(line)) for line in whole.splitlines()]
-    except (ValueError, TypeError) as e:
-        raise CheckpointError(f"{path} is damaged: remove {directory} and {again} again") from e
+        found = [make(json.loads(line)) for line in whole.splitlines()]
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if found is None or not all(map(_sound, found)):
+        raise CheckpointError(f"{path} is damaged: remove {directory} and {again} again")
+    return found
+
+
+def _sound(shard: Any) -> bool:
+    """Whether each field has its type, and the file is one of the directory: the remedy of `check` removes it."""
+    typed = all(type(getattr(shard, f.name)) is f.type for f in dataclasses.fields(shard))
+    return typed and Path(shard.file).name == shard.file
 
 
 def append(directory: Path, shard: Any) -> None:

@@ -17,6 +17,7 @@ from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
 from perilune.draft.corpus import Corpus, require_tokens
+from perilune.draft.shards import alone
 from perilune.draft.states import Shard, States, about, capture, load_ends, token_bytes
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
 from perilune.formats.hub import resolve_model
@@ -67,6 +68,7 @@ def command(
     """
     path = resolve_model(model)
     make_writable(out, "--out")
+    click.get_current_context().with_resource(alone(out))
     config = build(EngineConfig, options.engine_values(engine, assignments, {}))
     choices = Choices([])
     device = resolve_device(config, choices)

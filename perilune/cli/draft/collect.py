@@ -23,6 +23,7 @@ from perilune.draft.capture import Capture
 from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, asked, collect
 from perilune.draft.corpus import Corpus, Shard
 from perilune.draft.prompts import Chats, Problems, Source, Topics
+from perilune.draft.shards import alone
 from perilune.draft.topics import DOMAINS
 from perilune.engine.llm import LLM
 from perilune.engine.resolve import Choices, resolve_device, resolve_dtypes
@@ -102,6 +103,7 @@ def command(
         raise ConfigError("--forced needs answers that are known, which only generated problems have: leave it out")
     plan = Plan(rows, shard_rows, max_tokens, seed, minutes, workers, forced)
     make_writable(out, "--out")
+    click.get_current_context().with_resource(alone(out))
     corpus = Corpus(out, about(source, plan, path))
     limit = source.limit()
     wanted = rows if limit is None else min(rows, limit)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from perilune.cli.shared import display, options
@@ -19,6 +20,7 @@ from perilune.draft.corpus import ABOUT, Corpus, Row, require_tokens
 from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
 from perilune.draft.mine_group import group, names
 from perilune.draft.mine_score import reopen, score
+from perilune.draft.shards import alone
 from perilune.formats.hub import resolve_model
 from perilune.loading.load import load
 from perilune.model.eagle3_config import DRAFTER
@@ -103,6 +105,7 @@ def command(
     rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)
     path = resolve_model(model)
     make_writable(out, "--out")
+    click.get_current_context().with_resource(alone(out))
     found: list[Scored] = []
     domains: list[str] = []
     if corpora:
@@ -178,9 +181,9 @@ def table(summary: Sequence[Domain]) -> Table:
         "weight",
     ):
         shown.add_column(heading, justify="left" if heading == "domain" else "right")
-    for d in sorted(summary, key=lambda d: -d.rate):
+    for d in sorted(summary, key=lambda d: -d.rate):  # names of groups have tokens such as "[/"
         shown.add_row(
-            d.name, f"{d.answers:,}", f"{d.chains:,}", f"{d.rate:.3f}", f"{d.lost / lost:.0%}", f"{d.windows:,}",
-            f"{d.kept:,}", f"{d.taught:,}", f"{d.weight:.2f}",
+            escape(d.name), f"{d.answers:,}", f"{d.chains:,}", f"{d.rate:.3f}", f"{d.lost / lost:.0%}",
+            f"{d.windows:,}", f"{d.kept:,}", f"{d.taught:,}", f"{d.weight:.2f}",
         )  # fmt: skip
     return shown

@@ -17,6 +17,7 @@ from perilune.draft import ranks
 from perilune.draft.corpus import Corpus
 from perilune.draft.export import export
 from perilune.draft.losses import LOSSES
+from perilune.draft.shards import alone
 from perilune.draft.states import States, load_ends
 from perilune.draft.train import Options, options_of, train
 from perilune.formats.hub import resolve_model
@@ -182,7 +183,9 @@ def command(
     if ranks.launched():
         with ranks.group():
             _train(job)
-    elif gpus > 1:
+        return
+    click.get_current_context().with_resource(alone(run))
+    if gpus > 1:
         if not options.steps:
             raise ConfigError("several GPUs need --steps: the clocks of their processes differ")
         ranks.spawn(gpus, _train, job)
