@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from rich.markup import escape
 from rich.table import Table
 
 from perilune.client.endpoint import Endpoint, EndpointError, Reply, gather, thinking_switch
@@ -287,7 +288,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
                 means[column].append(_share(parts[column]))
         tokens = [r["mean_tokens"] for r in mine if r["thinking"] == main and r["mean_tokens"] is not None]
         shown.add_row(
-            name,
+            escape(name),  # a file's families may look like rich's tags, of which a closing one is an error
             *(_cell(parts[column]) for column in columns),
             f"{max(r['constant'] for r in mine):.1f}",
             f"{max(r['copy'] for r in mine):.1f}",

@@ -109,7 +109,12 @@ def read(path: Path, thinking: bool) -> list[Given]:
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
-                found.append(replace(Given.of(json.loads(line)), thinking=thinking))
+                row = json.loads(line)
+                # Found now, not after the answers of all other problems: numbers that no request can carry (NaN,
+                # 1e999), and an answer that is nested too deeply to be compared.
+                json.dumps(row, allow_nan=False)
+                _exact(row)
+                found.append(replace(Given.of(row), thinking=thinking))
             except (ValueError, RecursionError) as e:
                 what = f"is not JSON: {e}" if isinstance(e, json.JSONDecodeError) else e
                 raise ConfigError(f"{path}, line {number} {what}") from e

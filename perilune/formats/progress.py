@@ -23,7 +23,7 @@ def progress(what: str, total: int, show: bool) -> Iterator[Advance]:
     if show and not sys.stderr.isatty():
         yield _lines(what, total)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -23,7 +23,9 @@ class Bar:
 
     def __init__(self, name: str) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._bar = Progress(TextColumn("loading {task.description}"), *columns, console=Console(stderr=True))
+        self._bar = Progress(
+            TextColumn("loading {task.description}", markup=False), *columns, console=Console(stderr=True)
+        )
         self._task = self._bar.add_task(name, total=0)
         self._ranks: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from rich.table import Table
 
 def progress() -> Progress:
     """A bar that counts on standard error; hidden if that is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 

@@ -1,6 +1,7 @@
 """`perilune evaluate`: scoring against an endpoint that knows how many it gets right, and the arithmetic beside it."""
 
 import asyncio
+import io
 import json
 import threading
 from dataclasses import replace
@@ -12,8 +13,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from perilune.cli import evaluate as verb
+from perilune.cli.draft import mine
+from perilune.cli.shared import display
 from perilune.client.endpoint import Endpoint, EndpointError
 from perilune.core.errors import ConfigError
+from perilune.draft.mine import Domain
 from perilune.evals import evaluate
 from perilune.evals.evaluate import Cell, Tally, wilson
 from perilune.tasks.families import FAMILIES, problems
@@ -149,6 +153,16 @@ def render(table: Any) -> list[list[str]]:
     console.file.close()
     lines = [line for line in console.export_text().splitlines() if "│" in line or "┃" in line]
     return [[c.strip() for c in line.strip("│┃").replace("┃", "│").split("│")] for line in lines]
+
+
+def test_a_family_that_looks_like_a_tag_is_shown_as_it_is() -> None:
+    made = [{**r, "family": "[/x] [bold]"} for r in rows()]
+    assert any("[/x] [bold]" in line for line in render(evaluate.table(made)))
+    lines = render(mine.table([Domain("0: [/ a ] [bold]", 1, 1, 1)]))  # a group of a log is named by its tokens
+    assert any("0: [/ a ] [bold]" in line for line in lines)
+    bar = display.progress()
+    bar.add_task("[/x]", total=1)  # the name of an endpoint's model
+    Console(file=io.StringIO()).print(bar.get_renderable())
 
 
 def test_the_table() -> None:

@@ -91,6 +91,12 @@ def test_judging_calls() -> None:
         ('{"family": "f", "messages": [{}], "answer": [{"name": "w", "arguments": "{}"}]}', "arguments as an object"),
         ('{"family": "f", "messages": [{}], "answer": [{"name": 5, "arguments": {}}]}', "line 1 needs answer"),
         ("[" * 100_000, "line 1 "),
+        ('{"family": "f", "messages": [{}], "answer": NaN}', "line 1 Out of range"),
+        ('{"family": "f", "messages": [{"x": 1e999}], "answer": 1}', "line 1 Out of range"),
+        (
+            '{"family": "f", "messages": [{}], "answer": {"a": ' + "[" * 900 + "]" * 900 + "}}",
+            "line 1 maximum recursion",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
