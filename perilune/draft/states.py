@@ -96,7 +96,8 @@ class States:
         """Prepares `taught`: `rows` are those of the corpora; its results get the dtype and device of `like`. Returns
         the rows that have states."""
         found = list(rows[: self.rows])
-        places = [(s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows)]
+        # A generator: a list of shards that claims 10^9 rows must not take 100 GB.
+        places = ((s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows))
         self._places = {(row.ids, row.given): place for row, place in zip(found, places)}
         self._like = like
         return found
@@ -121,7 +122,12 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, "pt")
         load: Callable[[str], Tensor] = self._file.get_tensor
-        self._ends = [load(name).cumsum(0).tolist() for name in ("tokens", "answers")]
+        found = set(self._file.keys()) >= {"aux", "hidden", "tokens", "answers"}
+        self._ends = [load(name).cumsum(0).tolist() for name in ("tokens", "answers")] if found else []
+        for name, ends in zip(("aux", "hidden"), self._ends):
+            found = found and bool(ends) and self._file.get_slice(name).get_shape()[:1] == ends[-1:]
+        if not found:
+            raise CheckpointError(f"{path} holds no states of rows: remove {path.parent} and capture again")
 
     def row(self, place: int) -> list[Tensor]:
         found = []

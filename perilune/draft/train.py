@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft import ranks
 from perilune.draft.batch import LONGEST_UNROLL
 from perilune.draft.capture import Capture
@@ -267,7 +267,9 @@ def _restore(path: Path, job: str, parameters: Mapping[str, Tensor], optimizer: 
     if not path.is_file():
         return Progress()
     with safe_open(path, "pt") as file:
-        metadata = file.metadata()
+        metadata = file.metadata() or {}
+        if not metadata.keys() >= {"job", "progress"}:
+            raise CheckpointError(f"{path} is no save of a training: remove it, or choose an empty directory")
         if metadata["job"] != job:
             raise ConfigError(
                 f"{path.parent} holds a run with other options or another corpus: repeat that one, or choose an empty "

@@ -1,6 +1,7 @@
 """Corpora that another program wrote, that were damaged, or that two processes write."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft import shards
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.prompts import Chats
+from perilune.draft.states import States
 from perilune.draft.storage import load_file, save_file
 from perilune.formats.hub import resolve_model
 
@@ -90,3 +92,36 @@ def test_a_chat_that_cannot_be_rendered_is_named_by_its_line(tmp_path: Path) -> 
     file.write_text("".join(json.dumps(chat) + "\n" for chat in (good, good, bad)))
     with pytest.raises(ConfigError, match=r"chats\.jsonl line 3: messages\[0\]\.content must be"):
         Chats(resolve_model("kimi-nano"), file).prompts(0, 3)
+
+
+def states(directory: Path, rows: int, tensors: Tensors) -> States:
+    """States of one row of 3 tokens, 2 of them an answer; the list claims so many rows."""
+    found = States(directory, {})
+    save_file(tensors, directory / "states")
+    listed = {"file": "states", "sha256": shards.sha256(directory / "states"), "rows": rows, "bytes": 1}
+    shards.append(directory, listed)
+    return States(found.directory)
+
+
+SOUND = {"tokens": torch.tensor([3]), "answers": torch.tensor([2]), "aux": torch.ones(3, 8), "hidden": torch.ones(2, 8)}
+
+
+def test_the_number_of_rows_in_a_list_takes_no_memory(tmp_path: Path) -> None:
+    found = states(tmp_path, 10**6, SOUND)
+    row = Row((1, 2, 3), 1, 0, True)
+    tracemalloc.start()
+    try:
+        assert found.serve([row], torch.empty(0)) == [row]
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    assert found.taught([row]).aux.shape == (3, 8)
+
+
+@pytest.mark.parametrize("changed", [{"aux": torch.ones(2, 8)}, {"hidden": None}, {"answers": torch.tensor([5])}])
+def test_states_that_are_none_are_one_line(tmp_path: Path, changed: dict[str, torch.Tensor | None]) -> None:
+    found = states(tmp_path, 1, {name: t for name, t in (SOUND | changed).items() if t is not None})
+    row = Row((1, 2, 3), 1, 0, True)
+    found.serve([row], torch.empty(0))
+    with pytest.raises(CheckpointError, match=r"holds no states of rows: remove .* and capture again"):
+        found.taught([row])

@@ -21,6 +21,7 @@ from perilune.draft.export import export
 from perilune.draft.losses import LOSSES, overlap
 from perilune.draft.optimizer import Muon, Optimizer
 from perilune.draft.states import States, about, capture, token_bytes
+from perilune.draft.storage import save_file
 from perilune.draft.train import Options, options_of, train
 from perilune.draft.trainee import Trainee
 from perilune.draft.vocabulary import mapping, most_frequent
@@ -354,6 +355,9 @@ def test_a_full_disk_and_a_damaged_save_are_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     (tmp_path / "run/state.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"state.safetensors is damaged .*remove it"):
+        train(model, config, [corpus], tmp_path / "run", options, capture_tokens=128)
+    save_file({"x": torch.ones(1)}, tmp_path / "run/state.safetensors")
+    with pytest.raises(CheckpointError, match=r"state.safetensors is no save of a training: remove it"):
         train(model, config, [corpus], tmp_path / "run", options, capture_tokens=128)
 
 
