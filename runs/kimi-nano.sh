@@ -9,7 +9,10 @@
 # --guide 0.4 --rate 1.5e-3 --words RUN --words-rate 1.5e-4 --words-kept 0). A mean with the stage before followed these two
 # (runs.kimi_nano.average). On 30 November: four GPUs (--gpus 4 --tokens 65536 --rate 0.0022), 7.8 minutes and eyes of 3.8, no mean;
 # then 60 steps on two CPU cores with half the tokens of sums (--device cpu --tokens 2048 --steps 60 --rate 5e-4 --optimizer adamw)
-# and a mean with the weights before these (--share 0.6). The last stage, the same day: two GPUs, 13.5 minutes and eyes of 4, no mean.
+# and a mean with the weights before these (--share 0.6). Then, the same day, two GPUs, 13.5 minutes and eyes of 4, no mean. The
+# last stage: two GPUs, 14.1 minutes and eyes of 4 (B, --words-rate 1e-4); then on 1 December eyes of 6.2 once more from B, with
+# more text (--tower model-vision.safetensors --reading 0.02 --guide 0.4 --rate 1.2e-3 --words RUN --words-kept 0 --words-rate 3e-4
+# --word-tokens 65536) and a mean with B (--share 0.47).
 # sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                              FONTS: a directory with TrueType fonts for pictures, or ''
 #                                              SETS: a directory with clones of public data sets, whose sentences are

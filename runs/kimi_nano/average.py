@@ -47,7 +47,7 @@ def average(model: Path, before: Path, share: float) -> None:
     noted = json.loads((model / TRAINING_FILE).read_text())
     fact = {"share": share, "with": card.weights_hash(before)}
     noted |= {"weights_sha256": card.weights_hash(partial), "averaged": fact}
-    card.write(partial / TRAINING_FILE, json.dumps(noted, indent=2) + "\n")
+    card.write_facts(partial / TRAINING_FILE, noted)
     made = {file.name for file in partial.iterdir()}
     shutil.copytree(model, partial, ignore=lambda folder, _: made if folder == str(model) else (), dirs_exist_ok=True)
     replaced = model.with_name(f".{model.name}.replaced")

@@ -23,7 +23,7 @@ from perilune.formats.writer import write
 from perilune.media.limits import FILE as PREPROCESSOR_FILE
 from perilune.model import names
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
-from runs.kimi_nano.card import training
+from runs.kimi_nano.card import training, write_facts
 from runs.kimi_nano.model import KimiNano, Shape, int4_grid
 from runs.kimi_nano.optim import is_expert
 from runs.kimi_nano.state import CHECKPOINT, EYES_FILE, LOG_FILE, TRAINING_FILE, Progress, load
@@ -184,7 +184,7 @@ def add_facts(log: Path, directory: Path) -> None:
     except SystemExit as e:
         print(f"no {TRAINING_FILE} beside the weights: {e}")
     else:
-        (directory / TRAINING_FILE).write_text(json.dumps(trained, indent=2) + "\n")
+        write_facts(directory / TRAINING_FILE, trained)
 
 
 def add_eyes(directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,8 @@ With --tower, training begins with an exported tower; the first part is then sho
 
 Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
 to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
-that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower. A share
+that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower. A token
+of text counts as one of pictures does, so --word-tokens also is the weight of text. A share
 --words-kept of its weights are those of before, the rest what they became. Right of in-distribution text problems with
 shares 0, 0.15, 0.5 and 1: 96.9, 97.7, 97.9 and 97.7 %; of pictures with 0, 0.15, 0.3 and 0.5: 91.2, 90.8, 83.8, 47.1 %.
 
@@ -61,7 +62,7 @@ SHARPNESS = 4.0  # factor of a row's logits over the vocabulary (dot products wi
 MARK_WEIGHT = 0.5
 EVALUATED = tuple(name for name in WEIGHTS if name != "picture_text")
 SAMPLES_TOGETHER = 128  # counts of samples are rounded up to multiples, so that few shapes of tensors occur
-WORDS_WORKERS = 3
+WORDS_WORKERS, WORDS_PER_WORKER = 3, 8192  # data processes for text: at least, and tokens of a step for each
 KEPT = 0.15  # share of the text model's weights before this training in the exported ones
 
 
@@ -104,6 +105,7 @@ class Run:
     way: str
     device: str
     embeddings: Tensor  # [vocabulary, D] of the text model at the beginning
+    words_weight: float  # of the loss of text beside that of pictures' answers
 
     def losses(self, block: dict[str, Tensor], through: bool) -> dict[str, Tensor]:
         """Mean losses of a block on the device; `through`: also through the text model."""
@@ -144,7 +146,7 @@ class Run:
                 total = total + losses["answers"]
             if words is not None:
                 losses["words"] = self.answers(there["words_stream"], there["words_starts"], longest["words"], None)
-                total = total + losses["words"]
+                total = total + self.words_weight * losses["words"]
             total.backward()
             self.optimizer.step(there["rate"], there["number"])
             self.optimizer.publish()
@@ -201,7 +203,9 @@ def open_run(args: argparse.Namespace) -> Run:
     # Steps are CUDA graphs, in which grouped products have not been tried.
     blocks = compiled(grouped=False) if args.compile else EAGER
     embeddings = text.embed_tokens.weight.detach().clone()
-    return Run(text, eyes, optimizer, words, Graphs(args.compile and way == "flash"), blocks, way, device, embeddings)
+    graphs = Graphs(args.compile and way == "flash")
+    weight = args.word_tokens / args.tokens  # of a step, so that a token of text counts as one of pictures does
+    return Run(text, eyes, optimizer, words, graphs, blocks, way, device, embeddings, weight)
 
 
 @torch.no_grad()
@@ -249,7 +253,8 @@ def train(args: argparse.Namespace) -> None:
         for name in (VOCABULARY_FILE, CONFIG_FILE):
             shutil.copyfile(args.model / name, args.out / name)
         texts = data.Blocks(args.words, args.seed + 1, args.word_tokens, progress.through)
-        words = iter(loader(texts, min(args.workers, WORDS_WORKERS)))
+        several = max(WORDS_WORKERS, args.word_tokens // WORDS_PER_WORKER)
+        words = iter(loader(texts, min(args.workers, several)))
     run = open_run(args)
     before = masters(run.words) if run.words else {}
     if args.resume:
