@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.core.errors import RequestError, shown
+from perilune.core.errors import RequestError, quoted, shown
 
 MAX_WHOLE = 2**63 - 1  # bound of integer fields that have no other: messages and tensors hold int64
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's own bound
@@ -195,10 +195,10 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         raise RequestError(f"logit_bias has {len(pairs)} tokens, more than {MAX_BIASED}", param="logit_bias")
     for token, value in pairs:
         if not _is_id(token):
-            raise RequestError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+            raise RequestError(f"logit_bias: {quoted(token)} is not a token id", param="logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise RequestError(
-                f"logit_bias of token {token} must be between -100 and 100, not {value!r}", param="logit_bias"
+                f"logit_bias of token {token} must be between -100 and 100, not {quoted(value)}", param="logit_bias"
             )
     if len({token for token, _ in pairs}) < len(pairs):
         raise RequestError("logit_bias names a token twice", param="logit_bias")

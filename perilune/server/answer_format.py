@@ -13,6 +13,7 @@ from perilune.core.errors import RequestError
 from perilune.core.sampling import SamplingParams
 from perilune.grammar.constrain import Allowed, AnswerFormat, Named, ToolChoice, constrain
 from perilune.server.call import current
+from perilune.server.fields import MAX_NAME_CHARS
 from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
@@ -200,7 +201,7 @@ def _response_format(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
 def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
     """vLLM's newer form of the guided_* fields: one object `structured_outputs`."""
     for name, value in (given or {}).items():
-        where = f"structured_outputs.{name}"
+        where = f"structured_outputs.{name[:MAX_NAME_CHARS]}"
         if value is None or (name == "json_object" and value is False):
             continue
         if name == "json_object" and value is True:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perilune.core.errors import CheckpointError, EngineError, EngineUnavailable, PeriluneError, RequestError
+from perilune.core.errors import CheckpointError, EngineError, EngineUnavailable, PeriluneError, RequestError, shown
 from perilune.server.call import current
 from perilune.text.tools import check_text
 
@@ -22,6 +22,8 @@ log = logging.getLogger("perilune.server")
 # Byte order marks. That of UTF-32 LE begins with that of UTF-16 LE.
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 MAX_LEVELS = 200  # nested objects and arrays in a body: pydantic's bound
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -63,6 +65,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         status, message = 500, "internal error; the server's log has the details"
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    # Clients choose the names and values that messages repeat.
+    message, param = shown(message, MAX_MESSAGE_CHARS), param and param[:MAX_PARAM_CHARS]
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BeforeValidator, PrivateAttr
 from starlette.responses import Response
 
-from perilune.core.errors import RequestError
+from perilune.core.errors import RequestError, shown
 from perilune.core.messages import Delta, Order
 from perilune.core.sampling import MAX_BIASED, MAX_LOGPROBS, SamplingParams
 from perilune.core.step import TokenLogprob
@@ -121,14 +121,14 @@ class SamplingBody(RequestBody):
             raise RequestError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
         if (kept := self.truncate_prompt_tokens) is not None and kept != -1 and kept < 1:
             raise RequestError(
-                f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {kept}",
+                f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {shown(kept)}",
                 param="truncate_prompt_tokens",
             )
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARS:
             raise RequestError(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         if self.priority is not None and not 0 <= self.priority <= MAX_PRIORITIES:
             raise RequestError(
-                f"priority must be 0 to {MAX_PRIORITIES}, not {self.priority}: larger ones are served later",
+                f"priority must be 0 to {MAX_PRIORITIES}, not {shown(self.priority)}: larger ones are served later",
                 param="priority",
             )
         if (seconds := self.deadline_seconds) is not None and not 0 < seconds <= MAX_DEADLINE_SECONDS:
@@ -273,7 +273,8 @@ class ChatBody(SamplingBody, ContinuedBody):
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
                 raise RequestError(
-                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}", param="top_logprobs"
+                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {shown(self.top_logprobs)}",
+                    param="top_logprobs",
                 )
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
@@ -355,7 +356,9 @@ class CompletionBody(SamplingBody):
                 code="unsupported_parameter",
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}", param="logprobs")
+            raise RequestError(
+                f"logprobs must be between 0 and {MAX_LOGPROBS}, not {shown(self.logprobs)}", param="logprobs"
+            )
 
     @property
     def wanted(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from perilune.core.errors import RequestError
+from perilune.server.errors import describe
 from tests.serving import CHAT, HELLO, TEXT, WEATHER, Served, serve, served
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
@@ -421,6 +423,34 @@ async def test_a_long_method_is_not_repeated(s: Served) -> None:
     for path, status in ((CHAT, 405), ("/nowhere", 404)):
         reply = await s.client.request("A" * 3000, path, [b""])
         assert reply.status == status and len(reply.error["message"]) < 100
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"logit_bias": {"x" * 60_000: 1}}),
+        (CHAT, {"structured_outputs": {"x" * 60_000: 1}}),
+        (CHAT, {"priority": 10**4000}),
+        (CHAT, {"logprobs": True, "top_logprobs": 10**4000}),
+        (CHAT, {"truncate_prompt_tokens": -(10**4000)}),
+        (TEXT, {"logprobs": 10**4000}),
+        (CHAT, {"model": "\x01" * 60_000}),
+        (CHAT, {"messages": [{"role": "\x01" * 60_000, "content": "x"}]}),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x" * 60_000}}}),
+        ("/nowhere/" + "x" * 60_000, {}),
+    ],
+)
+@served()
+async def test_long_values_of_a_client_are_repeated_in_part(s: Served, path: str, more: dict[str, Any]) -> None:
+    given = {"prompt": "a"} if path == TEXT else {"messages": HELLO}
+    reply = await s.client.post(path, {**given, **more})
+    assert reply.status in (400, 404) and len(reply.error["message"]) < 1200 and len(reply.error["param"] or "") <= 200
+
+
+def test_every_message_is_bounded_and_on_one_line() -> None:
+    _, body = describe(RequestError("x\n\ud800" * 10_000, param="y" * 10_000))
+    message, param = body["error"]["message"], body["error"]["param"]
+    assert len(message) <= 2000 and message.isprintable() and len(param) <= 200
 
 
 @pytest.mark.parametrize(
