@@ -17,7 +17,8 @@ from perilune.server.call import Call
 from perilune.server.service import Service
 from perilune.server.sse import named_event
 
-EVENT_BYTES = 64 << 20  # kept events of all jobs: beyond this, the job with the most bytes loses its first events
+# Kept events of all jobs: beyond this, of the API key with the most bytes the largest job loses its first events.
+EVENT_BYTES = 64 << 20
 MAX_ENDED_JOBS = 256  # ended jobs with events kept for clients that reconnect
 
 
@@ -156,7 +157,10 @@ class Jobs:
         job.bytes += len(made)
         self._bytes += len(made)
         while self._bytes > self.event_bytes:
-            largest = max(self._jobs.values(), key=lambda j: j.bytes)
+            owned: dict[str, list[Job]] = {}
+            for (owner, _), kept in self._jobs.items():
+                owned.setdefault(owner, []).append(kept)
+            largest = max(max(owned.values(), key=lambda jobs: sum(j.bytes for j in jobs)), key=lambda j: j.bytes)
             size = len(largest.events.popleft())
             largest.first += 1
             largest.bytes -= size
@@ -164,11 +168,17 @@ class Jobs:
         job.notify()
 
     def _drop_ended(self) -> None:
-        """Forgets ended jobs except the last MAX_ENDED_JOBS with events; their responses stay in the store."""
-        ended = [key for key, job in self._jobs.items() if job.ended]
-        silent = [key for key in ended if not self._jobs[key].keeps_events]
-        for key in {*silent, *ended[: max(len(ended) - MAX_ENDED_JOBS, 0)]}:
-            self.forget(*key)
+        """Forgets ended jobs without events and, beyond MAX_ENDED_JOBS, the first ones of the key with the most; their
+        responses stay in the store."""
+        ended: dict[str, list[str]] = {}
+        for (owner, id), job in list(self._jobs.items()):
+            if job.ended and job.keeps_events:
+                ended.setdefault(owner, []).append(id)
+            elif job.ended:
+                self.forget(owner, id)
+        while sum(map(len, ended.values())) > MAX_ENDED_JOBS:
+            largest = max(ended, key=lambda o: len(ended[o]))
+            self.forget(largest, ended[largest].pop(0))
 
 
 def _gone(at: int, first: int) -> RequestError:

@@ -1,6 +1,7 @@
 """Responses in the background, and the items of a request: polled, followed, cancelled, kept apart by key, bounded."""
 
 import asyncio
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from perilune.server.responses import background
 from perilune.server.responses.background import Jobs
 from perilune.server.responses.items import as_items
 from tests.cpu.server.test_description import check, operation
@@ -195,12 +197,14 @@ def test_they_are_reported_when_they_end(caplog: pytest.LogCaptureFixture) -> No
 KEYS = '[[key]]\nname = "{0}"\nsha256 = "{1}"\n'
 
 
-def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
-    import hashlib
-
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
     file = tmp_path / "keys"
     file.write_text("".join(KEYS.format(n, hashlib.sha256(n.encode()).hexdigest()) for n in ("ann", "bob")))
+    return str(file)
 
+
+def test_other_keys_see_nothing_of_it(key_file: str) -> None:
     async def test(s: Served) -> None:
         s.client.headers["authorization"] = "Bearer ann"
         made = await begun(s)
@@ -213,7 +217,29 @@ def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
         s.engine.release.set()
         assert (await ended(s, made["id"]))["status"] == "completed"
 
-    serve(test, hold=0, api_key_file=str(file))
+    serve(test, hold=0, api_key_file=key_file)
+
+
+@pytest.mark.parametrize("bound", ["jobs", "bytes"])
+def test_a_key_cannot_push_out_the_events_of_another(
+    bound: str, key_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(s: Served) -> None:
+        jobs: Jobs = s.client.app.state.jobs
+        made = []
+        for name in ("ann", *6 * ["bob"]):
+            s.client.headers["authorization"] = f"Bearer {name}"
+            reply = await s.client.post(PATH, {"input": "Hi", "background": True, "stream": True})
+            made.append((name, reply.events[0]["response"]["id"]))
+            if bound == "bytes" and name == "ann":
+                jobs.event_bytes = 3 * jobs._jobs[made[0]].bytes
+        assert jobs._jobs[made[0]].first == 0 and jobs._jobs[made[0]].events
+        if bound == "jobs":
+            assert list(jobs._jobs) == [made[0], *made[-3:]]
+
+    if bound == "jobs":
+        monkeypatch.setattr(background, "MAX_ENDED_JOBS", 4)
+    serve(test, answer="</think>Hello", api_key_file=key_file)
 
 
 @served(answer="</think>Hello")
