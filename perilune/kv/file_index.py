@@ -28,6 +28,7 @@ class FileIndex:
 
     def __init__(self, files: Iterable[tuple[Name, float]], limit: int, delete: Callable[[Name], None]) -> None:
         self._files = OrderedDict((name.digest, File(name, used)) for name, used in files)
+        self._dropped: set[bytes] = set()  # digests of dropped files that a restore still reads
         self.limit, self._delete = limit, delete
         while len(self._files) > limit:
             self.drop(next(iter(self._files)))
@@ -40,6 +41,10 @@ class FileIndex:
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def may_write(self, digest: bytes) -> bool:
+        """Whether the block has no file, nor a dropped one that is yet to be deleted: that would delete a new one."""
+        return digest not in self._files and digest not in self._dropped
 
     def add(self, name: Name, used: float) -> None:
         """Registers a file that was written."""
@@ -61,6 +66,7 @@ class FileIndex:
         """Ends a restore's use."""
         file.users -= 1
         if file.dropped and not file.users:
+            self._dropped.remove(file.name.digest)
             self._delete(file.name)
 
     def make_room(self, writing: int) -> bool:
@@ -78,7 +84,9 @@ class FileIndex:
         if (file := self._files.pop(digest, None)) is None:
             return
         file.dropped = True
-        if not file.users:
+        if file.users:
+            self._dropped.add(digest)
+        else:
             self._delete(file.name)
 
     def forget(self, first: bytes) -> None:

@@ -366,8 +366,8 @@ class Tiers:
         for held in (held for queue in queues for held in islice(queue.values(), -(-ahead // len(queues)))):
             if len(self._writing) >= at_once:
                 return
-            known = held.name.digest in self._disk or held.name.digest in self._writing
-            wanted = held.complete and not known and self._retention.worth_writing(held.turn)
+            new = self._disk.may_write(held.name.digest) and held.name.digest not in self._writing
+            wanted = held.complete and new and self._retention.worth_writing(held.turn)
             if wanted and self._disk.make_room(len(self._writing)):
                 held.users += 1
                 self._writing[held.name.digest] = held

@@ -326,6 +326,22 @@ def test_forgetting_reaches_every_tier_and_restores_under_way() -> None:
     tiers.check()
 
 
+def test_a_file_that_is_dropped_while_it_is_read_is_deleted_before_it_is_written_again() -> None:
+    tiers, mover = tiers_of(rows=2, files=[(name(7, 1), 1.0)], file_limit=9)
+    mover.files[name(7).digest] = name(7).digest
+    tiers.restore(0, [(name(7).digest, 4)])
+    tiers.poll()
+    (slow,) = mover.queue
+    tiers.forget(name(1).digest)
+    mover.queue.clear()  # the restore does not end for now
+    put(tiers, mover, 7, 8, 9)
+    mover.queue.append(slow)
+    for _ in range(4):
+        mover.work(10)
+        tiers.poll()
+    assert name(7).digest in tiers._disk and all(digest in mover.files for digest in tiers._disk)
+
+
 def test_unused_blocks_expire() -> None:
     now = [0.0]
     tiers, mover = tiers_of(files=[(name(9), 30.0)], file_limit=9, ttl_seconds=MINUTE, clock=lambda: now[0])
