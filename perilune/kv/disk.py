@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import struct
@@ -21,11 +22,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO
 
 from perilune.core.errors import ConfigError
 from perilune.core.files import open_regular
 from perilune.kv.mover import Name
+
+log = logging.getLogger("perilune.kv")
 
 LOCK = "perilune-kv.lock"
 FINGERPRINT_BYTES = DIGEST_BYTES = 16
@@ -34,6 +38,7 @@ _MAGIC = b"PRLNKV01"
 _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sQQ")
 _CRC = struct.Struct("<I")
 _local = threading.local()
+_skipped: list[Path] = []
 ENDED = -1  # returned instead of a file's size: the file was truncated while it was read
 Reader = Callable[[Path, memoryview, memoryview], int]
 
@@ -63,7 +68,7 @@ class Directory:
         self._lock = _locked(root, create=True) if lock else None
         try:
             self._own.mkdir(mode=0o700, exist_ok=True)
-            for stale in self._own.glob("*.part"):
+            for stale, _ in _files(self._own, "*.part"):
                 stale.unlink(missing_ok=True)
         except OSError as e:
             self.close()
@@ -255,12 +260,20 @@ def _header_of_thread() -> memoryview:
     return header
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files of blocks below a folder, also those being written; a file that is deleted meanwhile is left out."""
-    for pattern in ("**/*.kv", "**/*.part"):
+def _files(folder: Path, *patterns: str) -> Iterator[tuple[Path, os.stat_result]]:
+    """All files of blocks below a folder, also those being written; a file that is deleted meanwhile is left out, and
+    what is no regular file."""
+    for pattern in patterns or ("**/*.kv", "**/*.part"):
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):
-                yield path, path.lstat()
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            if S_ISREG(status.st_mode):
+                yield path, status
+            elif not _skipped:
+                _skipped.append(path)
+                log.warning("%s is no regular file and is left alone, as are others (said once)", path)
 
 
 def _name_of(path: Path) -> Name | None:

@@ -53,11 +53,13 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The write of a row to its file has ended, or failed with `error`; `gone`: because the directory was deleted."""
+    """The write of a row to its file has ended, or failed with `error`. `gone`: because the directory was deleted;
+    `taken`: because a directory has the file's name."""
 
     name: Name
     error: str | None = None
     gone: bool = False
+    taken: bool = False
 
 
 Done = Copied | Stored | Restored | Written

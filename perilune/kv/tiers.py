@@ -35,13 +35,15 @@ EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live 
 @dataclass(slots=True, eq=False)
 class _Row:
     """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end.
-    `turn`: as in kv/retention.py; `in_pages`: after a restore, the pages have the block too."""
+    `turn`: as in kv/retention.py; `in_pages`: after a restore, the pages have the block too; `fileless`: the block's
+    file cannot be made."""
 
     name: Name
     row: int
     used: float
     turn: int
     in_pages: bool = False
+    fileless: bool = False
     complete: bool = False
     users: int = 1
     forgotten: bool = False
@@ -287,7 +289,7 @@ class Tiers:
                 if held.users or not held.complete:
                     continue
                 # Nothing is lost if the pages have the block, it has a file, or no file would be written.
-                lossless = held.in_pages or held.name.digest in self._disk
+                lossless = held.in_pages or held.fileless or held.name.digest in self._disk
                 lossless = lossless or not (self._disk.limit and self._retention.worth_writing(held.turn))
                 score = inf if held.in_pages else (now - held.used) / self._retention.chance(held.turn)
                 if (lossless, score) > (best_lossless, best_score):
@@ -367,7 +369,7 @@ class Tiers:
             if len(self._writing) >= at_once:
                 return
             new = self._disk.may_write(held.name.digest) and held.name.digest not in self._writing
-            wanted = held.complete and new and self._retention.worth_writing(held.turn)
+            wanted = held.complete and new and not held.fileless and self._retention.worth_writing(held.turn)
             if wanted and self._disk.make_room(len(self._writing)):
                 held.users += 1
                 self._writing[held.name.digest] = held
@@ -382,6 +384,9 @@ class Tiers:
         elif done.gone:
             self._warn("write", f"the directory for KV blocks is not used any more: {done.error}")
             self._disk.close()
+        elif done.taken:
+            held.fileless = True
+            self._warn("taken", f"a KV block has no file: {done.error}")
         elif done.error is not None:
             self._pause_until = self._clock() + PAUSE_SECONDS
             self._warn("write", f"KV blocks are not written to disk for {PAUSE_SECONDS:.0f} s: {done.error}")

@@ -265,12 +265,13 @@ class Transfer:
     def _write(self, name: Name, row: int) -> None:
         directory = self._directory
         assert directory is not None
-        error, gone = None, False
+        error, gone, taken = None, False, False
         try:
             directory.write(name, self._row(row).data, int(self._sums[row]))
         except OSError as e:
             error, gone = _line(e), not directory.exists
-        self._answer([Written(name, error, gone)])
+            taken = not gone and isinstance(e, IsADirectoryError | NotADirectoryError)
+        self._answer([Written(name, error, gone, taken)])
 
     def _shares(self, items: Sequence[_T]) -> list[Sequence[_T]]:
         size = max(-(-len(items) // self._workers), MIN_SHARE_BLOCKS)

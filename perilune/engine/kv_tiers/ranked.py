@@ -47,7 +47,7 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
     copied: list[int] = []
     stored: list[tuple[int, str | None]] = []
     restored: list[tuple[int, float, tuple[bytes, ...], str | None]] = []
-    written: list[tuple[tuple[bytes, bytes], str | None, bool]] = []
+    written: list[tuple[tuple[bytes, bytes], str | None, bool, bool]] = []
 
 
 Move = Store | Restore | Write | Delete
@@ -177,7 +177,7 @@ def records(moved: Moved) -> list[Done]:
         *(Copied(block) for block in moved.copied),
         *(Stored(*one) for one in moved.stored),
         *(Restored(*one) for one in moved.restored),
-        *(Written(Name(*name), error, gone) for name, error, gone in moved.written),
+        *(Written(Name(*name), error, gone, taken) for name, error, gone, taken in moved.written),
     ]
 
 
@@ -192,7 +192,7 @@ def _moved(rows: int, done: Sequence[Done]) -> Moved:
             case Restored():
                 moved.restored.append((one.ticket, one.seconds, one.bad, one.error))
             case Written():
-                moved.written.append(((one.name.digest, one.name.first), one.error, one.gone))
+                moved.written.append(((one.name.digest, one.name.first), one.error, one.gone, one.taken))
     return moved
 
 
@@ -214,7 +214,7 @@ def _both(a: Done, b: Done) -> Done:
         bad = tuple(dict.fromkeys((*a.bad, *b.bad)))
         return Restored(a.ticket, max(a.seconds, b.seconds), bad, a.error or b.error)
     if isinstance(a, Written) and isinstance(b, Written):
-        return Written(a.name, a.error or b.error, a.gone or b.gone)
+        return Written(a.name, a.error or b.error, a.gone or b.gone, a.taken or b.taken)
     if isinstance(a, Stored) and isinstance(b, Stored):
         return replace(a, error=a.error or b.error)
     return a

@@ -15,6 +15,7 @@ def test_clear_deletes_blocks_and_nothing_else(tmp_path: Path) -> None:
     directory.write(Name(b"d" * 16, b"f" * 16), memoryview(bytes(4096)), 0)
     refused = CliRunner().invoke(cli, ["kv", "clear", str(tmp_path / "kv")])
     assert isinstance(refused.exception, ConfigError) and "in use" in str(refused.exception)
+    (tmp_path / "kv" / "mine.kv" / "notes").mkdir(parents=True)
     directory.close()
     done = CliRunner().invoke(cli, ["kv", "clear", str(tmp_path / "kv")])
     assert done.exit_code == 0 and done.output == "deleted 1 blocks, 0.00 GB\n"

@@ -72,7 +72,7 @@ def test_a_record_is_complete_when_all_ranks_have_said_so(rig: tuple[RankedTrans
     assert mover.poll() == [] and mover.rows == 0
     ranks.on_moved(2, _encode(_moved(6, [Copied(1), Stored(2), Restored(3, 0.9)])))
     assert mover.poll() == [Copied(1), Stored(2), Restored(3, 0.9)] and mover.rows == 4
-    ranks.on_moved(2, _encode(Moved(6, written=[((NAME.digest, NAME.first), None, False)])))
+    ranks.on_moved(2, _encode(Moved(6, written=[((NAME.digest, NAME.first), None, False, False)])))
     assert mover.poll() == [Written(NAME)] and not own.calls
     own.done = [Copied(1)]
     assert mover.poll() == [], "the next one of the same block begins anew"
@@ -85,6 +85,6 @@ def test_one_ranks_failure_is_everybodys(rig: tuple[RankedTransfer, Own, Ranks])
     mover, own, ranks = rig
     own.done = [Stored(2), Restored(3, 0.5, (b"a",), "bad"), Written(NAME)]
     ranks.on_moved(1, _encode(_moved(4, [Stored(2, "no"), Restored(3, 0.1, (b"b", b"a"), None), Written(NAME)])))
-    ranks.on_moved(2, _encode(_moved(4, [Stored(2), Restored(3, 0.2), Written(NAME, "full")])))
-    assert mover.poll() == [Stored(2, "no"), Restored(3, 0.5, (b"a", b"b"), "bad"), Written(NAME, "full")]
+    ranks.on_moved(2, _encode(_moved(4, [Stored(2), Restored(3, 0.2), Written(NAME, "full", taken=True)])))
+    assert mover.poll() == [Stored(2, "no"), Restored(3, 0.5, (b"a", b"b"), "bad"), Written(NAME, "full", taken=True)]
     assert own.calls == [("delete", NAME)] and len(ranks.sent) == 1, "the files that two ranks did write"

@@ -26,6 +26,8 @@ class FakeMover:
         self.queue: deque = deque()
         self.done: list = []
         self.gone = False
+        self.taken: set[bytes] = set()
+        self.refused = 0
 
     def store(self, stores):
         self.queue.extend(("store", *s) for s in stores)
@@ -75,7 +77,10 @@ class FakeMover:
 
     def _write(self, name, row):
         assert self.held[row] == name.digest, "a row was reused before it was written"
-        if self.gone or self._fails():
+        if name.digest in self.taken:
+            self.refused += 1
+            self.done.append(Written(name, "a directory", taken=True))
+        elif self.gone or self._fails():
             self.done.append(Written(name, "no space", self.gone))
         else:
             self.files[name.digest] = name.digest
@@ -340,6 +345,15 @@ def test_a_file_that_is_dropped_while_it_is_read_is_deleted_before_it_is_written
         mover.work(10)
         tiers.poll()
     assert name(7).digest in tiers._disk and all(digest in mover.files for digest in tiers._disk)
+
+
+def test_a_block_whose_file_cannot_be_made_pauses_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    tiers, mover = tiers_of(rows=2, files=(), file_limit=9)
+    mover.taken = {name(1).digest}
+    put(tiers, mover, 1, 2, 3, 1, 4, 5)
+    assert found(tiers, 2, 3) == [DISK, DISK] and not found(tiers, 1)
+    assert [r.message for r in caplog.records] == ["a KV block has no file: a directory (said once)"]
+    assert not mover.queue and mover.refused == 2, "once for each time that host memory got the block"
 
 
 def test_unused_blocks_expire() -> None:

@@ -404,6 +404,42 @@ def test_clearing_deletes_every_models_blocks(tmp_path: Path) -> None:
     assert clear(tmp_path / "kv") == (0, 0)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_directories_with_names_of_files_are_left_alone(
+    nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "_skipped", [])
+    root = tmp_path / "kv"
+    with rig(root) as r:
+        r.store(range(3))
+        r.write(range(1))
+        for path in (r.path(1), root / "x.kv", r.path(1).parents[1] / "1-1.part"):
+            path.mkdir(parents=True)
+            if nested:
+                (path / "kept").touch()
+    with rig(root) as r:
+        assert r.directory is not None and [f.name for f in r.directory.found()] == [name(0)]
+        assert r.directory.shrink_others(0, [MODEL]) == 0 == r.directory.shrink_others(0, [OTHER])
+        r.store(range(3))
+        assert [(d.taken, d.gone, d.error is None) for d in r.write(range(3))] == [
+            (False, False, True),
+            (True, False, False),
+            (False, False, True),
+        ]
+        size = r.directory.file_bytes
+    assert clear(root) == (2, 2 * size)
+    assert sum("is no regular file" in record.message for record in caplog.records) == 1
+    assert len([*root.rglob("kept")]) == 3 * nested
+
+
+def test_a_file_in_place_of_a_folder_of_blocks_keeps_no_other_block_from_its_file(tmp_path: Path) -> None:
+    with rig(tmp_path / "kv") as r:
+        r.store(range(1))
+        r.path(0).parent.touch()
+        (done,) = r.write(range(1))
+        assert done.taken and not done.gone
+
+
 def test_every_flipped_bit_of_a_row_changes_its_checksum() -> None:
     row = np.random.default_rng(0).integers(0, 255, 8192, dtype=np.uint8)
     known = checksum(row, b"d" * 16)
