@@ -42,6 +42,7 @@ class FakeEndpoint:
 
     def __init__(self) -> None:
         self.models: list[dict[str, Any]] = [{"id": "fake", "max_model_len": 4096, "owned_by": "perilune"}]
+        self.models_text: str | None = None  # instead of `models`
         self.key: str | None = None
         self.answer: Callable[[dict[str, Any]], Any] = lambda body: whole("Hello")
         self.count: Callable[[dict[str, Any]], int] | None = None
@@ -63,6 +64,8 @@ class FakeEndpoint:
     async def _models(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return refusal(401, "wrong key")
+        if self.models_text is not None:
+            return Response(self.models_text)
         return JSONResponse({"object": "list", "data": self.models})
 
     async def _tokenize(self, request: Request) -> Response:

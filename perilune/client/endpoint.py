@@ -20,6 +20,7 @@ from perilune.text.stream import Content, Event, Reasoning, ToolArguments, ToolS
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0  # silence before the first token of a long prompt may last minutes on a CPU
 MAX_EVENT = 16 << 20  # bytes of one server-sent event
+MAX_ANSWER_BYTES = 64 << 20  # of an answer that is not streamed
 MAX_MESSAGE = 400  # characters of a server's own error message that are passed on
 _MARKUP = re.compile(r"(?is)<!--.*?(?:-->|$)|<(script|style)\b.*?(?:</\1>|$)|<[^>]*(?:>|$)")
 
@@ -150,7 +151,7 @@ class Endpoint:
         with self._transport():
             async with self._http.stream("POST", f"{self.base}/chat/completions", **_json(request)) as response:
                 if response.status_code != 200:
-                    raise self._refusal(response.status_code, await response.aread())
+                    raise self._refusal(response.status_code, await self._body(response))
                 async for at, data in events(response.aiter_bytes()):
                     if data == "[DONE]":
                         finished = True
@@ -180,7 +181,7 @@ class Endpoint:
         except EndpointError as e:
             if e.status not in (400, 404, 405, 422):
                 raise
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass  # something else answers under that path
         else:
             if isinstance(found, int):
@@ -198,7 +199,7 @@ class Endpoint:
             if e.status in (404, 405) and wanted:  # some gateways do not list what they serve
                 return
             raise
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise EndpointError(f"{self.base}/models is no list of models: is it an OpenAI-compatible server?") from e
         if not wanted and len(listed) != 1:
             raise EndpointError(f"{self.base} serves {_few(listed)}: choose one with --model-name")
@@ -219,10 +220,19 @@ class Endpoint:
 
     async def _call(self, method: str, url: str, body: Any = None) -> bytes:
         with self._transport():
-            response = await self._http.request(method, url, **(_json(body) if body is not None else {}))
+            async with self._http.stream(method, url, **(_json(body) if body is not None else {})) as response:
+                content = await self._body(response)
         if response.status_code != 200:
-            raise self._refusal(response.status_code, response.content)
-        return response.content
+            raise self._refusal(response.status_code, content)
+        return content
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for piece in response.aiter_bytes():
+            content += piece
+            if len(content) > MAX_ANSWER_BYTES:
+                raise EndpointError(f"{self.base} sent an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return bytes(content)
 
     @contextlib.contextmanager
     def _transport(self) -> Iterator[None]:
@@ -241,7 +251,7 @@ class Endpoint:
         try:
             parsed = json.loads(body)
             text = _message(parsed["error"] if isinstance(parsed, dict) and "error" in parsed else parsed)
-        except ValueError:
+        except (ValueError, RecursionError):
             text = _text(body[: 4 * MAX_MESSAGE].decode(errors="replace")) or "no reason given"
         remedy = "; give the right key with --api-key-file" if status in (401, 403) else ""
         return EndpointError(f"{self.base} answered {status}: {text}{remedy}", status=status)
@@ -327,7 +337,7 @@ class _Answer(msgspec.Struct):
 def _decode(data: str | bytes) -> _Answer:
     try:
         return msgspec.json.decode(data, type=_Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         shown = _shorten((data if isinstance(data, str) else data[:400].decode(errors="replace"))[:400])[:80]
         raise EndpointError(f"the server sent what is no OpenAI-compatible answer ({e}): {shown!r}") from e
 
@@ -383,7 +393,10 @@ def _message(error: Any) -> str:
     """The words of an error object, whichever of the usual shapes it has."""
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
-    return _shorten(error if isinstance(error, str) else json.dumps(error))
+    try:
+        return _shorten(error if isinstance(error, str) else json.dumps(error))
+    except RecursionError:
+        return "an error nested too deep to be shown"
 
 
 def _shorten(text: str) -> str:
