@@ -184,7 +184,7 @@ def _read(file: Path) -> Iterator[_Turn]:
     except OSError as e:
         raise ConfigError(f"cannot read {file}: {e.strerror}") from e
     with lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), 1):
             if not line.strip():
                 continue
             at = f"{file} line {number}"

@@ -197,7 +197,7 @@ def records(directory: Path) -> Iterator[Record]:
         raise CheckpointError(f"{directory} has no log of rejected drafts: serve with --log-rejected {directory}")
     for file in found:
         with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
                 try:
                     yield Record.of(line)
                 except (ValueError, RecursionError) as e:

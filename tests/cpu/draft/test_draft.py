@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from perilune.cli.draft.group import command
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.draft import prompts as prompts_module
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Decoded, Forced, Plan, about, collect
 from perilune.draft.corpus import Corpus, Row
@@ -279,6 +281,19 @@ def test_chats_ask_for_every_assistant_turn(tmp_path: Path) -> None:
     wrong.write_bytes(b'\xff{"messages": []}\n')
     with pytest.raises(ConfigError, match="line 1 is not JSON"):
         Chats(nano, wrong).prompts(0, 1)
+
+
+def test_a_line_of_chats_is_not_read_beyond_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "MAX_LINE", 1000)
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"x": "' + "x" * 4_000_000 + '"}')
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="line 2 must be an object"):
+            list(prompts_module._read(file))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from perilune.core.messages import Delta, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
 from perilune.engine.engine import Engine
+from perilune.speculation import rejection_log
 from perilune.speculation.rejection_log import (
     AFTER,
     ANSWER_TOKENS,
@@ -144,7 +146,7 @@ def test_a_full_disk_costs_the_log_and_no_answer(
     assert "No space left" in caplog.text and not list(tmp_path.iterdir())
 
 
-def test_what_is_not_such_a_log_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_such_a_log_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot log rejected drafts"):
         log_of(tmp_path / "file")
@@ -162,6 +164,15 @@ def test_what_is_not_such_a_log_is_refused(tmp_path: Path) -> None:
         (tmp_path / "rejected-00000001.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
         with pytest.raises(CheckpointError, match="line 2 is no record"):
             list(records(tmp_path))
+    monkeypatch.setattr(rejection_log, "MAX_LINE_BYTES", 200_000)
+    (tmp_path / "rejected-00000001.jsonl").write_bytes(b"[" * 4_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="line 1 is no record"):
+            list(records(tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000, "a line is not read beyond its limit"
+    finally:
+        tracemalloc.stop()
     for data in (b"[" * 100_000, b"\xff" + json.dumps(good).encode()):
         (tmp_path / "rejected-00000001.jsonl").write_bytes(data)
         with pytest.raises(CheckpointError, match="line 1 is no record"):
