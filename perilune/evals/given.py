@@ -23,9 +23,11 @@ from typing import Any, Self
 
 from perilune.core.errors import ConfigError
 from perilune.core.files import read_regular
+from perilune.text.tools import depth
 
 SPLIT = "given"
 MAX_FILE_BYTES = 16 << 20
+MAX_LEVELS = 100  # of nested objects and lists in a problem: Python's own bound depends on what calls it
 MAX_EXTRA_WORDS = 8  # around the wanted text: a sentence passes, the whole paragraph that was asked about does not
 MAX_DIGITS = 1000  # of a number that is compared exactly; int() refuses more than 4,300
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?")
@@ -114,6 +116,8 @@ def read(path: Path, thinking: bool) -> list[Given]:
                 # 1e999), and an answer that is nested too deeply to be compared.
                 json.dumps(row, allow_nan=False)
                 _exact(row)
+                if depth(row) >= MAX_LEVELS:
+                    raise ValueError(f"nests deeper than {MAX_LEVELS} levels")
                 found.append(replace(Given.of(row), thinking=thinking))
             except (ValueError, RecursionError) as e:
                 what = f"is not JSON: {e}" if isinstance(e, json.JSONDecodeError) else e

@@ -97,6 +97,10 @@ def test_judging_calls() -> None:
             '{"family": "f", "messages": [{}], "answer": {"a": ' + "[" * 900 + "]" * 900 + "}}",
             "line 1 maximum recursion",
         ),
+        (
+            '{"family": "f", "messages": [{}], "answer": {"a": ' + "[" * 99 + "]" * 99 + "}}",
+            "line 1 nests deeper than 100 levels",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -105,6 +109,17 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> No
     with pytest.raises(ConfigError) as caught:
         given.read(path, True)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_read_can_be_compared_from_a_deep_stack(tmp_path: Path) -> None:
+    path, answer = tmp_path / "p.jsonl", '{"a": ' + "[" * 98 + "]" * 98 + "}"
+    path.write_text(f'{{"family": "f", "messages": [{{}}], "answer": {answer}}}')
+    (problem,) = given.read(path, True)
+
+    def compare(frames: int) -> bool:
+        return compare(frames - 1) if frames else problem.right(answer, ())
+
+    assert compare(500)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
