@@ -62,6 +62,7 @@ class States:
         self.shards = shards.listed(self.directory, lambda line: Shard(**line), "capture")
         self._places: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         self._like = torch.empty(0)
+        self._widths: Sequence[int] = ()
         self._open: dict[int, _Reader] = {}
 
     @property
@@ -92,14 +93,14 @@ class States:
         self.shards.append(shard)
         return shard
 
-    def serve(self, rows: Sequence[Row], like: Tensor) -> list[Row]:
-        """Prepares `taught`: `rows` are those of the corpora; its results get the dtype and device of `like`. Returns
-        the rows that have states."""
+    def serve(self, rows: Sequence[Row], like: Tensor, widths: Sequence[int] = ()) -> list[Row]:
+        """Prepares `taught`: `rows` are those of the corpora; its results get the dtype and device of `like`, and it
+        checks that aux and hidden have these `widths`. Returns the rows that have states."""
         found = list(rows[: self.rows])
         # A generator: a list of shards that claims 10^9 rows must not take 100 GB.
         places = ((s, r) for s, shard in enumerate(self.shards) for r in range(shard.rows))
         self._places = {(row.ids, row.given): place for row, place in zip(found, places)}
-        self._like = like
+        self._like, self._widths = like, widths
         return found
 
     def taught(self, rows: Sequence[Row]) -> Captured:
@@ -110,7 +111,7 @@ class States:
             if shard not in self._open:
                 path = self.directory / self.shards[shard].file
                 shards.check(path, self.shards[shard].sha256, "capture")
-                self._open[shard] = _Reader(path)
+                self._open[shard] = _Reader(path, self._widths)
             pieces.append(self._open[shard].row(place))
         aux, hidden = (torch.cat(piece).to(self._like) for piece in zip(*pieces))
         return Captured(aux, hidden)
@@ -119,7 +120,7 @@ class States:
 class _Reader:
     """Rows of a shard, each read from the file when it is needed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, widths: Sequence[int]) -> None:
         self._file = safe_open(path, "pt")
         load: Callable[[str], Tensor] = self._file.get_tensor
         found = set(self._file.keys()) >= {"aux", "hidden", "tokens", "answers"}
@@ -128,6 +129,10 @@ class _Reader:
             found = found and bool(ends) and self._file.get_slice(name).get_shape()[:1] == ends[-1:]
         if not found:
             raise CheckpointError(f"{path} holds no states of rows: remove {path.parent} and capture again")
+        own = [self._file.get_slice(name).get_shape()[-1] for name in ("aux", "hidden")]
+        if widths and own != list(widths):
+            said, wanted = (" and ".join(map(str, w)) for w in (own, widths))
+            raise ConfigError(f"states in {path} have widths {said}, this model's {wanted}: capture again with it")
 
     def row(self, place: int) -> list[Tensor]:
         found = []

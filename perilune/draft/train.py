@@ -228,7 +228,7 @@ def _captured(
     wanted = {"corpora": [c.fingerprint() for c in corpora], "layers": list(layers)}
     if other := [key for key, value in wanted.items() if states.about.get(key) != value]:
         raise ConfigError(f"{states.directory} was captured with other {' and '.join(other)}: capture again")
-    found = states.serve([*rows, *mined], like)
+    found = states.serve([*rows, *mined], like, (len(layers) * len(like), len(like)))
     if not found:
         raise ConfigError(f"{states.directory} holds no states: capture with more --gb, for a file of 65,536 tokens")
     if len(found) < len(rows) and mined:

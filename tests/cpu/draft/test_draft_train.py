@@ -15,7 +15,7 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft import ranks
 from perilune.draft import trainee as trainee_module
 from perilune.draft.batch import LONGEST_UNROLL, Batch
-from perilune.draft.capture import Capture
+from perilune.draft.capture import Capture, Captured
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.export import export
 from perilune.draft.losses import LOSSES, overlap
@@ -532,3 +532,17 @@ def test_training_from_disk_is_training_with_the_target(
         file.write(b"\x77")
     with pytest.raises(CheckpointError, match=r"states-00000.safetensors is missing or damaged"):
         train(ends, config, [corpus], tmp_path / "y", options, states=States(tmp_path / "states"))
+
+
+@pytest.mark.parametrize("widths", [(3 * D + 3, D + 1), (3 * D, D + 1), (2 * D, D)])
+def test_states_of_another_width_are_refused(
+    tmp_path: Path, target: tuple[KimiConfig, Weights], model: KimiK2, widths: tuple[int, int]
+) -> None:
+    _, config = drafts_config(target[0])
+    corpus = corpus_of(tmp_path / "corpus", some_rows(4))
+    rows, layers = corpus.rows(), config.aux_layers(LAYERS)
+    tokens, answers = sum(len(r.ids) for r in rows), sum(len(r.ids) - r.given for r in rows)
+    states = States(tmp_path / "states", about([corpus], layers, "it"))
+    states.add(rows, Captured(torch.ones(tokens, widths[0]), torch.ones(answers, widths[1])))
+    with pytest.raises(ConfigError, match=rf"have widths {widths[0]} and {widths[1]}, this model's {3 * D} and {D}:"):
+        train(model, config, [corpus], tmp_path / "run", Options(steps=2, unroll=2, chains=60), states=states)
