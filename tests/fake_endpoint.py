@@ -42,7 +42,7 @@ class FakeEndpoint:
 
     def __init__(self) -> None:
         self.models: list[dict[str, Any]] = [{"id": "fake", "max_model_len": 4096, "owned_by": "perilune"}]
-        self.models_text: str | None = None  # instead of `models`
+        self.models_text: str | None = None
         self.key: str | None = None
         self.answer: Callable[[dict[str, Any]], Any] = lambda body: whole("Hello")
         self.count: Callable[[dict[str, Any]], int] | None = None

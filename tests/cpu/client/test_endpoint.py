@@ -238,21 +238,19 @@ DEEP = "[" * 100_000 + "]" * 100_000
 EDGES = [f'{{"error": {"[" * n + "]" * n}}}' for n in range(900, 990, 10)]
 
 
-@pytest.mark.parametrize("deep", [DEEP, "[" * 1200, *EDGES])
+@pytest.mark.parametrize("deep", [DEEP, *EDGES])
 def test_answers_nested_too_deep(fake: FakeEndpoint, deep: str) -> None:
     for call in (complete, stream):
         fake.answer = lambda body: PlainTextResponse(deep, 500)
         assert "answered 500: " in error(call, fake.url)
     fake.answer = lambda body: [(0.0, deep)] if "stream" in body else PlainTextResponse(deep)
     for call in (complete, stream):
-        assert (message := error(call, fake.url)) and (
-            "no OpenAI-compatible answer" in message or "failed: " in message
-        )
+        message = error(call, fake.url)
+        assert "no OpenAI-compatible answer" in message or "failed: " in message
 
 
-@pytest.mark.parametrize("text", [DEEP, f'{{"data": {DEEP}}}'])
-def test_what_is_nested_too_deep_is_no_list_of_models(fake: FakeEndpoint, text: str) -> None:
-    fake.models_text = text
+def test_what_is_nested_too_deep_is_no_list_of_models(fake: FakeEndpoint) -> None:
+    fake.models_text = DEEP
     assert "is no list of models" in error(complete, fake.url)
 
 
@@ -262,8 +260,6 @@ def test_an_answer_without_end_is_refused(fake: FakeEndpoint, monkeypatch: pytes
         fake.answer = lambda body, status=status: PlainTextResponse("x" * 5001, status)
         for call in calls:
             assert "sent an answer of more than" in error(call, fake.url)
-    fake.answer = lambda body: whole("x" * 4000)
-    assert complete(fake.url).content == "x" * 4000
 
 
 @pytest.mark.parametrize(

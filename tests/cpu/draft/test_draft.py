@@ -288,12 +288,11 @@ def test_a_line_of_chats_is_not_read_beyond_its_limit(tmp_path: Path, monkeypatc
     file = tmp_path / "chats.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"x": "' + "x" * 4_000_000 + '"}')
     tracemalloc.start()
-    try:
-        with pytest.raises(ConfigError, match="line 2 must be an object"):
-            list(prompts_module._read(file))
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(ConfigError, match="line 2 must be an object"):
+        list(prompts_module._read(file))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1e6
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------

@@ -111,17 +111,6 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> No
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_is_read_can_be_compared_from_a_deep_stack(tmp_path: Path) -> None:
-    path, answer = tmp_path / "p.jsonl", '{"a": ' + "[" * 98 + "]" * 98 + "}"
-    path.write_text(f'{{"family": "f", "messages": [{{}}], "answer": {answer}}}')
-    (problem,) = given.read(path, True)
-
-    def compare(frames: int) -> bool:
-        return compare(frames - 1) if frames else problem.right(answer, ())
-
-    assert compare(500)
-
-
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="choose another file with --problems"):
         given.read(tmp_path / "none", True)

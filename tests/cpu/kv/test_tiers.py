@@ -336,9 +336,8 @@ def test_a_file_that_is_dropped_while_it_is_read_is_deleted_before_it_is_written
     mover.files[name(7).digest] = name(7).digest
     tiers.restore(0, [(name(7).digest, 4)])
     tiers.poll()
-    (slow,) = mover.queue
+    slow = mover.queue.pop()
     tiers.forget(name(1).digest)
-    mover.queue.clear()  # the restore does not end for now
     put(tiers, mover, 7, 8, 9)
     mover.queue.append(slow)
     for _ in range(4):
@@ -353,7 +352,7 @@ def test_a_block_whose_file_cannot_be_made_pauses_no_other(caplog: pytest.LogCap
     put(tiers, mover, 1, 2, 3, 1, 4, 5)
     assert found(tiers, 2, 3) == [DISK, DISK] and not found(tiers, 1)
     assert [r.message for r in caplog.records] == ["a KV block has no file: a directory (said once)"]
-    assert not mover.queue and mover.refused == 2, "once for each time that host memory got the block"
+    assert mover.refused == 2, "once each time it was stored"
 
 
 def test_unused_blocks_expire() -> None:

@@ -432,11 +432,7 @@ async def test_a_long_method_is_not_repeated(s: Served) -> None:
         (CHAT, {"structured_outputs": {"x" * 60_000: 1}}),
         (CHAT, {"priority": 10**4000}),
         (CHAT, {"logprobs": True, "top_logprobs": 10**4000}),
-        (CHAT, {"truncate_prompt_tokens": -(10**4000)}),
         (TEXT, {"logprobs": 10**4000}),
-        (CHAT, {"model": "\x01" * 60_000}),
-        (CHAT, {"messages": [{"role": "\x01" * 60_000, "content": "x"}]}),
-        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x" * 60_000}}}),
         ("/nowhere/" + "x" * 60_000, {}),
     ],
 )
@@ -448,9 +444,8 @@ async def test_long_values_of_a_client_are_repeated_in_part(s: Served, path: str
 
 
 def test_every_message_is_bounded_and_on_one_line() -> None:
-    _, body = describe(RequestError("x\n\ud800" * 10_000, param="y" * 10_000))
-    message, param = body["error"]["message"], body["error"]["param"]
-    assert len(message) <= 2000 and message.isprintable() and len(param) <= 200
+    error = describe(RequestError("x\n\ud800" * 999, param="y" * 999))[1]["error"]
+    assert len(error["message"]) <= 2000 and error["message"].isprintable() and len(error["param"]) <= 200
 
 
 @pytest.mark.parametrize(
