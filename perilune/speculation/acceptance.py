@@ -58,7 +58,7 @@ def accept(
     counts = np.array(drafts, np.int64)
     first = np.cumsum(counts + 1) - counts - 1
     width = int(counts.max(initial=0)) + 1
-    # [0]: the drafts, padded so that no token equals the last column; [1]: their rows in `sampled`.
+    # [0]: each request's allowed drafts, then _NONE (at least in the last column). [1]: their rows in `sampled`.
     staged = np.full((2, len(drafts), width), _NONE, np.int64)
     for row, tokens in zip(staged[0], allowed):
         row[: len(tokens)] = tokens
@@ -73,7 +73,7 @@ def accept(
 def rows_kept(
     lengths: Tensor, drafts: Sequence[int], on_device: Callable[[NDArray[Any], torch.device], Tensor]
 ) -> Tensor:
-    """[R] bool: whether a row's token is kept: the first lengths[s] rows of request s, `lengths` [S]."""
+    """[R] bool: whether a row's token is kept: true for the first lengths[s] rows of request s; `lengths` [S]."""
     counts = np.array(drafts, np.int64) + 1
     owners = np.repeat(np.arange(len(drafts)), counts)
     offsets = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]

@@ -1,12 +1,14 @@
 """Estimates the probability that a draft is accepted: a table updated by every generated token, and two factors.
 
-The table of n-gram matches has cells by length of the match and by agreement of several matches. Every generated token
-shows whether the match before it was right, even if no step verified it: so the table needs no trials, and has no bias
-towards drafts that were verified. Every accepted draft lengthens the match by one: later drafts use the same table.
-The table of a draft model has cells by the model's confidence, and learns only from chains that were drafted.
+The table of n-gram matches has a cell for each length of the match and each share of matches that agree on the token.
+Every generated token is compared with the match at its position, whether or not a step verified it as a draft: so the
+table needs no trials, and has no bias towards verified drafts. The k-th draft after a match of n tokens counts as a
+match of n + k - 1 tokens. The table of a draft model has a cell for each range of the model's confidence; it is updated
+only by chains that were drafted.
 
 The probability of a cell is multiplied by a factor of the request, because some texts repeat themselves more than
-others, and by a factor of the token: commas and markers recur where they did before, digits and names less so.
+others, and for matches by a factor of the token: after the same tokens, commas and markers recur more often than digits
+and names.
 """
 
 from bisect import bisect_right
@@ -16,17 +18,18 @@ from dataclasses import dataclass
 from perilune.speculation.suffix import Match
 
 MEMORY_DRAFTS = 400.0  # Drafts that a cell averages over. Larger: smoother, slower to follow a change of text.
-MAX_PROBABILITY = 0.995  # Of one draft. Larger: longer chains where everything was right lately.
-PRIOR_DRAFTS = 4.0  # Drafts that the initial value of a cell counts for. Larger: slower to learn at first.
+MAX_PROBABILITY = 0.995  # Upper limit for one draft. Larger: longer chains where everything was right lately.
+PRIOR_DRAFTS = 4.0  # Weight of a cell's initial value, in drafts. Larger: slower to learn at first.
 FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
-REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0  # Of a request's factor. A larger prior: closer to the table.
-TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # Of a token's factor.
+# A request's factor averages over 96 drafts; its initial value 1 weighs as 24. A larger prior: closer to the table.
+REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0
+TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # The same for a token's factor.
 # With chained steps, learn from the chains of this many requests per step, round robin: Python must take less time than
 # a step. Larger: learns faster, takes more Python per step.
 LEARN_PER_STEP = 4
 
 _LENGTHS = (3, 4, 5, 6, 7, 8, 10, 16, 32)  # rows by matched tokens: 2, 3, 4, ... 8-9, 10-15, 16-31, 32 and more
-_SHARES = (0.5, 0.8, 1.0)  # columns by share of agreeing matches; several that all agree have a column of their own
+_SHARES = (0.5, 0.8, 1.0)  # columns by Match.share; a fifth column for several matches that all agree
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997)  # finer near 1, where chains are long
 _PRIOR_RATES = (0.2, 0.4, 0.55, 0.7, 0.82, 0.9, 0.95, 0.98, 0.99)  # initial value of each column of confidence
 
@@ -42,15 +45,15 @@ def of_match(match: Match) -> Draft:
 
 
 def of_model(token: int, position: int, confidence: float, agrees: bool | None) -> Draft:
-    """The draft model's token number `position` of a chain; `agrees`: whether a match has the same token in its place,
-    None without a match."""
+    """The draft of a draft model's token, with its cell. `position`: its index in the chain; `agrees`: whether the
+    match at its position has the same token, None without a match."""
     agreement = 0 if agrees is None else 1 + agrees
     return token, ("eagle3", position, agreement * len(_PRIOR_RATES) + bisect_right(_CONFIDENCES, confidence))
 
 
 @dataclass(slots=True)
 class Rate:
-    """A mean as the quotient of two decaying sums: about the last `memory` samples count, recent ones more."""
+    """A moving average: the quotient of two sums that decay exponentially, over about the last `memory` samples."""
 
     hits: float
     total: float
@@ -123,7 +126,7 @@ class AcceptanceRates:
         return survival
 
     def learn(self, rid: int, draft: Draft, right: bool) -> None:
-        """Updates the factors by hits over the hits that the draft's cell predicts, then the cell."""
+        """Updates the request's and the token's factor (hits over those that the cell predicts), then the cell."""
         token, cell = draft
         source, position, _ = cell
         rate, hit = self._cell(cell), float(right)
@@ -160,7 +163,7 @@ class AcceptanceRates:
 
     def _cell(self, cell: Cell) -> Rate:
         source, row, column = cell
-        if source != "suffix":  # a draft model's token: `row`, its position in the chain, would add little
+        if source != "suffix":  # of a draft model; `row`, the position in the chain, is ignored: it would add little
             return self._model[column]
         found = self._suffix.get(cell)
         if found is None:

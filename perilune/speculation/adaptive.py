@@ -20,9 +20,9 @@ LOOKUP_BUDGET_SHARE = 0.03
 # For chained and plain steps, which do not wait for Python: if n-gram lookups would take more than 10 % of a step, do
 # none. Larger: matches are used with smaller models too, and slow their steps.
 LOOKUP_LIMIT_SHARE = 0.1
-# With fewer learned chains, every batch size begins with the draft model. Larger: more batch sizes try it first.
+# Until this many chains were learned from, every batch size begins with the draft model. Larger: more of them do.
 KNOWN_CHAINS = 8.0
-# With more, only those do for which drafting is predicted to be 5 % faster than plain steps. Larger: fewer do.
+# After that, a batch size begins with it if that is predicted to be 5 % faster than plain steps. Larger: fewer do.
 PROMISING_RATIO = 1.05
 
 
@@ -121,7 +121,7 @@ class Adaptive:
         return self._lengths.choose(plan, batch, choice)
 
     def _by_promise(self, batch: Batch) -> list[Mode]:
-        """The modes that the batch may use, by predicted speed (see modes.ByPromise)."""
+        """The modes that the batch may use, the one predicted to be fastest first (see modes.ByPromise)."""
         matches = [Mode.MATCHES] if self.can_look_up(batch.requests) else []
         if not self._longest:
             return [*matches, Mode.PLAIN]

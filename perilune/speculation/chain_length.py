@@ -13,13 +13,13 @@ from perilune.speculation.request_state import RequestState
 
 PROBE_LENGTH = 3  # Tokens drafted to test whether chains pay again. Larger: a failed test costs more.
 FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 4, 64  # Steps without a chain until a probe: 4, then 8, 16, ... up to 64.
-REQUEST_PRIOR_CHAINS = 6.0  # A new request starts with the mean of all, weighted as 6 chains. Larger: adapts later.
+REQUEST_PRIOR_CHAINS = 6.0  # Weight of the mean of all requests, from which a new one starts. Larger: adapts later.
 MEMORY_CHAINS = 32.0  # Chains that a mean averages over. Larger: smoother, slower to follow a change of text.
 
 
 class ChainLengths:
-    """Chooses lengths of chains of up to `longest` tokens. `states`: unfinished requests by rid, each with the mean
-    gain of its chains."""
+    """Chooses lengths of chains of up to `longest` tokens. `states`: of unfinished requests, by rid, with the mean gain
+    of their chains."""
 
     def __init__(self, longest: int, costs: LiveCosts, rates: AcceptanceRates, states: dict[int, RequestState]) -> None:
         self._longest = longest
@@ -78,7 +78,7 @@ class ChainLengths:
                 continue
             survival = self._rates.survival(work.rid, state.chain_drafts)
             drafted = len(survival)
-            # If low confidence did not end the chain, estimate its longer forms by the mean survival of chains.
+            # If low confidence did not end the chain, extrapolate: further tokens survive as those of a mean chain.
             if drafted == plan.chain and drafted < self._longest:
                 typical = self._rates.typical(work.rid, self._longest)
                 survival += [survival[-1] * t / typical[drafted - 1] for t in typical[drafted:]]

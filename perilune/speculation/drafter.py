@@ -24,7 +24,7 @@ class Followed:
     work       in the order of its rows; work[i] owns rows starts[i] .. starts[i] + work[i].count - 1
     step       its tokens [T] with PENDING resolved, positions, slots, and the spans that cover the rows
     features   [T, A D] the residual stream at the inputs of the drafter's A aux layers, concatenated
-    following  [T] int64: the token after each row's position; the sampled one where the row samples
+    following  [T] int64: the token at the position after each row's; where the row samples, the sampled token
     sampled    indices into `work` of the S requests
     last       [S] int64: the row of each request's last accepted position; its rows after that are rejected drafts,
                and later steps overwrite their cache slots
@@ -68,7 +68,7 @@ class Drafter(Protocol):
     aux_layers  numbers of the target's layers that it reads the inputs of, ascending
     longest     length of its longest chain, in tokens
 
-    It may skip any number of steps: its pages then hold zeros or old entries at those positions.
+    Any number of steps may run without it: its pages then hold zeros or old entries at those positions.
     """
 
     aux_layers: tuple[int, ...]
@@ -94,7 +94,7 @@ class Drafter(Protocol):
     ) -> None: ...
 
     def cache(self) -> Tensor:
-        """Its KV cache [blocks, block_size, width]; blocks beyond the number of the target's are scratch."""
+        """Its KV cache [blocks, block_size, width]; blocks after the last one of the target are scratch blocks."""
         ...
 
     def follow(self, followed: Followed) -> Start | None:

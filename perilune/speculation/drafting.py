@@ -5,8 +5,8 @@ with the tokens that it continues), or from both: the chain, continued by matche
 chosen by measured gain (adaptive.py), or fixed (fixed_length.py).
 
 Everything runs on the planning thread. The next step waits for `propose` and `chain_length`; `maintain` is called while
-a step runs, for work that can wait. A chained step (planned while the drafts that it verifies are still being computed)
-reports here one step later which drafts it verified.
+a step runs, for work that can wait. A chained step is planned while the drafts that it verifies are still being
+computed: `observe` gets these drafts, and then the number accepted, only after the step was launched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Speculator:
 
     suffix   whether matches with earlier text (n-gram lookup) are a source of drafts
     longest  tokens that the draft model can draft; 0: there is none
-    fixed    drafts per request and step, as far as they exist; None: the number with the greatest gain, by `costs`
+    fixed    max drafts per request and step; None: the number with the greatest gain, by `costs`
     shared   whether texts of finished requests may match (this never changes an answer)
 
     min_confidence  see StepPlan

@@ -164,7 +164,7 @@ def _owned(followed: Followed) -> Tensor:
     """[S, M] int32 block tables of the requests that sampled tokens."""
     span = followed.step.absorbed
     if span is not None and followed.step.plain is None and len(followed.sampled) == len(followed.work):
-        return span.tables  # so a step that only decodes can be part of a CUDA graph
+        return span.tables  # on the device already: a step that only decodes can be captured as a CUDA graph
     owned = [followed.work[i].blocks for i in followed.sampled]
     tables = np.zeros((len(owned), max(map(len, owned))), np.int32)
     for row, blocks in zip(tables, owned):

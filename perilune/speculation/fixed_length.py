@@ -7,7 +7,7 @@ from perilune.speculation.policy import Candidates
 
 
 class FixedLength:
-    """`count` drafts per request, as far as they exist; `longest`: tokens that the draft model can draft, 0: none.
+    """Up to `count` drafts per request; `longest`: tokens that the draft model can draft, 0: there is no draft model.
     Methods as in Adaptive."""
 
     def __init__(self, count: int | None, longest: int, *, suffix: bool) -> None:

@@ -36,8 +36,8 @@ class _Mean:
 class LiveCosts:
     """Predictions in seconds. `can_chain`: whether steps may be chained (the table has times of such steps).
 
-    `waited`, `waited_without_drafter` and `verifying` are the costs of one kind of step each; `verifying` is the kind
-    that verifies a draft model's chain.
+    `waited`, `waited_without_drafter` and `verifying` are the costs of one kind of step each. `verifying`: CHAINED, or
+    WAITED if steps cannot be chained: the kind that verifies a draft model's chain.
     """
 
     def __init__(self, table: Costs) -> None:
@@ -47,8 +47,8 @@ class LiveCosts:
         self._curves = (overlapped, table.base, chained, table.base_without_drafter, overlapped)  # by StepKind
         firsts = (1.0, FIRST_WAITED_RATIO, 1.0, FIRST_WAITED_RATIO, 1.0)
         self._factors = [[first] * len(curve.xs) for first, curve in zip(firsts, self._curves)]
-        self.scale = 1.0  # the factor of all points
-        self.current = [self._scaled(kind) for kind in StepKind]  # curves with the factors of their points
+        self.scale = 1.0  # a common factor of all points
+        self.current = [self._scaled(kind) for kind in StepKind]  # the curves times the factors of their points
         self._chain_factor = 1.0
         self._share, self._error = _Mean(), _Mean()  # the chain's share of predicted time; log(measured / predicted)
         self._variance, self._covariance = _Mean(), _Mean()
@@ -87,14 +87,14 @@ class LiveCosts:
         self.current[kind] = self._scaled(kind)
 
     def _record_chain(self, share: float, error: float) -> None:
-        """Corrects draft_token by linear regression of errors on shares: where the chain has a larger `share` of a
-        step's time and errors are larger, too, draft_token is too low."""
+        """Corrects draft_token by linear regression of `error` on `share`, the chain's share of the predicted time: if
+        steps with larger shares have larger errors, draft_token is too low."""
         x, y = share - self._share.add(share), error - self._error.add(error)
         self._covariance.add(x * y)
         variance = self._variance.add(x * x)
         change = LEARNING_SHARE * min(max(self._covariance.value / (variance + STEADY_VARIANCE), -0.5), 0.5)
         self._chain_factor *= math.exp(change)
-        # Shift the means to their values as if the new factor had been used from the start.
+        # Convert the means to what they would be if the new factor had been used from the start.
         mean = self._share.value
         self._covariance.value -= change * variance
         self._error.value -= change * mean

@@ -18,7 +18,7 @@ from perilune.speculation.acceptance_rates import Rate
 from perilune.speculation.live_costs import LiveCosts
 
 RATE_MEMORY_STEPS = 64.0  # Steps that a rate averages over. Larger: smoother, slower to notice a change of text.
-RATE_PRIOR_STEPS = 4.0  # Steps that the initial rate counts for. Larger: a trial needs more steps to show a difference.
+RATE_PRIOR_STEPS = 4.0  # Weight of the initial rate, in steps. Larger: a trial needs more steps to show a difference.
 # Steps after which a bad trial may end early. Larger: bad trials cost more. Smaller: noise ends good trials.
 EARLY_END_STEPS = 6
 EARLY_END_RATIO = 0.9  # End a trial early below this share of the old mode's rate. Larger: more trials end early.
@@ -29,7 +29,8 @@ DRAFT_TRIAL_STEPS = 32  # Length of a trial with drafts. Larger: less noise, but
 FIRST_TRIAL_STEPS = 8  # Steps until the first trial if there are two modes with drafts.
 MIN_INTERVAL_STEPS = 128  # Steps between two trials, at least. Larger: a change of text is noticed later.
 NEVER_STEPS = 1 << 30  # Steps until a trial where there is only one mode.
-UNPROMISING_STEPS = 512  # Steps until the first trial of a draft model that other batch sizes found too slow.
+# Steps until the first trial of a draft model that, by chains of other batch sizes, is predicted to gain too little.
+UNPROMISING_STEPS = 512
 # If a prompt starts, a trial of the draft model begins up to this many steps early: it then reads the whole prompt.
 PROMPT_WINDOW_STEPS = 64
 TRIAL_LOSS_SHARE = (0.001, 0.004, 0.004)  # By Mode: share of all time that its trials may lose. Larger: more trials.
@@ -45,8 +46,8 @@ class Mode(enum.IntEnum):
 
 
 # By Mode: if the mode's speed over that of plain steps is below MIN_GAIN_RATIO after JUDGE_STEPS steps, a trial of
-# another mode begins at once. Steps with MATCHES cost almost as little as plain ones where there is no match, and gain
-# in bursts: a lower ratio, more steps.
+# another mode begins at once. MATCHES has a lower ratio and more steps: without a match its steps cost almost as little
+# as plain ones, and matches come in bursts.
 MIN_GAIN_RATIO, JUDGE_STEPS = (0.0, 0.98, 1.02), (0.0, 64.0, 24.0)
 
 
@@ -73,7 +74,7 @@ class ModeChoice:
         self.modes = modes = by_promise(batch)
         self.mode = modes[0]
         self.trial: Mode | None = None
-        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # a Rate here: one request's tokens over seconds
+        seconds = RATE_PRIOR_STEPS * costs.plain(*batch)  # a Rate's hits here: tokens of one request; total: seconds
         self._rates: dict[Mode, Rate] = {mode: Rate(RATE_PRIOR_STEPS, seconds) for mode in modes if mode != Mode.PLAIN}
         unpromising = modes == [Mode.PLAIN, Mode.ALL]
         left = FIRST_TRIAL_STEPS if len(modes) > 2 else UNPROMISING_STEPS if unpromising else MIN_INTERVAL_STEPS
@@ -140,7 +141,7 @@ class ModeChoice:
         if self.mode == Mode.PLAIN or self._steps < EARLY_END_STEPS:
             return False
         value = self._rates[self.mode].mean * self._costs.plain(*batch)
-        # After few steps the text may just be hard to draft: the predicted order of modes must then agree.
+        # After few steps a low speed may be due to a passage that is hard to draft: the prediction must agree with it.
         if self._steps < JUDGE_STEPS[self.mode]:
             return value < EARLY_END_RATIO and self._by_promise(batch)[0] != self.mode
         return value < MIN_GAIN_RATIO[self.mode]
@@ -197,8 +198,8 @@ class Modes:
         self._in_flight: dict[int, tuple[Batch, ModeChoice]] = {}  # by StepPlan.step
 
     def of(self, plan: StepPlan) -> tuple[Batch, ModeChoice]:
-        """The batch of a plan and its ModeChoice, as at the first call for this plan: drafts added later do not
-        count."""
+        """The batch of a plan and its ModeChoice. Later calls for a plan return what the first one did: drafts that
+        were added since do not count as context."""
         found = self._in_flight.get(plan.step)
         if found is None:
             n = len(plan.work)

@@ -1,10 +1,10 @@
 """Chooses how many drafts each request gets in a step, for the most tokens per second.
 
-A draft gains P(it and all drafts before it are right) tokens. It costs the seconds that verifying it adds to the step,
-converted to tokens by the speed of the batch (modes.py). Drafts of all requests are added in order of probability, up
-to the number with the greatest gain less cost. Large batches get few or none, because verifying is cheap only while
-memory bandwidth limits a step; so do texts without likely drafts. The length of a draft model's chain must be chosen
-before its confidence is known: by the mean gain of the request's recent chains at each length.
+A draft gains P(it and all drafts before it are right) tokens on average. It costs the seconds that verifying it adds to
+the step, times the batch's tokens per second (modes.py). Drafts of all requests are added in order of probability, up
+to the number at which total gain minus total cost is greatest. Large batches get few or none, because verifying is
+cheap only while memory bandwidth limits a step; so do texts without likely drafts. The length of a draft model's chain
+is chosen before its confidence is known: by the mean gain that each length had in the request's recent chains.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Candidates:
 
     count, context  tokens that the request computes without drafts, and its context including them
     survival        P(the first k drafts are all right), k = 1, 2, ...
-    possible        P(there will be drafts): below 1 while the token that they follow is still being sampled
+    possible        P(these drafts can be used): below 1 if they assume a token that is still being sampled
     taken           number of drafts, set by `choose`
     """
 
@@ -77,7 +77,7 @@ def net_gain(
     verifying   cost in tokens of verifying k drafts. The number with the greatest gain is verified; with `verify_all`
                 all of them are, as in a chained step, which is planned before the drafts are known
     drafting    cost in tokens of drafting one token
-    drafted     tokens that were drafted. Longer chains would have cost no more, because low confidence ended this one
+    drafted     tokens that were drafted: low confidence ended the chain, so a longer one would have cost no more
     """
     best = alive = 0.0
     gains = []
@@ -89,7 +89,7 @@ def net_gain(
 
 
 class ChainGain:
-    """Moving average of `net_gain`: `by_length` has one for each length of chain."""
+    """Moving averages of the results of `net_gain`, by length of chain: `by_length`."""
 
     def __init__(self, first: Sequence[float], samples: float, max_samples: float) -> None:
         """`first`: initial values, weighted as `samples` samples; the average is over about `max_samples`."""

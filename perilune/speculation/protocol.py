@@ -12,7 +12,7 @@ from perilune.core.step import Output, StepPlan
 
 
 class Observer(Protocol):
-    """Is notified of every request of an engine. `rid` is unique among unfinished requests."""
+    """The engine calls it for every request. `rid` is unique among unfinished requests."""
 
     def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
         """A request has entered the scheduler. `root`: kv.prefix.root_of its cache keys; texts are shared only between
@@ -53,7 +53,7 @@ class Drafting(Observer, Protocol):
         ...
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
-        """Drafts by rid for a step about to be launched; none if it has PENDING tokens."""
+        """Drafts by rid for a step about to be launched; empty if any token of the plan is PENDING."""
         ...
 
     def chain_length(self, plan: StepPlan) -> int:

@@ -1,13 +1,13 @@
 """A log of rejected drafts, for `perilune draft mine`. Nothing is written unless the configuration asks for it.
 
 It holds prompts and answers of users, as token ids: only the owner may read the directory and its files. A share of the
-requests is sampled at random; the files together stay below a number of bytes, and the oldest are deleted first. A file
-has JSON lines and is renamed to its final name when it is whole:
+requests is chosen at random. If the files together exceed `limit_bytes`, the oldest are deleted. A file has JSON lines
+and gets its final name when it is complete:
 
     {"ids": [...], "given": 812, "greedy": true, "rejected": [[815, [17, 4, 99], 1], ...]}
 
-`ids[given:]` came from the target after `ids[:given]`, of which the beginning may have been cut off. At index 815 of
-`ids` three tokens had been drafted, of which one was accepted.
+The target generated `ids[given:]` after `ids[:given]`, which may lack its beginning. At index 815 of `ids` three tokens
+had been drafted, and one was accepted.
 """
 
 import json
@@ -27,7 +27,7 @@ CONTEXT_TOKENS = 2048  # tokens before a record's answer
 ANSWER_TOKENS = 1024  # tokens of answer in a record
 AFTER = MAX_DRAFTS  # tokens of answer kept after the last rejection, if the answer has more
 FILE_BYTES = 256 << 10  # a file is written when its lines have about this size
-FILES = 16  # files that the limit of bytes has room for, at least; with a low limit files are smaller than FILE_BYTES
+FILES = 16  # a file has at most about 1 / 16 of the limit, so with a low limit files are smaller than FILE_BYTES
 PREFIX, SUFFIX = "rejected-", ".jsonl"
 MAX_LINE_BYTES = 16 << 20
 TOKEN_IDS = 2**31  # ids fit int32

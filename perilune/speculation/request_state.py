@@ -9,7 +9,7 @@ from perilune.speculation.acceptance_rates import Draft, Observation, of_match, 
 from perilune.speculation.policy import ChainGain
 from perilune.speculation.suffix import Match, SuffixMatcher
 
-# A matcher with more pending tokens than this takes them without learning. Larger: more learned, longer Python calls.
+# If more tokens are pending, acceptance rates do not learn from them. Larger: more learned, longer Python calls.
 LEARNED_TOKENS = 32
 
 Chain = tuple[tuple[int, float], ...]  # a draft model's tokens, each with the probability that the model gives it
@@ -17,13 +17,13 @@ Chain = tuple[tuple[int, float], ...]  # a draft model's tokens, each with the p
 
 @dataclass(slots=True)
 class RequestState:
-    matcher: SuffixMatcher | None  # None: no source of drafts looks for matches
+    matcher: SuffixMatcher | None  # None: n-gram lookup is not a source of drafts
     known_tokens: int  # number of prompt and output tokens
     pending: list[int] = field(default_factory=list)  # the last known tokens, not given to the matcher yet
     chain: Chain = ()  # the draft model's chain after the known tokens
     alternatives: list[Match | None] = field(default_factory=list)  # for each chain token the match at its position
     continuation: list[Match] = field(default_factory=list)  # matches after the chain
-    planned: Sequence[Draft] | None = None  # drafts in flight; None: the first tokens of the chain (a chained step)
+    planned: Sequence[Draft] | None = None  # drafts in flight; None in a chained step: the first tokens of `chain`
     gain: ChainGain | None = None  # mean gain of its chains
     _chain_drafts: list[Draft] | None = None
 

@@ -67,8 +67,8 @@ class Requests:
     def drafts(self, rid: int, state: RequestState, max_drafts: int) -> tuple[list[Draft], list[float]]:
         """The drafts with the greatest expected number accepted, and P(the first k of them are right), k = 1, 2, ...
 
-        Candidates: the chain, continued by matches after it; the chain up to its first token that is less likely than
-        the match at its position, continued by that match; matches without the chain.
+        Three candidates are compared: the chain, continued by matches after it; the chain up to its first token that
+        is less likely to be right than the match at its position, continued by matches; matches only.
         """
         matcher, rates = state.ready, self._rates
         found: list[list[Draft]] = []

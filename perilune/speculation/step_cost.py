@@ -2,11 +2,11 @@
 
     seconds = base(tokens of the step) + sum over requests of attention(tokens of the request) * its context
 
-`base` is for steps planned after the step before was committed. Steps queued while the step before runs have two more
-curves: by requests, if each decodes one token without a draft model; by tokens, with a draft model. The table is
-measured with the engine's own model, kernels and sampler on this machine, and with random tokens, which are routed to
-different experts. Neighbouring tokens of a real text share experts, and planning takes time that is not in the table:
-live_costs.py corrects both.
+`base` is for steps planned after the step before was committed. For steps queued while the step before runs, two more
+curves replace it: `overlapped` by requests, where each decodes one token without a draft model; `chained` by tokens,
+with a draft model. The table is measured with the engine's own model, kernels and sampler on this machine, and with
+random tokens, which are routed to different experts. Neighbouring tokens of a real text share experts, and planning
+takes time that is not in the table: live_costs.py corrects both.
 """
 
 import enum
@@ -37,7 +37,7 @@ class StepKind(enum.IntEnum):
 
     OVERLAPPED               while the step before ran; drafts were not considered
     WAITED                   after the step before was committed
-    CHAINED                  while the step before ran, to verify the chain that the draft model drafts after it
+    CHAINED                  while the step before ran, to verify the chain that the draft model drafts at its end
     NO_DRAFTER               as WAITED, but the draft model does not read the step
     OVERLAPPED_AFTER_LOOKUP  as OVERLAPPED, after drafts were looked up and found not to pay
     """
@@ -105,7 +105,7 @@ class Costs:
 
     base         by tokens of a step at context 0, planned after the step before was committed
     attention    per token of a request's context, by the tokens of that request in the step
-    draft_token  of drafting one more token, by requests
+    draft_token  by requests: of drafting one more token for each
     overlapped   by requests: steps that decode one token of each without a draft model, queued while the step before
                  runs; None: as `base`
     chained      as `base`, for steps with a draft model that are queued while the step before runs; None: steps cannot
@@ -174,7 +174,7 @@ def measure(
         drafter_part = Curve(tuple(sum(counts) for counts, _ in ends), tuple(accumulate(parts, max)))
         requests = [n for n in CHAIN_REQUESTS if n <= max_requests]
         seconds = []
-        for n in requests:  # with and without a chain by turns: only the difference is used
+        for n in requests:  # alternately with and without a chain, because only the difference is used
             pairs = [(time([1] * n, short, CHAIN_TOKENS), time([1] * n, short)) for _ in range(2 * REPEATS)]
             seconds.append(min(one for one, _ in pairs[1:]) - min(other for _, other in pairs[1:]))
         least = MIN_DRAFT_SHARE * base(1)

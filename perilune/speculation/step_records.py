@@ -94,7 +94,7 @@ class StepRecords:
         self._samples.clear()
 
     def _steps_per_sample(self, plan: StepPlan, mode: Mode) -> int:
-        """N: one of N steps is recorded. Above 1 only with chained steps, which leave little time for Python."""
+        """N: one of N steps is recorded. Above 1 only if steps can be chained: these leave little time for Python."""
         if not self._costs.can_chain or mode == Mode.MATCHES:
             return 1
         if mode == Mode.PLAIN:

@@ -1,10 +1,10 @@
-"""Drafts without a model (n-gram or prompt lookup): the tokens that followed when the same tokens came before.
+"""Drafts without a model (n-gram or prompt lookup): the tokens that followed earlier occurrences of the last tokens.
 
-A pointer is a position in a text after the same tokens that the request ends with: in the request's own prompt and
-output, or in the texts of recently finished requests. With every new token, pointers at that token advance by one and
-the others are dropped; new pointers come from an index of all positions by the GRAM_TOKENS tokens before them. So a
-token costs a few microseconds at any length of the text, and the length of a match, on which its reliability depends,
-is known without a search.
+A pointer is a position in a text: in the request's own prompt and output, or in the text of a recently finished
+request. The tokens before it equal the last tokens of the request, so the token at it is a draft. When the request gets
+a token, pointers at an equal token advance by one and the others are dropped; an index of all positions, by the
+GRAM_TOKENS tokens before them, gives new pointers. So a token costs a few microseconds at any length of the text, and
+the length of a match, on which its reliability depends, is known without a search.
 
 Texts are matched only with texts of equal cache keys (`salt`): the speed of accepted drafts from another tenant's
 answer would reveal that answer.
@@ -38,8 +38,8 @@ def salted(root: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A drafted token. The `length` tokens before it match its source (MAX_MATCH_TOKENS at most). `share`: weight of
-    the matches that continue with this token, over the weight of all; `single`: there was only one match."""
+    """A drafted token. `length`: matching tokens before it, at most MAX_MATCH_TOKENS. `share`: weight of the matches
+    that continue with this token, over the weight of all; `single`: there was only one match."""
 
     token: int
     length: int
@@ -86,7 +86,7 @@ class Store:
                 return
             number, position = place >> _POSITION_BITS, place & ((1 << _POSITION_BITS) - 1)
             text = self._texts.get(number)
-            if text is None:  # the text was dropped, and older places lead to it as well
+            if text is None:  # the text was dropped, and with it the link to older places
                 return
             yield number, text.tokens, position
             place = text.before[position - 1]
@@ -102,7 +102,7 @@ class Store:
             key = (key << _BITS | token) & _MASK
             place, salted_key = number << _POSITION_BITS | position, text.salt | key
             if self._latest.get(salted_key) == place:
-                # The index holds the latest place of an n-gram; the place before that may be in this text, too.
+                # The index points to this text: point it to the latest older place outside it, if there is one.
                 above = text.before[position - 1]
                 while above != _NOWHERE and above >> _POSITION_BITS == number:
                     above = text.before[(above & ((1 << _POSITION_BITS) - 1)) - 1]
@@ -123,7 +123,7 @@ class _Text:
 @dataclass(slots=True)
 class _Pointer:
     tokens: list[int]
-    position: int  # index in the text of the token that would come next
+    position: int  # index of the drafted token in `tokens`
     length: int
     number: int  # of a stored text, or _NOWHERE for the request's own text
 
