@@ -1,5 +1,4 @@
-"""Measures the seconds of steps of an engine before its first request: the table by which draft lengths are chosen
-(speculation/step_cost.py)."""
+"""Measures step times before an engine's first request: drafts are chosen by this table (speculation/step_cost.py)."""
 
 import dataclasses
 import hashlib
@@ -31,7 +30,7 @@ log = logging.getLogger("perilune.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
 # Prompts that are timed, besides one of max_step_tokens. More: a slower start. Fewer: the first short prompts wait for
-# kernels, 1.6 s for one of 16 tokens.
+# kernels to be loaded, 1.6 s for one of 16 tokens.
 PROMPT_TOKENS = (16, 64, 256, 1024, 4096)
 # Graphs for 1 to 8 requests are captured at start. More: a slower start. Fewer: more steps wait 0.3 s or more for a
 # capture.
@@ -82,7 +81,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The classes, tensors and values of nested records."""
+    """The types of nested dataclasses, and their tensors and other values."""
     if dataclasses.is_dataclass(value):
         yield value.__class__
         for f in dataclasses.fields(value):
@@ -104,7 +103,7 @@ def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
     table = step_cost.measure(
         _Timer(runner, config),
         max_requests=max_requests,
-        # Requests too short for a token of context and all drafts: steps end at the last position.
+        # If a request has no room for a token of context and all drafts, the largest steps end at its last position.
         max_tokens=config.max_step_tokens if context > 0 else min(config.max_step_tokens, config.max_model_len - 1),
         max_context=max(context, 1),
         drafter=runner.drafter is not None,
@@ -161,7 +160,7 @@ class _Timer:
         return self._runner.call(self._time, (tokens,), 0, LEFT_OUT, 1, False)
 
     def _time(self, counts: Sequence[int], context: int, chain: int, steps: int, drafts: bool = True) -> float:
-        """`drafts`: a request's tokens after the first are drafts; else all are a prompt's."""
+        """`drafts`: a request's tokens after the first are drafts; else all are tokens of a prompt."""
         each = -(-(context + max(counts)) // self._block_size)
         self._clear(min(each * len(counts), self._num_blocks))
         vocabulary = self._runner.model.config.vocab_size

@@ -2,8 +2,8 @@
 
 A rank is late when it has not ended a step that rank 0 ended SILENT_SECONDS ago. All ranks are late when none has ended
 a step, or reported any progress in computing one, for STILL_SECONDS. A step in which ranks do compute may take
-STEP_SECONDS and SECONDS_PER_TOKEN for each of its tokens. While a rank compiles kernels, no step is late. Calls are
-counted, not seconds of a clock: the whole machine may have been suspended in between.
+STEP_SECONDS and SECONDS_PER_TOKEN for each of its tokens. While a rank compiles kernels, no step is late. Time is
+counted in calls, not read from a clock, because the whole machine may be suspended between two calls.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Seen:
     """The state of the ranks at one moment.
 
     ended     number of steps that each other rank has ended, by its name in errors, in the order of ranks
-    own, sent   number of steps that rank 0 has ended; that were sent to all ranks
+    own, sent   number of steps that rank 0 has ended; number of steps that were sent to all ranks
     tokens    of the largest step that may be in flight
     building  whether a rank compiles kernels
     progress, begun   of each rank's Group (dist/group.py), rank 0 first
@@ -69,7 +69,7 @@ class Lateness:
 
 
 def _behind(seen: Seen) -> str:
-    """Words for a step that no rank ends: which rank the others wait for, if that is known."""
+    """The error text for a step that no rank ends. It names the rank that the others wait for, if that is known."""
     fewest = min(seen.begun)
     if seen.begun.count(fewest) > 1:
         return "a step has ended on no rank"

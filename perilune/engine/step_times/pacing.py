@@ -1,27 +1,27 @@
 """How many prompt tokens a step computes while other requests decode: bounds inter-token latency (p99).
 
 The bound: of the intervals between a request's tokens, 99 of 100 take at most `stretch` times the median of the last
-WINDOW_STEPS intervals in which no prompt was computed. With prompts counted, the bound would rise with the prompt
-tokens that it allows: a queue of prompts doubled it, and doubled it again.
+WINDOW_STEPS intervals in which no prompt was computed. If intervals with prompts were in the median, it would rise with
+the prompt tokens that the bound allows: a queue of prompts doubled the bound, and doubled it again.
 
 1 of 100 intervals may be longer; prompts use these through a credit. Each interval adds LONG_SHARE to the credit, and
-an interval longer than the bound takes 1 from it. While the credit is 1 or more, a step computes all prompt tokens that
-it has room for; credit saved while no prompts came is used up by several that come at once. With less credit, prompts
-get as many tokens as the bound leaves time for, by the measured times of steps. If a token would then take more than
-DEAR_RATIO times as long as in a whole step, prompts wait for credit.
+an interval longer than the bound takes 1 from it. While the credit is 1 or more, a step is whole: it computes as many
+prompt tokens as max_step_tokens allows. Credit saved while no prompts came is used up by several that come at once.
+With less credit, prompts get as many tokens as the bound leaves time for, by the measured times of steps. If a token
+would then take more than DEAR_RATIO times as long as in a whole step, prompts wait for credit.
 
 A prompt that has waited for `patience_seconds` is computed in whole steps, even if that breaks the bound: under such a
-load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, or one costs
-too much (DEAR_RATIO), a prompt shorter than a whole step waits in proportion, 0.25 of 2 seconds for 1,000 of 8,192
-tokens: waiting ten times as long as its computation would cost its user more than its step costs the others. With
-larger `patience_seconds` the bound holds under more load.
+load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, or its tokens
+take too long (DEAR_RATIO), a prompt shorter than a whole step waits a proportional share of `patience_seconds`, 0.25 of
+2 s for 1,000 of 8,192 tokens: waiting ten times as long as its computation would cost its user more than its step costs
+the others. With larger `patience_seconds` the bound holds under more load.
 
-Simulated (tests/cpu/engine/test_pacing.py), with Kimi K2.5's measured step times on one GPU (15 layers): 64 requests
-and a prompt of 10,000 tokens every 3 s have an interval p99 of 1.9 medians instead of 8.9, and a median time to the
-first token of 1.1 s instead of 0.4. Beside 8 requests, few whole steps keep the bound and many small chunks would not:
-a chunk of 64 tokens reads as many experts as one of 1,000. Prompts of 1,000 tokens every 2 s beside 8 or 16 requests
-get their first token as soon as without a bound, and the bound holds; every 0.5 s, after 0.3 s instead of 0.07, and
-the bound does not hold.
+Simulated (tests/cpu/engine/test_pacing.py), with Kimi K2.5's measured step times on one GPU (15 layers): while 64
+requests decode and a prompt of 10,000 tokens comes every 3 s, the interval p99 is 1.9 medians instead of 8.9, and the
+median time to the first token 1.1 s instead of 0.4. While 8 requests decode, few whole steps keep the bound and many
+small chunks would not: a chunk of 64 tokens reads as many experts as one of 1,000. While 8 or 16 requests decode and
+prompts of 1,000 tokens come every 2 s, these get their first token as soon as without a bound, and the bound holds; if
+they come every 0.5 s, they get it after 0.3 s instead of 0.07, and the bound does not hold.
 
 Sarathi-Serve (arXiv 2403.02310) bounds the tokens of a step; here the measured seconds are bounded.
 """
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 WINDOW_STEPS = 512  # intervals of which the median is taken. More: the median follows changes of load more slowly.
 FEWEST_STEPS = 16  # With fewer intervals there is no median, and no bound.
 LONG_SHARE = 0.009  # share of intervals that may exceed the bound: a tenth less than the 1 of 100 of the definition
-MAX_CREDIT_STEPS = 8.0  # More: more consecutive long steps after a time without prompts.
+MAX_CREDIT_STEPS = 8.0  # Limit of the credit. More: more consecutive long steps after a time without prompts.
 PLANNED_SHARE = 0.92  # Plan steps for 0.92 of the bound: equal steps differ by a few percent in time.
 DEAR_RATIO = 6.0  # Smaller: prompts wait for credit where they would be computed in small chunks.
 NEWEST_SHARE = 0.5  # weight of the newest step in the moving average of its size
@@ -82,7 +82,7 @@ class Pacer:
     """Decides how many prompt tokens each step computes; learns from the steps that it is given.
 
     stretch           the bound on 99 of 100 intervals, as a multiple of the median interval; 0: no bound
-    max_step_tokens   tokens of a step at most, however fast
+    max_step_tokens   max tokens of a step, even if more would keep the bound
     patience_seconds  how long a prompt of max_step_tokens waits at most; a shorter one waits in proportion
     """
 
@@ -144,7 +144,7 @@ class Pacer:
             del self._sorted[bisect_right(self._sorted, self._newest.popleft()) - 1]
 
     def count(self, seconds: float) -> None:
-        """Counts an interval between tokens. Alone for a step that also encoded pictures: nothing else is learned."""
+        """Counts an interval between tokens. Called alone for a step with pictures: nothing else is learned from it."""
         self._steps += 1
         self._credit = min(self._credit + LONG_SHARE, MAX_CREDIT_STEPS)
         if seconds > self._bound:

@@ -15,7 +15,7 @@ SEEN_REQUESTS = 4  # waiting requests that get a share. More: longer planning wh
 class PromptTurns:
     """The prompt tokens of one step.
 
-    shares  by rid, a request's tokens at most: for running requests with a prompt to compute and the first waiting ones
+    shares  by rid: max tokens of running requests with a prompt to compute, and of the first SEEN_REQUESTS waiting ones
     tokens  prompt tokens of the whole step; other waiting requests may take those that remain
     """
 
@@ -51,7 +51,7 @@ def choose(
 def share(tokens: int, prompts: Sequence[tuple[float, int]]) -> list[int]:
     """Splits a step's tokens among prompts, each (priority, tokens left), sorted by rank. The first gets half of them,
     so that it always advances. The other half goes to prompts of the same priority with at most half as many tokens
-    left, shortest first, which delays a long prompt little. The rest is given by rank."""
+    left as the first, shortest first: they delay it little. What remains is given by rank."""
     shares = [0] * len(prompts)
 
     def give(at: int, most: int) -> None:
