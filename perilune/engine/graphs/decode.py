@@ -1,14 +1,14 @@
 """Decode and verify steps as CUDA graphs: one launch from token ids to accepted tokens.
 
-A graph is captured for a number of requests, a number of tokens for each and a width of the block tables, when a step
-first needs this size. If the device alone can sample the step, the graph is the whole step: forward pass, sampling,
-accepting drafts (ops/drafts/accept_drafts), writing the last-token buffer. If a request is masked, penalized or wants
+A graph has a fixed number of requests, of tokens for each, and of columns of the block tables; it is captured when a
+step first needs this size. If sampling needs no host, the graph is the whole step: forward pass, sampling, accepting
+drafts (ops/drafts/accept_drafts), writing the last-token buffer. If a request is masked, penalized or wants
 log-probabilities, the graph ends with the logits, and the rest is queued op by op (`forward`, then `finish`).
 
-A step's numbers reach the graph's inputs in one copy (inputs.py), and its results reach the host in one copy. The state
-that the next step starts from also stays on the device, by slot: the last token, the number of accepted drafts, the
+A step's inputs reach the device in one copy (inputs.py), and its results reach the host in one copy. The state from
+which a request's next step starts also stays on the device, by slot: its last token, the number of accepted drafts, the
 chain drafted after them. So a step may be queued before the host has seen the tokens of the step before; a small kernel
-before its graph (ops/drafts/advance_inputs) corrects token ids, positions and cache slots for what was accepted.
+before its graph (ops/drafts/advance_inputs) corrects token ids, positions and cache slots by the accepted drafts.
 
 A draft model's graphs (draft.py) run after the step's. All graphs share one memory pool (recorder.py). When the graphs
 hold more than MAX_BYTES, all are dropped; a graph that a later step needs is captured again.
@@ -122,7 +122,7 @@ class Arriving:
 
     table    [>= S, COLUMNS] float64 in host memory, a row per request: `each` sampled tokens, how many of them the
              request gets, whether the logits after these are not finite, and from CHAIN_COLUMN on a chain of `chain`
-             ids and their probabilities. Read it before the step after the next is queued, which overwrites it
+             ids and their probabilities. The step after the next overwrites it: read it before that step is queued
     done     CUDA event after which the table is complete; None on a CPU
     lengths  [S] float64 on the device: how many tokens each request gets; valid until the next step
     """
@@ -167,7 +167,7 @@ class DecodeGraphs:
         self._continuation = Continuation(last_tokens, self.shifts, self.draft_buffer)
         self._on_gpu = device.type == "cuda"
         self._out = torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, device=device)
-        # Steps use the two in turn: while the device writes to one, the host reads the other.
+        # Steps use the two tables alternately: while the device writes to one, the host reads the other.
         self._host = [torch.zeros(MAX_REQUESTS, COLUMNS, dtype=torch.float64, pin_memory=self._on_gpu) for _ in "01"]
         self._done = [torch.cuda.Event() if self._on_gpu else None for _ in "01"]
         self._turn = 0
@@ -255,8 +255,8 @@ class DecodeGraphs:
         return self._send(graph, run.key, plan)
 
     def store(self, slots: Tensor, tokens: Tensor, lengths: Tensor | None, chains: Drafts | None) -> None:
-        """Stores the state after a step that ran op by op, for a step chained to it: of the requests in `slots` [S]
-        int64 the last tokens [S] int64, how many each got (`lengths` [S] int64; None: one), and their draft chains."""
+        """After a step that ran op by op, stores the state from which a chained step starts. Of the requests in `slots`
+        [S] int64: their last `tokens` [S] int64, how many each got (`lengths` [S] int64; None: one), their chains."""
         self._last_tokens[slots] = tokens
         self.shifts[slots] = 0 if lengths is None else (lengths - 1).clamp_min(0)
         if chains is not None:
@@ -327,7 +327,7 @@ class DecodeGraphs:
         return Arriving(table, key.each, chain, done, graph.out[: len(plan.work), key.each])
 
     def _capture(self, key: Key, plan: StepPlan) -> Graph:
-        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # alike on all ranks: captures run collectives
+        if largest(self._model.group, self.recorder.nbytes) > MAX_BYTES:  # equal on all ranks: captures run collectives
             log.info("decode graphs hold %.0f MB: captured again as they are needed", self.recorder.nbytes / 1e6)
             self.close()
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
@@ -338,7 +338,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
-        # `record` runs the step before it captures it. That run writes to the padding row, not to the last tokens.
+        # `record` runs the step once before the capture. That run must not change last tokens: it writes to padding.
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()
@@ -376,7 +376,7 @@ class DecodeGraphs:
     def _capture_follow(self, graph: Graph, key: Key, plan: StepPlan, drafts: DraftGraphs) -> Replay:
         requests, each, *_ = key
         starts, sampled = tuple(range(0, requests * each, each)), tuple(range(requests))
-        # Placeholders: the draft model reads the block tables of the step's tensors, not those of these works.
+        # Placeholders: the draft model takes the block tables from the step's tensors, not from these works.
         works = tuple(plan.work[i % len(plan.work)] for i in range(requests))
 
         def followed() -> Followed:

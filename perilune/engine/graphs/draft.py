@@ -1,8 +1,8 @@
 """The draft model's CUDA graphs: "follow" graphs read a step's rows, "draft" graphs draft a chain.
 
 A follow graph belongs to one step graph and reads its tensors. It writes the state from which chains begin to a
-`Start`, of which there is one per number of requests and table width. A draft graph begins from a Start, so it
-serves all step graphs, and the number of graphs is the sum of step sizes and chain lengths, not their product. Both are
+`Start`; there is one for each number of requests and table width. A draft graph reads only a Start, so it serves all
+step graphs of that size: the number of graphs is the sum of step sizes and chain lengths, not their product. Both are
 launched while the step itself still runs.
 """
 
@@ -42,7 +42,7 @@ class _Chains:
 class DraftGraphs:
     """The graphs of one draft model.
 
-    out           [max requests, 2 K] float64: chains of length <= K go there, ids first, then their probabilities
+    out           [max requests, 2 K] float64: chains of length <= K, ids in the first K columns, then probabilities
     draft_buffer  [N, K] int64: ids of the chains, by the requests' slots; the last row is padding
     tested_by     the ranks that compare each draft graph with drafting without one (self_test.py); None: no test
     """
@@ -77,7 +77,7 @@ class DraftGraphs:
 
     def draft(self, requests: int, width: int, length: int) -> None:
         """Drafts chains after the step that was followed last, into `out` and the draft buffer. Once per step: drafting
-        overwrites its start state."""
+        overwrites the Start."""
         chains = self._chains_for(requests, width)
         replay = chains.replays.get(length)
         if replay is None:

@@ -1,11 +1,11 @@
-"""The inputs of a CUDA graph: a decode or verify step's numbers in one buffer, which reaches the device in one copy.
+"""The inputs of a decode or verify step's CUDA graph: one buffer, which reaches the device in one copy.
 
 The buffer has rows for a fixed number of requests with a fixed number of tokens each. Rows beyond the step's requests
 are padding: they repeat the first request, so that no more experts are read for them, and their results are not used.
 Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
 token at the positions before it and write no cache; these positions are computed already, so attention may read them.
 
-For works chained to a step with a result that the host has not read, the device completes the numbers
+If a work is chained to a step with a result that the host has not read, the device completes the work's inputs
 (ops/drafts/advance_inputs).
 """
 
@@ -40,9 +40,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fields(Generic[A]):
-    """Views of the buffer, the eight-byte ones first; A is a tensor or an array.
+    """Views of the buffer, those of eight-byte types first; A is a tensor or an array.
 
-    ids, rows, positions, slots     int64 [B, m]: as in Step; `rows` are those of the last-token buffer for PENDING ids
+    ids, rows, positions, slots     int64 [B, m]: as in Step; PENDING ids are read from `rows` of the last-token buffer
     u                               float64 [B, m]: the random number of each sample
     stores                          int64 [B]: the row of the last-token buffer that a request's last token goes to
     sources, seeds, output_index    int64 [B], for chained works: the row (slot) of the device's buffers that they
@@ -120,8 +120,8 @@ class Arrays:
 
 
 class Inputs:
-    """The buffer on the device, and two pinned host buffers that steps fill in turn. `fill` for step N+1 may run while
-    step N's copy reads the other host buffer; step N-1, which used the same one, must have ended.
+    """The buffer on the device, and two pinned host buffers that steps fill alternately. `fill` for step N+1 may run
+    while step N's copy reads the other host buffer; step N-1, which used the same one, must have ended.
 
     `padding_row` is the row of the last-token buffer that padding rows write to; it is never read.
     """
@@ -143,8 +143,7 @@ class Inputs:
         return _Host(buffer, views, [None] * self.size.requests)
 
     def fill(self, work: Sequence[Work]) -> bool:
-        """Writes the numbers of a step and queues their copy. True if works are chained, so that advance_inputs has to
-        complete the numbers on the device."""
+        """Writes a step's inputs and queues the copy. True if works are chained: advance_inputs must complete them."""
         self.turn ^= 1
         host = self._hosts[self.turn]
         to, count = host.fields, len(work)
@@ -194,8 +193,8 @@ class Inputs:
         to.front[i], to.stop[i] = front, each - 1
 
     def _fill_chained(self, to: Fields[NDArray[Any]], work: Sequence[Work]) -> None:
-        """Fills the rows of a step in which all works are chained: no token ids, and of cache slots only whether there
-        is one (0) or not (-1); the device completes them."""
+        """Fills the rows of a step in which all works are chained. Ids are PENDING, and a cache slot says only whether
+        there is one (0) or not (-1): the device completes both."""
         count, each = len(work), self.size.each
         front = each - np.array([w.count for w in work])[:, None]
         to.ids[:count] = PENDING
@@ -204,7 +203,7 @@ class Inputs:
         to.front[:count], to.stop[:count] = front[:, 0], each - 1
 
     def _fill_sampling(self, to: Fields[NDArray[Any]], work: Sequence[Work], *, numbers: bool) -> None:
-        """Fills sampling parameters; with `numbers` also random numbers, else the device computes them."""
+        """Fills sampling parameters, and with `numbers` also random numbers; without it the device computes these."""
         count, params = len(work), [w.params for w in work]
         if all(p.greedy for p in params):
             to.temperature[:count] = 0.0

@@ -21,10 +21,11 @@ class Recorder:
     """One per engine and device; used by one thread at a time. Graphs may be replayed in any order, never two at once,
     because they share memory.
 
-    captured, capture_seconds  since the start
-    longest_test_seconds       of one graph's self-test (its first replay and the comparison) since the start
-    nbytes                     device memory that the graphs hold, as the device's free memory shows it
-    needed                     whether a failed capture is an error: with several ranks, others would replay their graph
+    captured, capture_seconds  graphs captured since the start, and the seconds that this took
+    longest_test_seconds       longest self-test of a graph (its first replay and the comparison) since the start
+    nbytes                     device memory that the graphs hold: by how much captures reduced the free memory
+    needed                     whether a failed capture is an EngineError: with several ranks, this one would run op by
+                               op while others replay
     """
 
     def __init__(self, device: torch.device, *, needed: bool = False) -> None:

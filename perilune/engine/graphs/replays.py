@@ -16,8 +16,8 @@ def replays(rounds: int) -> int:
 
 @torch.inference_mode()
 def replay_seconds(graph: Graph, vocab_size: int, rounds: int) -> float:
-    """Seconds of one replay in back-to-back replays: the median of `rounds`. Each round has other random tokens, the
-    same on all ranks. Overwrites what the graph writes: last tokens and the KV of its positions."""
+    """Seconds per replay of back-to-back replays: the median of `rounds`. Each round has other random tokens, the
+    same on all ranks. Last tokens and the KV of the graph's positions are overwritten."""
     tokens, device = graph.step.tokens, graph.step.tokens.device
     generator, times = torch.Generator().manual_seed(7), []
     for _ in range(1 + rounds):
