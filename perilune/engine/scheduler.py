@@ -12,7 +12,7 @@ planned as PENDING at its position. If the request ends in N, its part of N+1 is
 
 Drafts use only free capacity: `add_drafts` gives them blocks and step tokens that no request needs in this step.
 `plan` leaves out a request with drafts in flight, because the number of tokens it will get is unknown. `plan_chained`
-does not: it plans as if the step in flight brought one token and reserves blocks for the case that all drafts are
+includes it: it plans as if the step in flight yielded one token and reserves blocks for the case that all drafts are
 accepted; the device computes the real positions (ops/drafts/advance_inputs.py).
 
 The prompt tokens of a step are split among several prompts, so that a short prompt need not wait for a long one before
@@ -213,9 +213,9 @@ class Scheduler:
                 budget -= count
             turn += 1
 
-        # No request is admitted in a step that preempted one: the blocks given back are needed, no request may overtake
-        # the victim, and the victim cannot resume before its pending token, if any, is committed: the device holds that
-        # token in the row of the victim's old slot.
+        # No request is admitted in a step that preempted one: a running request needs the blocks given back, and no
+        # request may overtake the victim. The victim itself cannot resume before its pending token, if any, is
+        # committed: the device holds that token in the row of the victim's old slot.
         if self._queue.requests and not preempted:
             if turns is None:
                 turns = self._prompt_turns()
@@ -245,8 +245,8 @@ class Scheduler:
     def add_drafts(self, plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
         """Adds drafts, by rid, to the works of the plan made last, which is not launched yet; returns the plan.
 
-        A work gets as many as the step, the pool and the request's remaining tokens have room for. Only works that
-        compute one known token get any: the last chunk of a prompt would gain little.
+        A work gets as many drafts as the step, the pool and the request's remaining tokens have room for. Only works
+        that compute one known token get any: drafts after the last chunk of a prompt would gain little.
         """
         step, flights = self._flying[-1]
         assert step == plan.step, f"step {plan.step} was not planned last"
@@ -274,7 +274,7 @@ class Scheduler:
         Every request continues after the tokens that the step in flight will bring, with up to `drafts` drafts of the
         chain that the draft model drafts at the end of that step. A request that may end in that step is left out.
 
-        None if the step in flight must be committed first: a prompt could be computed or brought back from a tier, a
+        None if the step in flight must be committed first: a prompt could be computed or its KV restored from a tier, a
         request wants prompt log-probabilities, or blocks are short. Prompts that wait for the pacer are left out.
         """
         assert len(self._flying) == 1, "there is no step in flight to chain to"
@@ -390,8 +390,8 @@ class Scheduler:
             self._cached_tokens += request.computed
 
     def _launch(self, request: Request, count: int, chained: int | None = None) -> _Flight:
-        """The request's next `count` positions as work of the step. `chained` not None: the work is chained to the step
-        in flight and has one position and this many drafts."""
+        """The request's next `count` positions as work of the step. `chained`, unless None: the work is chained to the
+        step in flight, and computes one token and this many drafts."""
         self.blocks.extend(request, request.planned + count)
         slot, start, horizon = request.slot, request.planned, len(request.tokens) + request.pending
         assert slot is not None
@@ -465,7 +465,7 @@ class Scheduler:
         scores: tuple[TokenLogprob, ...] = ()
         if error is None:
             assert brought or again or not work.sample, f"request {work.rid}: step brought no token"
-            if request.life == flight.life:  # else preempted since: tokens count, but its blocks are released
+            if request.life == flight.life:  # else it was preempted since: it has its tokens, but no blocks any more
                 if again:
                     self._void(request)
                 request.land(work.count - work.drafts, work.drafts, accepted, again)

@@ -111,8 +111,8 @@ class RequestBlocks:
         return self.offload.find(request, self._readable(request)[len(hits) :])
 
     def restore(self, request: Request, hits: list[int], stored: list[bytes], planned_steps: int) -> bool:
-        """Begins to restore the blocks of `stored`, which follow `hits`, from a tier; `planned_steps`: planned so far.
-        False: too few blocks are free yet, ask again before the next step."""
+        """Begins to restore the blocks of `stored`, which follow `hits`, from a tier. `planned_steps` as in
+        RequestQueue.take. False: too few blocks are free yet, ask again before the next step."""
         assert self.offload is not None
         request.restoring = self.offload.begin(request, hits, stored, planned_steps)
         if request.restoring:
@@ -141,7 +141,7 @@ class RequestBlocks:
     def take_kept(self, rank: tuple[float, ...] = (), lacking: int = 1) -> bool:
         """For a request of `rank` (empty: a running one) that lacks `lacking` blocks: releases the restored blocks of
         the waiting request of the last rank. False, and nothing is released, if the waiting requests of later ranks
-        have fewer than `lacking` blocks together: these restores would be lost, and the request could still not run."""
+        have fewer than `lacking` such blocks together: these restores would be lost, and the request could not run."""
         later = [request for request in self._kept if request.rank > rank]
         if not later or sum(len(request.kept) for request in later) < lacking:
             return False
@@ -149,8 +149,8 @@ class RequestBlocks:
         return True
 
     def has_room(self, request: Request, hits: list[int], budget: int) -> bool:
-        """Whether the blocks for the first step of a waiting request, of up to `budget` tokens, are free. Its hits are
-        not evicted for them."""
+        """Whether the blocks for the first step of a waiting request, of up to `budget` tokens, are free. If not, other
+        cached blocks may be evicted, but not its hits."""
         if self.offload is None:
             return True  # `lacking` has checked it: without tiers `allocate` evicts cached blocks at once
         end = min(len(hits) * self._block_size + budget, request.known)
@@ -197,7 +197,7 @@ class RequestBlocks:
             if self.offload is not None:
                 self.offload.forget(first)
             for waiting in [r for r in self._kept if r.digests[0] == first]:
-                self.drop_kept(waiting)  # they are no prefix hits any more, and might leave too few blocks to start
+                self.drop_kept(waiting)  # no longer prefix hits: if kept, too few blocks might be left to start it
 
     def check(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Asserts that every block is accounted for exactly once. Slow: for tests."""
@@ -214,8 +214,8 @@ class RequestBlocks:
     def _readable(self, request: Request) -> list[bytes]:
         """Digests of the blocks that a request may take from the cache.
 
-        The last token's block is left out, because the token is computed again for its logits. Prompt log-probabilities
-        need the logits of all tokens, so such a request takes no block.
+        The last token's block is left out: that token is computed in any case, because its logits are needed. Prompt
+        log-probabilities need the logits of all tokens, so a request that wants them takes no block.
         """
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []

@@ -73,10 +73,10 @@ class RequestQueue:
         cached (no reference is taken), and how many of its tokens the step may compute. Requests before it that have KV
         in a tier leave the queue, too, and restores of their KV begin.
 
-        shares         tokens of the step for a request, by rid; one that is not in it may have all `tokens`
+        shares         max tokens of a request in the step, by rid; a request that is not in it may have all `tokens`
         tokens         left in the step for prompts; with 0 only restores begin, and no request is admitted
         reserve        blocks that running requests will need soon
-        planned_steps  steps planned so far: KV from a tier is written to blocks that these may still use
+        planned_steps  steps planned so far; they may still use the blocks that KV from a tier will be written to
         """
         while self.requests:
             request = self.requests[0]
@@ -106,7 +106,7 @@ class RequestQueue:
         ranks = [r.rank for r in self.requests]
         assert ranks == sorted(set(ranks)), "waiting requests are not in their order"
         latest = {r.rank[0]: r.arrival for r in running if r.rank[1] == math.inf}  # of each priority
-        overtaking = self._blocks.offload is not None  # a request that waits for a tier may be overtaken
+        overtaking = self._blocks.offload is not None  # younger requests may overtake one that waits for a tier
         for request in self.requests:
             request.check()
             assert request.slot is None and request.planned == 0, request
