@@ -1,9 +1,10 @@
 """Accepts drafts on the device: the rule of speculation/acceptance.py for a grid of B requests with m columns.
 
-drawn, ids [B m] int64: the token sampled at each column (negative: its logits were not finite), and the token that the
-column holds; front, stop [B] int32; stores [B] int64: the slot of each request. Request b's own columns are front[b] ..
-m - 1, and the draft after column j is ids[j + 1] if j < stop[b] <= m - 1. Let a be the first own column that has no
-draft after it, or one that differs from the sampled token. Written in place:
+drawn, ids [B m] int64: the token sampled at each column (negative: its logits were not finite), and the column's input
+token; front, stop [B] int32; stores [B] int64: the slot of each request. Columns of request b before front[b] are
+padding. Columns after it, up to stop[b] <= m - 1, hold drafts that may be accepted: the draft after column j is
+ids[j + 1] if j < stop[b]. Let a >= front[b] be the first column with no draft after it, or with one that differs from
+the token sampled at a. Written in place:
   last[b] = b m + a; following[b m + j] = max(drawn[b m + j], 0); last_tokens[stores[b]] = max(drawn[b m + a], 0);
   shifts[stores[b]] = a - front[b], the number of accepted drafts;
   out[b, :m + 2] = drawn[b m .. b m + m - 1], the number of valid tokens (a - front[b], and one more unless drawn[a] is

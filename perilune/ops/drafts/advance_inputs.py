@@ -1,8 +1,9 @@
 """Completes the inputs of a chained step, planned before the host has read the step before: B requests, m columns each.
 
-ids [B, m] int64 and tensors of `columns` and `requests` are changed in place. Request b's own columns are front[b] ..
-m - 1. If chained[b] is not 0, the host filled them in as if the step before had produced one token. In fact it produced
-s = shifts[r] more, with r = rows[b]; the last one is last_tokens[r]. drafts[r] are the K >= m - 1 drafts after it. Then
+ids [B, m] int64 and tensors of `columns` and `requests` are changed in place. Request b has the columns front[b] ..
+m - 1; those before are padding. If chained[b] is not 0, the host has filled them as if the step before had produced one
+token for b. It produced s = shifts[r] tokens more, with r = rows[b]; the last one is last_tokens[r], and drafts[r] are
+the K >= m - 1 drafts that follow it. Then
 
   context[b] += s; positions[b, j] += s; ids[b, j] = last_tokens[r] for j <= front[b], else drafts[r, j - front[b] - 1];
   slots[b, j] = tables[b, p // block_size] block_size + p % block_size with p = positions[b, j], where it was not -1;
@@ -151,7 +152,7 @@ def cuda(ids: Tensor, columns: Columns, requests: Requests, state: Continuation,
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical shift right: no sign bits come in."""
+    """Logical shift right: zeros are shifted in, not sign bits."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

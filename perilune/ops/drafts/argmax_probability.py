@@ -2,8 +2,8 @@
 
 logits [S, V] float32 -> ids [S] int64, in 0 .. V - 1; probability [S] float32: 1 / sum(exp(logit - largest)). A row
 with nan or +inf, or of -inf alone, gives id 0 and probability 0. "cuda" is one launch in place of five. It does not let
-the next kernel start early (cuda/hopper.cuh). No kernel between two steps of a draft chain may: `mla_decode` reads the
-latents of earlier positions before its PDL wait, so the step that wrote them must have ended.
+the next kernel start early (PDL: cuda/hopper.cuh). No kernel between two steps of a draft chain may do that, because
+`mla_decode` reads the latents of earlier positions before its PDL wait: the step that wrote them must have ended.
 """
 
 import torch

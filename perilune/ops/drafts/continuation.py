@@ -1,4 +1,4 @@
-"""Device state per request slot, from which a chained step starts before the host has read the previous step."""
+"""Device state of each request slot: a chained step starts from it before the host has read the step before."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Continuation:
     """N slots; the last one is the padding row.
 
     last_tokens  [N] int64: the last token of each request
-    shifts       [N] int64: drafts that the last step accepted, its number of tokens minus one
+    shifts       [N] int64: number of drafts that the last step accepted: it produced one token more
     drafts       [N, K] int64: the chain that a draft model drafted after the last token
     """
 

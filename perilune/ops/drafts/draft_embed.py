@@ -2,9 +2,9 @@
 tables.
 
 ids, positions [T] int64; table [V, D]; features [T, D]; token_norm, feature_norm [D]; angles: [P, r] float32
-of positions 0 .. P - 1 -> x [T, 2 D] as features, cos and sin rows [T, r]. Squares are summed in fp32, each half is
-rounded once. Ids are rows of the table, positions rows of the rope tables. "cuda" is one launch in place of three, and
-reads the nearest row of the table for an id outside it; "composed" calls the ops that "cuda" replaces.
+of positions 0 .. P - 1 -> x [T, 2 D] of the features' type, cos and sin rows [T, r]. Squares are summed in fp32; each
+half is rounded once. Ids are row numbers of the table, positions those of the rope tables. "cuda" is one launch in
+place of three; for an id outside the table it reads the nearest row. "composed" calls the ops that "cuda" replaces.
 """
 
 from dataclasses import dataclass

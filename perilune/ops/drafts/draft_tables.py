@@ -1,8 +1,8 @@
 """Inputs for drafting chains of S requests: block tables, positions and slots of their next k tokens.
 
-tables [S, M] int32: the requests' blocks; last [S] int64: the last position of each, in its table; pages [blocks,
-block_size, ...]: blocks from `scratch` on are for the chains, `ahead` adjacent ones for each request. For request b,
-with p = last[b] + 1 and f = p // block_size:
+tables [S, M] int32: the requests' blocks; last [S] int64: each request's last position, in a block of its table; pages
+[blocks, block_size, ...]: from block `scratch` on they are for chains, `ahead` adjacent blocks for each request. For
+request b, with p = last[b] + 1 and f = p // block_size:
 
   tables' [b, c] = tables[b, c] for c < f, else scratch + ahead b + min(c - f, ahead - 1)     [S, M + ahead] int32
   positions[i, b] = p + i; contexts[i, b] = p + i + 1                                         [k, S] int64, int32

@@ -1,13 +1,13 @@
 """All-reduce of the ranks' partial outputs, fused with residual and norm: residual += sum, then y = rmsnorm(residual).
 
-residual [T, D] has the same values on all ranks and is updated in place; x is this rank's partial output, [T, D] of the
-residual's type or float32 [T, P, D], P parts that sum to the partial output; w [D]; y [T, D]. Each rank's partial
-output is rounded to the residual's type once, before it is sent. The rounded outputs are added in fp32 in the order of
-ranks, then the residual, and the sum is rounded. All ranks get the same bits. Every rank makes the same calls with the
-same T in the same order.
+residual [T, D] has the same values on all ranks and is updated in place; x is this rank's partial output, either [T, D]
+of the residual's type, or P parts that sum to it, float32 [T, P, D]; w [D]; y [T, D]. Each rank's partial output is
+rounded to the residual's type once, before it is sent. The rounded outputs are added in fp32 in the order of ranks,
+then the residual is added, and the sum is rounded. All ranks get the same bits. Every rank must make the same calls
+with the same T in the same order.
 
 "cuda" writes into the peers' memory (sm90/exchange_add_rmsnorm.cu; many rows: cuda/two_shots.cuh). Its CTAs wait for
-those of the peers, so each rank needs a GPU of its own. "gathered" works between any devices.
+those of the peers, so each rank needs a GPU of its own. "gathered" all-gathers the outputs and works on any devices.
 """
 
 import functools
@@ -84,8 +84,8 @@ NAME, KERNEL = "exchange_add_rmsnorm", "cuda"  # names of the op and of its impl
 op = Op(NAME, CASES, TOL, inputs, cost, reference, decides=("residual", "x", "peers"))
 
 MAX_WIDTH = 7168  # 8 CTAs of 16 lines of 56 values
-# From this many rows on: two-shot all-reduce (one rank sums a row and sends the sum). With 2 ranks it sends as many
-# bytes as one shot (every rank sends every row to every rank), but in two steps.
+# From this many rows on, the two-shot all-reduce: one rank sums a row and sends the sum to the others. With 2 ranks it
+# sends as many bytes as the one-shot all-reduce, in which every rank sends its row to all others, but in two steps.
 TWO_SHOT_ROWS, TWO_SHOT_ROWS_OF_2 = 24, 512
 
 
@@ -158,7 +158,7 @@ def exchange_add_rmsnorm(residual: Tensor, x: Tensor, w: Tensor, eps: float, pee
 
 
 def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """residual += x, summed over `norm.peers` if there are any; then the norm. Returns y [T, D]."""
+    """residual += x, or the sum of all ranks' x if there are `norm.peers`. Returns y [T, D] = rmsnorm(residual)."""
     if norm.peers is None:
         return add_rmsnorm(residual, x, norm.weight, norm.eps)
     return exchange_add_rmsnorm(residual, x, norm.weight, norm.eps, norm.peers)

@@ -1,7 +1,8 @@
 """All-to-all, or all-gather, of one row per rank: y[s] is the row that rank s sends to this rank.
 
-x [S, W]: S = ranks, row j goes to rank j (all-to-all); or S = 1, the row goes to all ranks (all-gather). y [ranks, W]
-as x, in the order of ranks. Nothing is rounded. Every rank makes the same calls with the same shapes in the same order.
+x [S, W]: with S = ranks, row j goes to rank j (all-to-all); with S = 1, the row goes to all ranks (all-gather).
+y [ranks, W] of x's type, in the order of ranks; nothing is rounded. Every rank must make the same calls with the same
+shapes in the same order.
 
 "cuda" and "gathered" exchange as in exchange_add_rmsnorm.py, through the same mailboxes.
 """

@@ -1,4 +1,4 @@
-"""Peers: the record from which an op that exchanges data with other ranks takes their mailboxes."""
+"""Peers: the other ranks, as an argument of ops that exchange data with them, and their mailboxes."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
@@ -29,11 +29,11 @@ class _Table(ctypes.Structure):
 
 class Mailboxes:
     """The mailboxes of a group's ranks. addresses [ranks]: each rank's mailbox in the address space of this process.
-    dist/peer_memory.py owns that memory, or `owner`, which is kept alive here. One launch at a time may use the
+    dist/peer_memory.py owns that memory, or `owner`, which is kept alive here. Only one launch at a time may use the
     mailboxes, so all launches must be on one stream.
 
-    `wait_seconds` bounds the wait for a peer in one launch. `failed` is a word in host memory: 0, 1 + the rank that did
-    not answer in time, or ENDED; if it is not 0, every sum is NaN and no launch waits again.
+    `wait_seconds` limits the wait for a peer in one launch. `failed` is a word in host memory: 0, 1 + the rank that did
+    not answer in time, or ENDED. If it is not 0, all sums are NaN and no launch waits again.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ def loopback(ranks: int, device: torch.device, wait_seconds: float = 60.0) -> Pe
 
 
 def beside(others: Tensor) -> Peers:
-    """Rank 0 for a test on one rank: the other ranks' rows are `others` [ranks - 1, T, D]. It has mailboxes only if
-    there are no other ranks."""
+    """The Peers of rank 0 for a test in one process: the other ranks' rows are `others` [ranks - 1, T, D]. There are
+    mailboxes only if there are no other ranks."""
 
     def gather(own: Tensor) -> Tensor:
         return torch.cat([own[None], others.to(own.dtype)])

@@ -1,4 +1,4 @@
-// Accepts the drafts of a step, a thread per request. Contract in accept_drafts.py.
+// Accepts the drafts of a step: one thread per request. Contract in accept_drafts.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;

@@ -1,4 +1,4 @@
-// Completes the inputs of a chained step, a thread per column. Contract in advance_inputs.py.
+// Completes the inputs of a chained step: one thread per column. Contract in advance_inputs.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;

@@ -1,4 +1,4 @@
-// Inputs of the draft model's layer, in one launch: a CTA per token and half. Contract in draft_embed.py.
+// Inputs of the draft model's layer, in one launch: one CTA for each half of a token. Contract in draft_embed.py.
 #include "cuda/hopper.cuh"
 
 using namespace hopper;

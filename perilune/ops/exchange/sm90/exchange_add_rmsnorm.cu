@@ -7,15 +7,15 @@
 // takes 1.3 us more. The flag is the line's epoch, which counts the uses of the line's place, so nothing is ever
 // cleared.
 //
-// Places. A cluster of CTAs processes one token at a time, each CTA up to 16 lines of it. A line's place in the mailbox
-// belongs to one CTA. Every CTA counts its tokens in `control`, in device memory, so that a replayed CUDA graph
-// continues to count. All ranks must run the same launches with the same T in the same order.
+// Places. A cluster of CTAs processes one token at a time, each CTA up to 16 lines of it. Every place in the mailbox
+// belongs to one CTA. The epoch is the CTA's count of tokens; it is kept in `control`, in device memory, so that a
+// replayed CUDA graph continues to count. All ranks must run the same launches with the same T in the same order.
 //   1. In epoch e, each rank writes its line into half e % 2 of every peer's mailbox (one shot), then waits for theirs.
 //   2. It adds all lines in the order of ranks, so all ranks get the same bits.
 //   Reuse: epoch e overwrites the line of epoch e - 2. The writer has read the peer's line of epoch e - 1, which the
 //   peer wrote after it had read that of epoch e - 2.
-// For many tokens, cuda/two_shots.cuh sends fewer lines. A line that does not arrive within `limit_ns` becomes NaN, is
-// reported in `control` and to the host, and no later launch waits again. Writing to `failed`, the host ends all waits.
+// For many tokens, cuda/two_shots.cuh sends fewer lines. If a line does not arrive within `limit_ns`, its sum is NaN,
+// `control` and the host's `failed` are set, and no later launch waits. The host ends all waits by writing to `failed`.
 #include "cuda/peers.cuh"
 #include "cuda/two_shots.cuh"
 #include "cuda/wgmma.cuh"
@@ -27,7 +27,7 @@ namespace {
 constexpr int PIECES = 7;                     // pieces of 8 values in a line; the eighth thread holds the flag
 constexpr int LINES = 16, THREADS = LINES * 8, WARPS = THREADS / 32;  // per CTA
 static_assert(THREADS == LINE_THREADS);
-// Whether a kernel needs twice the registers, so that only half as many clusters are resident on a GPU.
+// Whether a kernel needs twice the registers per thread, so that only half as many clusters are resident on a GPU.
 constexpr bool large(int ranks, bool wide) { return wide || ranks > 2; }
 
 // Stores v in the shared memory of CTA `cta` of the cluster; the mbarrier there counts its bytes.
@@ -248,7 +248,7 @@ API int exchange_two_shots(const Peers* peers, void* residual, const void* x, in
 namespace {
 
 // Per turn (one epoch), a CTA sends LINES lines of each row to the row's rank and waits for the peers' lines at the
-// same place. It sends all LINES lines, even past the row's end: each epoch uses every line of the place.
+// same place. It sends all LINES lines, even past the row's end, because every epoch must use every line of the place.
 template <int RANKS>
 __global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const __grid_constant__ Peers peers,
                                                                           const uint4* x, int x_step, uint4* y,
