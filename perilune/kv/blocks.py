@@ -6,9 +6,9 @@ _FREE = -1
 class BlockPool:
     """A fixed number of blocks. A block is free, referenced, or idle.
 
-    Idle: no reference, but not free. The caller that releases the last reference decides whether to keep the content
-    (the block stays idle until it is referenced again, as a cached prefix) or to give the block back with `free`. Every
-    operation is O(1).
+    An idle block has no reference, but is not free. The caller that releases the last reference decides: either
+    the block stays idle and keeps its content (a cached prefix) until it is referenced again, or the caller calls
+    `free`. Every operation is O(1).
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -1,9 +1,9 @@
 """Copies KV blocks between the pages of a device and rows of host memory.
 
 A row holds a block's bytes of all layers, one after the other. In the pages a block's bytes of one layer are
-contiguous, and the next layer's begin one pitch further on. So each cache's block is one two-dimensional copy: a GPU's
-copy engine does it in one command, without a kernel, and steps keep all SMs. On a CPU the calling thread copies, with
-numpy: torch would start a second team of OpenMP threads, which halves the speed of steps on few cores.
+contiguous, and the next layer's bytes begin one pitch further on. So a block of a cache is one two-dimensional copy: a
+GPU's copy engine makes it by one command, without a kernel, so that steps keep all SMs. On a CPU the calling thread
+copies with numpy: torch would start a second team of OpenMP threads, which halves the speed of steps on few cores.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ Pair = tuple[int, Bytes]  # (block, row)
 
 
 class Copier(Protocol):
-    """One direction's queue; used by one thread.
+    """A queue of copies in one direction; used by one thread.
 
-    block_seconds  least time between the starts of two blocks' copies; 0: no pacing. Pacing keeps the queue short, so
-                   that a step's own copies wait for few blocks, and other threads for few calls of the driver
+    block_seconds  min time between the starts of two blocks' copies; 0: no pacing. Pacing keeps the queue short, so
+                   that a step's own copies wait for few blocks, and other threads wait for few calls of the driver
     """
 
     block_seconds: float
@@ -79,7 +79,7 @@ class CpuCopier:
             np.copyto(page, stored)
 
     def _parts(self, pairs: Sequence[Pair]) -> Iterator[tuple[Bytes, Bytes]]:
-        """A block's pages in each cache, and their place in its row."""
+        """For each block and cache: the block's bytes in the pages, and their place in the block's row."""
         for block, row in pairs:
             at = 0
             for pages in self._pages:
@@ -96,7 +96,7 @@ class CpuCopier:
 
 class CudaCopier:
     """Queues copies on its own CUDA stream. The caller guarantees that no step writes to the blocks: the last step that
-    had them is committed."""
+    used them is committed."""
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self.block_seconds = 0.0

@@ -1,4 +1,4 @@
-"""A directory of KV blocks: one file each, named by its digest, with a header that identifies model and block.
+"""A directory of KV blocks: one file per block, named by its digest, with a header that identifies model and block.
 
     DIR/perilune-kv.lock                     held by the one engine that uses the directory
     DIR/FINGERPRINT/ab/DIGEST-FIRST.kv       blocks of one model, format, layout and block size
@@ -57,7 +57,7 @@ class Directory:
     """The blocks of one fingerprint in `root`, each of `payload_bytes`. ConfigError if the directory cannot be used:
     another engine has it, it holds other files, it is another user's, or it cannot be written.
 
-    lock  False: another process of this engine has locked the directory
+    lock  False: do not lock the directory, because another process of this engine has done so
     """
 
     def __init__(self, root: Path, fingerprint: bytes, payload_bytes: int, *, lock: bool = True) -> None:
@@ -131,8 +131,8 @@ class Directory:
             raise
 
     def read(self, name: Name, payload: memoryview, reader: "Reader | None" = None) -> int:
-        """Fills `payload` with the block's bytes and returns their checksum, which the caller compares. DamagedFile if
-        the header is not that of this block for this engine; OSError. `reader`: instead of read_file."""
+        """Fills `payload` with the block's bytes; returns the header's checksum, which the caller compares with that of
+        the bytes. DamagedFile if the header is not of this block and model; OSError. `reader`: instead of read_file."""
         path, header = self._path(name), _header_of_thread()
         size = (reader or read_file)(path, header, payload)
         if size == ENDED:
@@ -170,7 +170,7 @@ def require_usable(root: Path) -> None:
 
 
 def clear(root: Path) -> tuple[int, int]:
-    """Deletes every block in a directory of KV blocks: (files, bytes). ConfigError if it is none, or in use."""
+    """Deletes every block in a directory of KV blocks: (files, bytes). ConfigError if `root` is none, or in use."""
     if not (root / LOCK).is_file():
         raise ConfigError(f"{root} is no directory of KV blocks: it has no {LOCK}")
     files = total = 0
@@ -216,8 +216,8 @@ def _locked(root: Path, *, create: bool) -> BinaryIO:
 
 
 def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
-    """The size of a regular file; ENDED if it became shorter meanwhile. Reads a file with the size of `header` and
-    `payload` together into both, and sets its time to now: after a restart its age counts from there. OSError."""
+    """The size of a regular file; ENDED if it was truncated meanwhile. If it has the size of `header` and `payload`
+    together, it is read into both, and its time is set to now: after a restart its age counts from then. OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size == len(header) + len(payload):
@@ -229,9 +229,9 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
-    """Reads a file's header and payload; False if the file is shorter. With O_DIRECT, because the kernel's
-    read-ahead of 128 KB is slower (docs/LOG.md). Files in the page cache are read so, too: the test for them,
-    RWF_NOWAIT, would itself start read-ahead."""
+    """Reads a file's header and payload; False if the file is shorter. Uses O_DIRECT, because the kernel's read-ahead
+    of 128 KB is slower (docs/LOG.md). Files in the page cache are read with O_DIRECT, too: testing whether a file is
+    there, by RWF_NOWAIT, would itself start read-ahead."""
     total = len(header) + len(payload)
     for direct in (True, False):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)

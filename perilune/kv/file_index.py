@@ -1,4 +1,4 @@
-"""The index of the files that hold KV blocks on disk: which to delete for lack of room or for age. Policy only;
+"""The index of the files that hold KV blocks on disk: which to delete if they are too many or too old. Policy only;
 kv/disk.py reads and writes the files."""
 
 from collections import OrderedDict
@@ -70,8 +70,8 @@ class FileIndex:
             self._delete(file.name)
 
     def make_room(self, writing: int) -> bool:
-        """Whether there is room for one more file besides `writing` that are being written, after dropping the least
-        recently used that no restore reads."""
+        """Whether there is room for one more file besides `writing` that are being written. To make room, drops the
+        least recently used files that no restore reads."""
         while len(self._files) + writing >= self.limit:
             idle = next((digest for digest, file in self._files.items() if not file.users), None)
             if idle is None:

@@ -1,6 +1,6 @@
 """Rows of host memory for KV blocks, allocated and pinned piece by piece in the background while the engine serves.
 
-Pinned memory is what a GPU's copy engines read and write without the CPU. Pinning takes about 0.3 s for each GB, so an
+A GPU's copy engines can read and write pinned memory without the CPU. Pinning takes about 0.3 s for each GB, so an
 engine with 500 GB of it would start minutes late if it waited.
 """
 
@@ -38,7 +38,7 @@ class HostMemory:
             self._grow()
 
     def start(self) -> None:
-        """Begins to allocate the other rows in the background. Copies are slow meanwhile, because the driver pins."""
+        """Begins to allocate the other rows in the background. While the driver pins them, copies are slow."""
         self._thread.start()
 
     def row(self, index: int) -> Bytes:

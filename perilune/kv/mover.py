@@ -1,7 +1,7 @@
 """The messages between the index of the KV tiers (kv/tiers.py) and the `Mover` that copies the bytes (kv/transfer.py).
 
 With several ranks, rank 0 keeps the index, and every rank gets the same records and has its own mover, rows, pages and
-directory (engine/kv_tiers/ranked.py). So row and file numbers agree on all ranks, and each stores its shard of a block.
+directory (engine/kv_tiers/ranked.py). So a block has one row number and file name on all ranks; each stores its shard.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A block's digest (kv/prefix.py) and that of the first block of its chain: `forget` drops a whole chain."""
+    """A block's digest (kv/prefix.py) and that of the first block of its chain: `forget` drops whole chains by it."""
 
     digest: bytes
     first: bytes
@@ -19,7 +19,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One block of a restore, to the pages of `block`: from host memory's `row`; None: from its file."""
+    """One block of a restore: copied to the pages of `block` from `row` of host memory; `row` None: from its file."""
 
     name: Name
     row: int | None
@@ -35,7 +35,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The row has its block and checksum, unless there is an `error`."""
+    """The row holds the whole block, and its checksum is known; or storing the block failed with `error`."""
 
     row: int
     error: str | None = None

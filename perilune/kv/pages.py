@@ -11,7 +11,7 @@ class Pages:
     """`data` [layers, blocks, block_size / shards, width]; ops/layouts/latent_cache.py defines the bytes of a row. With
     KV sharded over `shards` ranks, each holds its part of the tokens of every block (dist/kv_shards.py).
 
-    The owners of blocks are in kv/blocks.py and kv/prefix.py.
+    kv/blocks.py and kv/prefix.py allocate the blocks.
     """
 
     data: Tensor

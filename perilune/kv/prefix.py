@@ -1,8 +1,8 @@
 """The prefix cache: which KV blocks hold which token prefixes, so that a shared beginning of prompts is computed once.
 
-A full block is named by a chained digest: of its predecessor's digest, its own token ids and the pictures that lie in
-it, hence of everything before it. In place of a predecessor the first block has the digest of the request's cache keys
-(`root_of`), such as its tenant's salt.
+A full block is named by a chained digest: a hash of its predecessor's digest, its own token ids and the pictures that
+lie in it, so it depends on all tokens and pictures before. In place of a predecessor, the first block has the digest
+of the request's cache keys (`root_of`), such as its tenant's salt.
 The tree has at most one block per digest, and a request that references a block references all its predecessors: if a
 request has computed a block that is already known, it takes the known one instead (`insert`). Blocks of a request are
 released last to first, so a block always becomes idle before its predecessor does. The queue of idle blocks, in the
@@ -54,8 +54,8 @@ def extend_digests(
     root: bytes = b"",
     pictures: Sequence[Extent] = (),
 ) -> None:
-    """Appends to `digests` until it names the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1) after
-    `root`; root and `pictures`, in order, are the same in every call for one chain."""
+    """Appends to `digests` until it has those of the first `blocks` full blocks of `tokens` (ids in 0 .. 2**32 - 1).
+    `root` and `pictures`, by position, must be the same in every call for one chain."""
     assert blocks * block_size <= len(tokens), (blocks, block_size, len(tokens))
     layout = struct.Struct(f"<{block_size}I")
     turn = 0
@@ -78,7 +78,7 @@ class _Node:
     block: int
     parent: "_Node | None"
     first: bytes  # digest of the first block of its chain
-    turn: int  # turn of the conversation that computed it, as far as the cache knows (kv/retention.py)
+    turn: int  # index of the conversation's turn that computed it, as far as the cache knows (kv/retention.py)
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
@@ -125,8 +125,8 @@ class PrefixTree:
         return 0 if node is None else node.turn
 
     def take_oldest(self) -> tuple[bytes, bytes, int, int] | None:
-        """Unregisters the block that `allocate` would evict next: (its digest, that of the first block of its chain,
-        its turn, the block, to which the caller has a reference now). None: nothing is cached."""
+        """Unregisters the cached block that `allocate` would evict next. Returns (its digest, the digest of the first
+        block of its chain, its turn, the block), with a reference to the block. None: nothing is cached."""
         node = next(iter(self._idle.values()), None)
         if node is None:
             return None

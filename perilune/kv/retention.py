@@ -1,14 +1,14 @@
 """Which blocks host memory drops: least recently used, corrected by how often blocks of the same kind came back.
 
 A block comes back when a request asks for it again. Blocks are written to files before they are dropped, but only if
-blocks of their kind come back after a drop, because other files are rarely read: when all blocks of 48 agents among
-1,500 single questions were written, 87 % of the files were never read.
+dropped blocks of their kind come back; other files are rarely read: when all blocks of 48 agents among 1,500 single
+questions were written, 87 % of the files were never read.
 
-A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a first prompt of
-which nothing was cached, 1 for what follows a cached text, and so on. In a tool loop a session that has come back a few
-times comes back again, while most first prompts never do; LRU would keep both equally long. So a block's idle time is
-divided by its kind's learned chance to come back, and the block with the largest quotient is dropped. If all kinds have
-the same chance, this is LRU.
+A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a prompt of which
+nothing was cached, 1 for what follows cached text of kind 0, and so on. In a tool loop, a session that has come back a
+few times comes back again, while most first prompts never do; LRU would keep both equally long. So a block's idle time
+is divided by its kind's learned chance to come back, and the block with the largest quotient is dropped. If all kinds
+have the same chance, this is LRU.
 """
 
 from collections import OrderedDict
@@ -16,9 +16,10 @@ from collections import OrderedDict
 KINDS = 4  # The last kind is for that turn and all later ones.
 REMEMBERED = 1 << 16  # Digests of dropped blocks that are kept, to see which blocks come back after a drop.
 MAX_COUNT = 1 << 14  # Counts of a kind are halved above this: old events matter less.
-MIN_CHANCE = 1 / 16  # Lower: kinds that hardly ever came back are dropped sooner still.
-MIN_LATE_CHANCE = 1 / 16  # Higher: fewer files are written, and fewer blocks are found on disk.
-TRUSTED_DROPS = 1 << 12  # With fewer drops of a kind, all its blocks are written: blocks come back later.
+MIN_CHANCE = 1 / 16  # Min chance of a kind. Lower: kinds that hardly ever came back are dropped sooner still.
+# Min share of a kind's dropped blocks that came back for files to be written. Higher: fewer files, fewer disk hits.
+MIN_LATE_CHANCE = 1 / 16
+TRUSTED_DROPS = 1 << 12  # Until a kind has more drops, all its blocks are written: dropped blocks may still come back.
 
 
 class Retention:

@@ -23,19 +23,20 @@ from perilune.kv.retention import KINDS, Retention
 log = logging.getLogger("perilune.kv")
 
 HOST, DISK = "host", "disk"
-WRITES_AT_ONCE = 128  # Files being written at a time: 8,192 tokens in blocks of 64. More: more rows cannot be dropped.
-# Rows that are written to files before rows run out. If two steps evict more, blocks are dropped without a file,
-# however fast the disk is, because writes begin between steps. More: each poll looks at more rows.
+# Files being written at a time: 8,192 tokens in blocks of 64. More: more rows are in use and cannot be dropped.
+WRITES_AT_ONCE = 128
+# Number of rows to be dropped next that are written to files ahead. If two steps evict more, blocks are dropped without
+# a file, however fast the disk is, because writes begin only between steps. More: each poll looks at more rows.
 WRITE_AHEAD_ROWS = 256
-SEARCHED_ROWS = 64  # rows searched in each queue for a block that has a file, besides rows being written
+SEARCHED_ROWS = 64  # rows of each queue, besides those being written, in which one is sought that loses no block
 PAUSE_SECONDS = 60.0  # No file is written for this long after a write has failed, as on a full disk.
 EXPIRE_SECONDS = 10.0  # Interval at which blocks older than their time to live are deleted.
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A block in host memory. `users`: transfers that read or fill the row, which is not reused before they end.
-    `turn`: as in kv/retention.py; `in_pages`: after a restore, the pages have the block too; `fileless`: the block's
+    """A block in host memory. `users`: transfers that read or fill the row; it is not reused before they end.
+    `turn`: as in kv/retention.py; `in_pages`: the block was restored, so the pages have it too; `fileless`: the block's
     file cannot be made."""
 
     name: Name
@@ -93,7 +94,7 @@ class Tiers:
         self._mover, self._rows, self._ttl, self._clock = mover, rows, ttl_seconds, clock
         now = clock()
         self._host: dict[bytes, _Row] = {}
-        # The rows of _host by turn, least recently used first: the row dropped next is near the front of a queue.
+        # The rows of _host by turn, least recently used first, so that the row to drop is near the front of a queue.
         self._kinds: list[OrderedDict[bytes, _Row]] = [OrderedDict() for _ in range(KINDS)]
         self._in_pages: OrderedDict[bytes, _Row] = OrderedDict()  # rows of blocks that the pages have too
         self._retention = retention or Retention()
@@ -143,7 +144,7 @@ class Tiers:
         return self._disk.limit
 
     def match(self, digests: Sequence[bytes]) -> list[str]:
-        """Where the longest known beginning of this chain is: HOST or DISK for each block."""
+        """HOST or DISK for each leading block of this chain, up to the first block that no tier has."""
         found = []
         for digest in digests:
             if digest in self._host:
@@ -202,7 +203,7 @@ class Tiers:
                 file = self._disk.acquire(digest)
                 restore.files.append(file)
                 restore.pieces.append(Piece(file.name, None, block))
-        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # its session has come back
+        turn = min(max((held.turn for held in restore.rows), default=0) + 1, KINDS - 1)  # the session came back
         for digest, _ in reversed(chain):  # so that a chain's end is dropped before its beginning
             if (held := self._host.get(digest)) is not None:
                 self._retention.returned(held.turn)
@@ -281,8 +282,8 @@ class Tiers:
 
     def _next_row(self) -> tuple[_Row | None, bool]:
         """The row to reuse when none is free, and whether reusing it loses no block that could be kept. Rows of blocks
-        that the pages have too come first, then rows that lose nothing, then the longest idle time over the kind's
-        chance to come back (kv/retention.py). None: all rows are in use."""
+        that the pages have too come first, then other rows that lose nothing, then the row with the largest quotient of
+        idle time and its kind's chance to come back (kv/retention.py). None: all rows are in use."""
         now, best, best_score, best_lossless = self._clock(), None, -1.0, False
         for queue in (self._in_pages, *self._kinds):
             for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):

@@ -1,10 +1,10 @@
 """Moves KV blocks in the background: pages to host memory and back, host memory to files and back.
 
 Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
-checksum is computed once the row is filled and compared whenever it is read, by several threads, because one thread
+checksum is computed once the row is filled, and compared whenever the row is read. Several threads do this, because one
 checks about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: the thread queues the next window before it
-waits for the last one. Blocks from files go through staging rows: most of these are filled from files while COPIED_ROWS
-are copied to the pages.
+waits for the last one. Blocks from files go through staging rows: while COPIED_ROWS of these are copied to the pages,
+the others are filled from files.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from perilune.ops.rows import host_rows
 
 STAGED_ROWS = 64  # staging rows for blocks from files
 # Staging rows being copied to the pages; the others are being filled from files or wait for a reading thread. Blocks
-# are copied in order, so there must be more rows than READING_THREADS: a read that ends early frees its thread.
+# are copied in order: a row filled early waits, and its thread needs another, so there are more than READING_THREADS.
 COPIED_ROWS = 8
 WINDOW_BLOCKS = 32  # Larger: fewer waits for the device, but the pages of stored blocks are free later.
 CHECKING_THREADS = 8  # threads that compute checksums, at most; never more than half of the processors
@@ -53,9 +53,8 @@ def row_bytes(caches: Sequence[Tensor]) -> int:
 class Transfer:
     """The Mover of one rank: its caches, its rows and its directory.
 
-    caches     the target's pages and then the draft model's: each [layers, blocks, block_size, width], or without
-               layers
-    rows       of host memory for stored blocks, at most
+    caches     the target's pages, then the draft model's: each [layers, blocks, block_size, width], or without layers
+    rows       max rows of host memory for stored blocks
     directory  None: there is no disk
     """
 
@@ -83,7 +82,7 @@ class Transfer:
                 self._block_seconds(self._outward, STORE_SHARE),
                 self._block_seconds(self._inward, RESTORE_SHARE),
             )
-        self._done: deque[Done] = deque()  # bounded by the blocks and rows there are
+        self._done: deque[Done] = deque()  # bounded by the numbers of blocks and rows
         self._arrived = threading.Event()
         self._memory.start()  # only now: pinning would have slowed the measurement of the link
 
@@ -171,15 +170,15 @@ class Transfer:
             self._answer([Stored(row, _line(e)) for _, _, row in lost])
 
     def _seal(self, stores: Sequence[tuple[Name, int, int]]) -> None:
-        """Computes the checksums of filled rows; these rows are then stored."""
+        """Computes the checksums of filled rows, then reports the rows as Stored."""
         rows = [row for _, _, row in stores]
         self._sums[rows] = host_rows.checksums([self._row(row) for row in rows], [n.digest for n, _, _ in stores])
         self._answer([Stored(row) for row in rows])
 
     @staticmethod
     def _drain(queue: Copier) -> None:
-        """After a failure: waits for the copies queued before it, which must not write once their blocks or rows have
-        other owners."""
+        """After a failure: waits for the copies queued before it. They must not write after their blocks or rows were
+        reused."""
         with contextlib.suppress(*_COPY_FAILED):
             queue.wait()
 
@@ -230,7 +229,7 @@ class Transfer:
         for at in range(len(pieces) + reads):
             if at < len(pieces):
                 if at >= staged:
-                    self._inward.wait(marks[at - staged])  # until the staging row's last block is in the pages
+                    self._inward.wait(marks[at - staged])  # until the block that was in the row is in the pages
                 reading.append(self._begin(pieces[at], self._memory.row(at % staged)))
             if at < reads or not reading:
                 continue

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from perilune.kv.tiers import DISK, HOST
 
-MEASUREMENTS = 9  # The median of the last 9 counts. More: one slow disk access matters less, a change is seen later.
+# An estimate is the median of the last 9 measurements. More: one slow disk access matters less, a change is seen later.
+MEASUREMENTS = 9
 TRUSTED_MEASUREMENTS = 5  # With fewer there is no estimate: the first restores and prompts warm caches up.
-RETRY_AFTER_RESTORES = 64  # One of 64 restores that seem too slow is made anyway, to measure the tier again.
+RETRY_AFTER_RESTORES = 64  # One of 64 refused restores is made anyway, to measure the tier again.
 
 
 @dataclass(slots=True)
 class _Speed:
-    """The latest measurements in seconds per block; `seconds`: their median, None while they are too few."""
+    """The latest measurements, seconds per block. `seconds`: their median, or None while there are too few."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS))
     seconds: float | None = None
@@ -27,9 +28,10 @@ class _Speed:
 
 @dataclass(slots=True)
 class Worth:
-    """Estimates, each None until there are enough measurements; until then restoring is assumed to be faster.
+    """Estimated seconds per block of computing and of restoring. Until there are enough measurements an estimate is
+    None, and restoring is assumed to be faster.
 
-    saved_seconds    estimated time of computing what was restored, less the time of restoring it, since the start
+    saved_seconds    since the start: estimated time of computing what was restored, less the time of restoring it
     """
 
     compute: _Speed = field(default_factory=_Speed)
@@ -42,8 +44,8 @@ class Worth:
         self.compute.learn(seconds / blocks)
 
     def restored(self, host: int, disk: int, seconds: float) -> None:
-        """Learns from a complete restore of `host` and `disk` blocks. If it had both, it is counted for the disk, which
-        is much slower."""
+        """Learns from a complete restore of `host` and `disk` blocks. If it had both, it counts for the disk, which is
+        much slower, less the estimated time of the `host` blocks."""
         expected = host * (self.tiers[HOST].seconds or 0.0) if disk else 0.0
         self.tiers[DISK if disk else HOST].learn(max(seconds - expected, 0.0) / (disk or host))
         if self.compute.latest:
