@@ -277,7 +277,8 @@ def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Pat
 
 
 def test_a_training_begins_with_a_tower(model: Path, tmp_path: Path) -> None:
-    run = eyes.open_run(arguments(model, tower=NANO / EYES_FILE, seed=2))
+    run = eyes.open_run(arguments(model, tower=NANO / EYES_FILE, seed=2, word_tokens=8192))
+    assert run.words_weight == 4  # 8,192 tokens of text beside 2,048 of pictures
     with Checkpoint.open(NANO) as stored:
         for name, p in run.eyes.stored():
             assert torch.equal(p.detach(), stored.read(name).float()), name
