@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from perilune.tasks.composed.expressions import Asked, asked, bracketed, chain, powers
 from perilune.tasks.composed.readings import reading, stated
-from perilune.tasks.composed.sums import asked_from, column, divided, in_words_of, more
+from perilune.tasks.composed.sums import asked_from, column, divided, in_words_of, more, restated
 from perilune.tasks.forms import FORMS, OPERATOR_WORDS
 from perilune.tasks.more_stories import ASKED
 from perilune.tasks.problem import Answer, Problem, Reply, belongs, pick, user, widely
@@ -105,7 +105,9 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
         form = pick(rng, more if rng.random() < 0.7 else forms)
         while not plus and a < b and _EITHER.search(form):
             form = pick(rng, forms)
-        turned = not plus and _EITHER.search(form) and rng.random() < 0.4  # the difference of 45 and 120 is 75 as well
+        again = split == "train" and (plus or a > b) and "\n" not in form and rng.random() < 0.12
+        form = restated(rng, "+" if plus else "-", form) if again else form
+        turned = not plus and not again and _EITHER.search(form) and rng.random() < 0.4  # 75 is between 120 and 45 too
         question = asked_in(
             rng, form, _KEPT_ADD if plus else _KEPT_SUBTRACT, a=b if turned else a, b=a if turned else b
         )
@@ -287,6 +289,7 @@ def _product(rng: Random, split: str) -> Drawn:
         question = asked_in(rng, pick(rng, _FORMS[f"a*{k}"]), _KEPT_TIMES, a=a)
     elif wide and rng.random() < 0.5:
         form = pick(rng, _FORMS["a*k"] if rng.random() < 0.7 else TIMES_FORMS)
+        form = restated(rng, "*", form) if split == "train" and rng.random() < 0.12 else form
         question = asked_in(rng, form, _KEPT_TIMES, a=a, k=k)
     elif wide:
         question = _put(rng, "a*k", {"a": a, "k": k}, f"{a} * {k}")

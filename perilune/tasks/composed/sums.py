@@ -267,3 +267,23 @@ def divided(rng: Random) -> Drawn:
     a = k * (2 + int(rng.random() * pick(rng, (10, 40, 98))))
     question = asked_from(rng, "dv").format(a=a, k=k, o=pick(rng, OBJECTS))
     return ("expression", f"{a}/{k}"), question, lambda: divide_trace(a, k), f"{a} / {k} = {a // k}"
+
+
+def restated(rng: Random, sign: str, form: str) -> str:
+    """A form of a question about {a} and {b} (or {k}) behind a sentence that holds the same numbers, and at times a
+    number that has nothing to do with them; some questions leave the numbers out."""
+    before = expand(rng, FORMS, pick(rng, FORMS[f"rs{sign}"]))
+    if rng.random() < 0.25 and "{a}" in before:
+        form = pick(rng, FORMS[f"rs_a{sign}"])
+    elif form[-1] in ".?":
+        form = form[:-1] + expand(rng, FORMS, pick(rng, FORMS["rs_e"])) + form[-1]
+    if before.rstrip()[-1] in ".?!" or not before.endswith(" "):
+        form = form[:1].upper() + form[1:]
+    elif form[:1].isalpha() and form[:2] not in ("I ", "I'"):
+        form = form[:1].lower() + form[1:]
+    before = before[:1].upper() + before[1:] if rng.random() < 0.7 else before
+    made = before + (" " if not before.endswith(" ") else "") + form
+    for place, made_of in (("{r}", lambda: str(1 + int(rng.random() * 99))), ("{o}", lambda: pick(rng, OBJECTS))):
+        while place in made:
+            made = made.replace(place, made_of(), 1)
+    return made
