@@ -189,7 +189,7 @@ def _decoded(value: _Raw, levels: int, at: str) -> Any:
                 return [_decoded(v, levels - 1, f"{at}[{i}]") for i, v in enumerate(parts)]
             if _OBJECT.match(value):
                 members = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
-                return {name: _decoded(v, levels - 1, f"{at}.{name}") for name, v in members.items()}
+                return {name: _decoded(v, levels - 1, f"{at}.{name[:200]}") for name, v in members.items()}
         return from_json(bytes(value))
     except (ValueError, RecursionError) as e:
         raise not_json(str(e), bytes(value), at) from e

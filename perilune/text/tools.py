@@ -79,6 +79,7 @@ def check_text(value: Any, where: str) -> None:
     level = [(value, where)]
     while level:
         found, at = level.pop()
+        at = at[:200]  # else every value would copy a long name around it
         if isinstance(found, Mapping):
             for key, inner in found.items():
                 level.append((inner, f"{at}.{key}" if at else key))

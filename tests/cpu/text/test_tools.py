@@ -1,11 +1,12 @@
 """Tool declarations: the TypeScript the model was trained on, the JSON fallback, and what is refused."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from perilune.core.errors import RequestError
-from perilune.text.tools import MAX_DEPTH, Tool, declaration, parse_tools
+from perilune.text.tools import MAX_DEPTH, Tool, check_text, declaration, parse_tools
 
 
 def tool(parameters: Any = None, name: str = "f", **extra: Any) -> dict[str, Any]:
@@ -246,6 +247,14 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         schema = {"type": "array", "items": schema}
     return schema
+
+
+def test_a_long_name_is_not_copied_for_each_value() -> None:
+    """A name of 1 MB above 1,000 numbers took 1 GB."""
+    tracemalloc.start()
+    check_text({"k" * 100_000: [0] * 100}, "guided_json")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
 
 
 def test_depth_is_bounded() -> None:
