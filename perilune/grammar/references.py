@@ -28,7 +28,8 @@ _MAX_DIGITS = 9  # of an index in a JSON pointer
 MAX_PARTS = 200_000  # schemas in a document, with copies: a reference to a schema that has no name copies it
 _VALUES_OF_PART = 4  # values of an enum that count as one part, again in each copy
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,256}")  # each reference holds the name
+MAX_URI_CHARS = 2_048  # each $id is joined to those around it
 
 
 class SchemaError(ValueError):
@@ -156,6 +157,8 @@ class _Document:
     def _joined(self, base: str, name: str, word: str) -> str:
         if name.startswith("#"):  # urljoin would not join it to a URN
             return base
+        if len(base) + len(name) > MAX_URI_CHARS:
+            raise SchemaError(f"{word} has more than {MAX_URI_CHARS} characters")
         try:
             return urldefrag(urljoin(base, name)).url
         except ValueError as e:

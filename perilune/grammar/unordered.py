@@ -33,7 +33,8 @@ class _Rules:
         self.required: dict[str, None] = {}
         self._names = itertools.count()
         self._shared = {word: root[word] for word in DEFINITIONS if word in root}
-        self._shared_objects = sum(1 for _ in nodes(self._shared))
+        # An object counts as 80 characters at least: definitions may hold long enums.
+        self._shared_objects = max(sum(1 for _ in nodes(self._shared)), len(json.dumps(self._shared)) // 80)
         self._states = self._copied = 0
 
     def value(self, schema: Any) -> str:
@@ -88,8 +89,8 @@ def rules(schema: Any) -> tuple[str, list[Any]] | None:
     None if the schema is not supported."""
     if not _listed(schema):
         return None
-    made = _Rules(schema)
     try:
+        made = _Rules(schema)
         _check_references(schema)
         top = made.value(schema)
     except (_Ordered, RecursionError):

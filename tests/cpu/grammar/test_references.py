@@ -84,6 +84,7 @@ def test_a_pointer_into_what_is_rewritten_still_leads_there(nano: Tokenizer) -> 
         ({"$ref": 5}, "\\$ref must be a string"),
         ({"$ref": "#/type", "type": "object"}, "names no schema"),
         ({"$ref": "#/anyOf/7", "anyOf": [True]}, "names no schema"),
+        ({"$id": "p" * 2048, "items": {"$id": "x"}}, "2048 characters"),
         ({"$id": "http://[", "anyOf": [{"$ref": "x"}]}, "\\$ref 'x' is not a URI reference"),
         (
             {"$defs": {"a": {"$dynamicAnchor": "x"}, "b": {"$id": "b", "$dynamicAnchor": "x"}}, "$dynamicRef": "#x"},
@@ -120,6 +121,8 @@ def test_a_copy_is_made_once_and_not_without_bound() -> None:
     pointers = ["#" + "/properties/a" * k for k in range(1, 100)]
     with pytest.raises(SchemaError, match="too large"):
         resolved({"properties": {"a": chain}, "anyOf": [{"$ref": pointer} for pointer in pointers]})
+    made = resolved({"$defs": {"d" * 300: {"$anchor": "a"}}, "$ref": "#a"})
+    assert made["$ref"] == "#/$defs/ref0", "no reference copies a long name"
 
 
 _SCHEMAS = st.sampled_from([{"type": "integer"}, {"type": "null"}, {"enum": ["a", 2]}, WORD])

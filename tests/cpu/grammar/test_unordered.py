@@ -111,6 +111,7 @@ def test_copies_of_definitions_are_bounded() -> None:
 
     assert rules(schema(1_900)) is not None
     assert rules(schema(2_100)) is None
+    assert rules(tree(100) | {"$defs": {"d0": {"enum": ["x" * 200_000]}}}) is None
 
 
 def test_random_objects_agree_with_a_validator(nano: Tokenizer) -> None:
