@@ -70,6 +70,7 @@ class Enforcer:
         self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
         self._thought_tokens = 0  # tokens of the thought
         self._calls = 0
+        self._next_calls: dict[int, list[int]] = {}  # by `_calls`: `_another_call`
         self._typed = b""  # text of the call header so far, functions.NAME:COUNTER
         self._matcher: Matcher | None = None
         self._text_completion: list[int] = []  # of the matcher's text alone, as found last: perhaps some tokens ago
@@ -385,8 +386,10 @@ class Enforcer:
         return min(ways, key=len)
 
     def _another_call(self) -> list[int]:
-        calls = ([self._call_begin, *self._through(name)] for name in self._tools)
-        return min(calls, key=len)
+        if self._calls not in self._next_calls:
+            calls = ([self._call_begin, *self._through(name)] for name in self._tools)
+            self._next_calls[self._calls] = min(calls, key=len)
+        return self._next_calls[self._calls]
 
     def _through(self, name: str) -> list[int]:
         """Tokens of a shortest call of this tool and of the answer's end, from the place in the call's header."""

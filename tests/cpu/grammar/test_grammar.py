@@ -553,6 +553,12 @@ def test_tools_are_read_and_compiled_once(nano: Tokenizer, monkeypatch: pytest.M
     monkeypatch.setattr("perilune.grammar.constrain._of_tool", lambda *args: pytest.fail("read again"))
     assert constrain(nano, tools=tools) == made and not compiled
     monkeypatch.undo()
+    assert made is not None
+    enforcer, mask = Enforcer(vocabulary(nano), made, opened=False), np.zeros(vocabulary(nano).words, np.uint32)
+    enforcer.fill(mask, 999)
+    with monkeypatch.context() as patched:
+        patched.setattr(Vocabulary, "encode", None)  # each token of text encoded every header: 7 ms for 50 tools
+        enforcer.fill(mask, 998)
     monkeypatch.setattr(Matcher, "__init__", lambda self, *args: (compiled.append(args[1]), real(self, *args))[1])
     constrain(nano, tools=tools[:1], group="another")
     assert len(compiled) == 1
