@@ -209,10 +209,10 @@ class Batches:
 
     async def cancel(self, batch: Batch) -> None:
         """Cancels a batch; its answers so far are kept. No effect on a batch that has ended or is finalizing."""
+        await asyncio.sleep(0)  # lets a new task enter the `try` of `_run`, which finishes a cancelled batch
         if batch.ended or batch.task is None or batch.record["status"] == "finalizing":
             return
-        batch.move("cancelling")
-        await asyncio.sleep(0)  # lets a new task enter the `try` of `_run`, which finishes a cancelled batch
+        batch.move("cancelling")  # and no `await` before `cancel`: the task could set another
         batch.task.cancel()
         await asyncio.gather(batch.task, return_exceptions=True)
 

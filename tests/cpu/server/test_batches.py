@@ -223,6 +223,22 @@ async def test_a_batch_can_be_cancelled(s: Served) -> None:
     assert (await ended(client, again.id)).status == "completed", "the seats of the first are free"
 
 
+@batched()
+async def test_one_can_be_cancelled_when_it_begins(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = asyncio.Event()
+
+    async def work(_: Batches, batch: Batch) -> None:
+        await checked.wait()
+        batch.move("in_progress")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Batches, "_work", work)
+    made, batches = await begun(sdk(s), [line("a")]), s.client.app.state.batches
+    checked.set()
+    await batches.cancel(batches.get("", made.id))
+    assert batches.get("", made.id).record["status"] == "cancelled"
+
+
 @batched(hold=0, info=_small(4))
 async def test_other_requests_come_first(s: Served) -> None:
     """At most half of the engine's requests are batches', and none begins while the engine is full."""
