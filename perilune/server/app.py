@@ -165,7 +165,7 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Readiness: 200 while requests are taken."""
     service: Service = request.app.state.service
-    service.check_ready()
+    service.admission.check_open()
     return json_response({"status": "ok", **service.engine.info.marks})
 
 

@@ -77,8 +77,8 @@ class Connection(asyncio.BufferedProtocol):
         self._paused = False
         self._written = self._taken = 0  # bytes given to the transport; of these, bytes that the kernel has taken
         self._progress_at = self._since
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self.writable = asyncio.Event()
+        self.writable.set()
 
     # ---- asyncio's calls
 
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.listener.connections.discard(self)
-        self._writable.set()
+        self.writable.set()
         if self.exchange is not None:
             self.exchange.leave()
 
@@ -121,10 +121,10 @@ class Connection(asyncio.BufferedProtocol):
             self.pause_reading()
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self.writable.clear()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self.writable.set()
 
     # ---- reading
 
@@ -182,16 +182,13 @@ class Connection(asyncio.BufferedProtocol):
         self._served += 1
         self.exchange = Exchange(self, parser, request)
         self.exchange.feed(memoryview(parser.trailing_data[0]))  # bytes that came after the head
-        self.exchange.start()
+        self.listener.spawn(self.exchange.run())
 
     # ---- writing
 
     def write(self, data: bytes) -> None:
         self._written += len(data)
         self.transport.write(data)
-
-    async def writable(self) -> None:
-        await self._writable.wait()
 
     def answered(self, exchange: "Exchange") -> None:
         """Called when a response is complete: starts the next request, or ends the connection."""
@@ -204,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
         elif exchange.last or self.listener.draining:
             self.transport.close()
         else:
-            self._head[:0] = exchange.rest()
+            self._head[:0] = exchange.ahead
             self.resume_reading()
             if self._head:
                 self._begin()
@@ -286,7 +283,7 @@ class Exchange:
         self.receiving = True
         self._chunks: Chunks | None = None  # reads a body without a length
         self._left = 0  # bytes of a body with a length that are still to come
-        self._ahead = b""  # bytes of the next request that came with this one
+        self.ahead = b""  # bytes of the next request that came with this one
         self._method = request.method
         self._is_http_1_1 = request.http_version == b"1.1"
         self._expecting = parser.they_are_waiting_for_100_continue
@@ -326,10 +323,7 @@ class Exchange:
             "headers": headers,
         }
 
-    def start(self) -> None:
-        self.connection.listener.spawn(self._run())
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         try:
             await self.connection.listener.app(self.scope, self.receive, self.send)
         except Exception as e:
@@ -349,7 +343,7 @@ class Exchange:
             self._left -= len(part)
             self._take(part)
             if not self._left:
-                self.receiving, self._ahead = False, bytes(data[len(part) :])
+                self.receiving, self.ahead = False, bytes(data[len(part) :])
         self._news.set()
 
     def _advance(self, chunks: Chunks, data: memoryview) -> None:
@@ -361,7 +355,7 @@ class Exchange:
             self._failure = _malformed(str(e))
             self.last = True
         if chunks.complete:
-            self.receiving, self._ahead = False, chunks.rest
+            self.receiving, self.ahead = False, chunks.rest
 
     def _take(self, part: bytes | bytearray | memoryview) -> None:
         if part:
@@ -385,10 +379,6 @@ class Exchange:
             return
         self._failure = RequestError(f"{why}: send it again at once", code="request_timeout", status=408)
         self._news.set()
-
-    def rest(self) -> bytes:
-        """Bytes that came after the request."""
-        return self._ahead
 
     def leave(self) -> None:
         """The client has left."""
@@ -416,7 +406,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI's send. Messages for a client that has left are dropped."""
-        await self.connection.writable()
+        await self.connection.writable.wait()
         if self._gone or self._complete:
             return
         if message["type"] == "http.response.start":

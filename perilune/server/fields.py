@@ -10,7 +10,7 @@ The names are those of the OpenAI and Anthropic SDKs and of vLLM's OpenAI-compat
 import difflib
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from perilune.core.errors import RequestError
 log = logging.getLogger("perilune.server")
 
 MAX_WARNED_NAMES = 256  # bounded, because clients choose the names
+MAX_COMPARED_NAMES = 10_000  # names of a request compared with known ones, 25 us each
 MAX_NAME_CHARS = 64  # characters of a client's name in a message
 TYPO_RATIO = 0.85  # difflib ratio from which an unknown name is a typo. Lower: refuses names of other programs.
 _warned: set[str] = set()
@@ -279,14 +280,15 @@ def check_response_format(given: Any, *, lenient: bool) -> None:
 
 def check_open(messages: Sequence[Any], tools: Sequence[Any], *, lenient: bool) -> None:
     """RequestError for a field of a chat message or a tool that looks like a typo of a known one."""
+    left = iter(range(MAX_COMPARED_NAMES))
     for i, message in enumerate(messages):
-        _check_typos(message, _MESSAGE, f"messages[{i}]", lenient)
+        _check_typos(message, _MESSAGE, f"messages[{i}]", lenient, left)
     for i, tool in enumerate(tools):
-        _check_typos(tool.get("function"), _FUNCTION, f"tools[{i}].function", lenient)
+        _check_typos(tool.get("function"), _FUNCTION, f"tools[{i}].function", lenient, left)
 
 
-def _check_typos(given: Any, known: Collection[str], where: str, lenient: bool) -> None:
-    for name in given.keys() - known if isinstance(given, Mapping) else ():
+def _check_typos(given: Any, known: Collection[str], where: str, lenient: bool, left: Iterator[int]) -> None:
+    for name, _ in zip(given.keys() - known if isinstance(given, Mapping) else (), left):
         missing = [k for k in known if k not in given]
         if given[name] is not None and difflib.get_close_matches(str(name)[:MAX_NAME_CHARS], missing, 1, TYPO_RATIO):
             _unknown(str(name), missing, f"{where}.", lenient)

@@ -68,12 +68,9 @@ class Listener:
         unix, name = sock.family == socket.AF_UNIX, sock.getsockname()
         self.address = (name, None) if unix else name[:2]
         create: Callable[..., Awaitable[asyncio.Server]] = loop.create_unix_server if unix else loop.create_server
-        self._server = await create(self._connection, sock=sock, ssl=tls, ssl_handshake_timeout=handshake)
+        self._server = await create(lambda: Connection(self), sock=sock, ssl=tls, ssl_handshake_timeout=handshake)
         sock.listen(BACKLOG_CONNECTIONS)  # as asyncio's `backlog` it would be accepted in one go
         self._checking = asyncio.create_task(self._check())
-
-    def _connection(self) -> Connection:
-        return Connection(self)
 
     def admit(self, connection: Connection) -> bool:
         """Registers a connection. False: there are too many; its timeouts are checked anyway, until the error is

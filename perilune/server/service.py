@@ -122,9 +122,6 @@ class Service:
         for observer in self.observers:
             observer(call)
 
-    def check_ready(self) -> None:
-        self.admission.check_open()
-
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
             raise RequestError(

@@ -82,7 +82,7 @@ class Batch:
     def append(self, line: Mapping[str, Any], *, failed: bool) -> None:
         """Appends an answer to its file; RequestError if the limit of bytes is reached."""
         data = msgspec.json.encode(line) + b"\n"
-        self._reserve(len(data))
+        self.store.reserve(self.owner, len(data))
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         with open(os.open(self.path("errors" if failed else "output"), flags, 0o600), "wb") as file:
             file.write(data)
@@ -92,7 +92,7 @@ class Batch:
     def recover(self, found: Mapping[str, tuple[int, list[str]]]) -> None:
         """Restores the state from the result of `answered`, after a restart."""
         for end, (size, ids) in found.items():
-            self._reserve(size)
+            self.store.reserve(self.owner, size)
             self.done.update(ids)
             self.record["request_counts"]["completed" if end == "output" else "failed"] = len(ids)
 
@@ -116,9 +116,6 @@ class Batch:
 
     def path(self, end: str) -> Path:
         return self.store.folder(self.owner) / f"{self.id}.{end}"
-
-    def _reserve(self, size: int) -> None:
-        self.store.reserve(self.owner, size)
 
 
 class Seat:
