@@ -43,6 +43,7 @@ class Job:
         self.events: deque[bytes] = deque()
         self.first = 0
         self.bytes = 0
+        self.complete = False  # the answer is, and stored
         self.ended = False
         self.task: asyncio.Task[None]
         self.news = asyncio.Event()
@@ -116,7 +117,8 @@ class Jobs:
         try:
             await self._make(job)
         except asyncio.CancelledError:
-            self._keep(job, {"type": "response.cancelled", "response": job.answer.end("cancelled")})
+            if not job.complete:
+                self._keep(job, {"type": "response.cancelled", "response": job.answer.end("cancelled")})
         except Exception as error:
             call.error = error
             errors.log_failure("a response in the background", error)
@@ -136,6 +138,7 @@ class Jobs:
             async with contextlib.aclosing(job.answer.events()) as events:
                 async for event in events:
                     self._keep(job, event)
+            job.complete = True
 
         work, stop = asyncio.create_task(consume()), asyncio.create_task(self.service.stopping.wait())
         try:

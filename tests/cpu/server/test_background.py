@@ -130,6 +130,15 @@ async def test_one_that_has_not_begun_can_be_cancelled(s: Served) -> None:
 
 
 @served()
+async def test_one_that_is_complete_is_not_cancelled(s: Served) -> None:
+    id = (await begun(s))["id"]
+    while not len(s.client.app.state.responses):
+        await asyncio.sleep(0)
+    late = await s.client.request("POST", f"{PATH}/{id}/cancel", [b""])
+    assert late.json["status"] == "completed"
+
+
+@served()
 async def test_only_background_responses_can_be_cancelled(s: Served) -> None:
     made = (await s.client.post(PATH, {"input": "Hi"})).json
     refused = await s.client.request("POST", f"{PATH}/{made['id']}/cancel", [b""])
