@@ -13,6 +13,7 @@ from perilune.core.errors import RequestError
 from perilune.core.sampling import SamplingParams
 from perilune.grammar.constrain import Allowed, AnswerFormat, Named, ToolChoice, constrain
 from perilune.server.call import current
+from perilune.server.conversation import wrong
 from perilune.server.fields import MAX_NAME_CHARS
 from perilune.text.beginning import Beginning
 from perilune.text.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ async def enforced(
         asked_by = "tools" if answer is None else answer.param
         for name, value in (("min_tokens", params.min_tokens), ("ignore_eos", params.ignore_eos)):
             if value:
-                raise _wrong(name, f"does not go with {asked_by}: the answer ends where its form does")
+                raise wrong(name, f"does not go with {asked_by}: the answer ends where its form does")
     assert params.max_tokens is not None
     constraint.check_room(params.max_tokens - (begun.thinks and not begun.opened))
     return constraint
@@ -97,7 +98,7 @@ def tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         return _allowed(value.get("allowed_tools"), tools)
     name = _named(value)
     if name is None:
-        raise _wrong(
+        raise wrong(
             "tool_choice",
             "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
             f"{{'type': 'allowed_tools', 'allowed_tools': {{'mode': ..., 'tools': [...]}}}}, not {show(value)}",
@@ -110,11 +111,11 @@ def _allowed(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     """The choice among the tools that `allowed_tools` lists. The prompt keeps all tools, so that it hits cached KV."""
     mode, listed = (value.get("mode"), value.get("tools")) if isinstance(value, Mapping) else (None, None)
     if mode not in ("auto", "required"):
-        raise _wrong("tool_choice", f"allowed_tools.mode must be 'auto' or 'required', not {show(mode)}")
+        raise wrong("tool_choice", f"allowed_tools.mode must be 'auto' or 'required', not {show(mode)}")
     given = [_named(tool) for tool in listed] if isinstance(listed, Sequence) else []
     names = [name for name in given if name is not None]
     if not names or len(names) < len(given):
-        raise _wrong("tool_choice", "allowed_tools.tools must list {'type': 'function', 'function': {'name': ...}}")
+        raise wrong("tool_choice", "allowed_tools.tools must list {'type': 'function', 'function': {'name': ...}}")
     _check_declared(names, tools)
     return Allowed(frozenset(names), mode == "required")
 
@@ -130,7 +131,7 @@ def _check_declared(names: Sequence[str], tools: Sequence[Tool]) -> None:
     declared = {tool.name for tool in tools}
     for name in names:
         if name not in declared:
-            raise _wrong("tool_choice", f"names {show(name)}, which tools does not declare")
+            raise wrong("tool_choice", f"names {show(name)}, which tools does not declare")
 
 
 def check_strict(tools: Sequence[Tool]) -> None:
@@ -138,7 +139,7 @@ def check_strict(tools: Sequence[Tool]) -> None:
     for i, tool in enumerate(tools):
         strict = tool.raw["function"].get("strict")
         if not isinstance(strict, bool | None):
-            raise _wrong(f"tools[{i}].function.strict", f"must be true or false, not {show(strict)}")
+            raise wrong(f"tools[{i}].function.strict", f"must be true or false, not {show(strict)}")
 
 
 def answer_format(
@@ -166,15 +167,15 @@ def thinking_budget(limits: Mapping[str, int | None], effort: Effort | None) -> 
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():
         if limit < 0:
-            raise _wrong(name, f"must be at least 0, not {limit}")
+            raise wrong(name, f"must be at least 0, not {limit}")
     if len(set(given.values())) > 1:
         first, second = list(given)[:2]
-        raise _wrong(first, f"and {second} contradict each other: send one of them")
+        raise wrong(first, f"and {second} contradict each other: send one of them")
     if effort in (None, "none"):
         return next(iter(given.values()), None)
     assert effort is not None
     if given:
-        raise _wrong("reasoning_effort", f"and {next(iter(given))} both bound the thought: send one of them")
+        raise wrong("reasoning_effort", f"and {next(iter(given))} both bound the thought: send one of them")
     return EFFORTS[effort]
 
 
@@ -190,12 +191,12 @@ def _response_format(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
             where = "response_format.json_schema"
             described = given.get("json_schema")
             if not isinstance(described, Mapping):
-                raise _wrong(where, "must be an object with a name and a schema")
+                raise wrong(where, "must be an object with a name and a schema")
             if not isinstance(described.get("strict"), bool | None):
-                raise _wrong(f"{where}.strict", f"must be true or false, not {show(described['strict'])}")
+                raise wrong(f"{where}.strict", f"must be true or false, not {show(described['strict'])}")
             yield AnswerFormat("json_schema", _schema(described.get("schema"), f"{where}.schema"))
         case kind:
-            raise _wrong("response_format.type", f"must be 'text', 'json_object' or 'json_schema', not {show(kind)}")
+            raise wrong("response_format.type", f"must be 'text', 'json_object' or 'json_schema', not {show(kind)}")
 
 
 def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerFormat]:
@@ -212,7 +213,7 @@ def _structured_outputs(given: Mapping[str, Any] | None) -> Iterator[AnswerForma
             continue  # options of vLLM's own grammar backends
         else:
             known = ", ".join([*_GUIDED, "json_object"])
-            raise _wrong(where, f"is not supported: structured_outputs takes one of {known}")
+            raise wrong(where, f"is not supported: structured_outputs takes one of {known}")
 
 
 def _guided(name: str, value: Any, where: str) -> AnswerFormat:
@@ -221,10 +222,10 @@ def _guided(name: str, value: Any, where: str) -> AnswerFormat:
         return AnswerFormat(kind, _schema(value, where), where)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-            raise _wrong(where, "must be a list of strings that are not empty")
+            raise wrong(where, "must be a list of strings that are not empty")
         return AnswerFormat(kind, tuple(dict.fromkeys(value)), where)
     if not isinstance(value, str) or not value:
-        raise _wrong(where, f"must be a string that is not empty, not {show(value)}")
+        raise wrong(where, f"must be a string that is not empty, not {show(value)}")
     return AnswerFormat(kind, value, where)
 
 
@@ -234,15 +235,11 @@ def _schema(value: Any, where: str) -> Any:
         try:
             value = json.loads(value)
         except ValueError as e:
-            raise _wrong(where, f"is not valid JSON: {e}") from e
+            raise wrong(where, f"is not valid JSON: {e}") from e
         except RecursionError as e:
-            raise _wrong(where, f"nests deeper than {MAX_DEPTH} levels") from e
+            raise wrong(where, f"nests deeper than {MAX_DEPTH} levels") from e
     if not isinstance(value, Mapping | bool):
-        raise _wrong(where, "must be a JSON schema object")
+        raise wrong(where, "must be a JSON schema object")
     check_depth(value, where)
     check_text(value, where)
     return value
-
-
-def _wrong(where: str, what: str) -> RequestError:
-    return RequestError(f"{where} {what}", param=where, code="invalid_value")

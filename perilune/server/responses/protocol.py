@@ -67,15 +67,15 @@ class InputBody(RequestBody):
         if self.input is not None and not (isinstance(self.input, str | list) and self.input):
             raise wrong("input", "must be a text or a list of items that is not empty")
         if self.conversation is not None:
-            raise RequestError(
-                "conversation is not supported: use previous_response_id or send the conversation as input",
-                param="conversation",
+            raise wrong(
+                "conversation",
+                "is not supported: use previous_response_id or send the conversation as input",
                 code="unsupported_parameter",
             )
         if self.truncation == "auto":
-            raise RequestError(
-                "truncation 'auto' is not supported: shorten the input, or leave it out",
-                param="truncation",
+            raise wrong(
+                "truncation",
+                "'auto' is not supported: shorten the input, or leave it out",
                 code="unsupported_parameter",
             )
 
@@ -177,22 +177,20 @@ class ResponsesBody(InputBody):
                 "a response made in the background is kept: leave store out", param="store", code="invalid_value"
             )
         if self.prompt is not None:
-            raise RequestError(
-                "prompt (a stored template) is not supported: send instructions and input",
-                param="prompt",
+            raise wrong(
+                "prompt",
+                "(a stored template) is not supported: send instructions and input",
                 code="unsupported_parameter",
             )
         if self.top_logprobs:
-            raise RequestError(
-                "top_logprobs is not supported here: /v1/chat/completions has it",
-                param="top_logprobs",
+            raise wrong(
+                "top_logprobs",
+                "is not supported here: /v1/chat/completions has it",
                 code="unsupported_parameter",
             )
         for name in self.include or ():
             if name not in _INCLUDABLE:
-                raise RequestError(
-                    f"include {show(name)} is not supported", param="include", code="unsupported_parameter"
-                )
+                raise wrong("include", f"{show(name)} is not supported", code="unsupported_parameter")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise wrong("max_output_tokens", f"must be at least 1, not {self.max_output_tokens}")
 
