@@ -114,7 +114,7 @@ class Conversion:
         except CheckpointError as e:
             raise CheckpointError(f"{e.text}; repair the draft model, or remove {folder}") from e
         # Only safetensors, because other formats of weights can contain code.
-        return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"))))
+        return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"), *folder.glob(INDEX))))
 
     def __enter__(self) -> Self:
         return self

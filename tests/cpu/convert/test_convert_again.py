@@ -20,6 +20,8 @@ from perilune.convert.target import Target
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.jsonfile import write_object
 from perilune.formats import checksums, hub
+from perilune.formats.checkpoint import INDEX
+from perilune.formats.safetensors_file import SafetensorsFile
 from perilune.text.chat import template_for
 from perilune.text.tokenizer import Tokenizer
 from tests import oracle
@@ -264,6 +266,15 @@ def test_a_drafter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (path / "drafter/config.json").write_text(json.dumps(config | {"target_hidden_size": 512}))
     (wrong,) = findings(path)
     assert "was trained for a model of width 512" in wrong
+
+
+def test_a_drafter_in_shards_keeps_its_index(tmp_path: Path) -> None:
+    def shard(drafter: Path) -> None:
+        file = (drafter / "model.safetensors").rename(drafter / "model-1.safetensors")
+        write_object(drafter / INDEX, {"weight_map": dict.fromkeys(SafetensorsFile(file).tensors, file.name)})
+
+    with Conversion(broken(tmp_path, shard), Target(to="bf16")) as conversion:
+        assert INDEX in {file.name for file in conversion.drafter}
 
 
 def test_a_folder_without_a_drafter_is_said(tmp_path: Path) -> None:
