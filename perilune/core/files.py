@@ -67,6 +67,14 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def expanded(text: str, option: str) -> Path:
+    """The path given with `option`, a leading ~ or ~USER replaced. ConfigError if there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        raise ConfigError(f"{option}={text!r}: there is no such user; give the whole path") from e
+
+
 def make_writable(directory: Path, option: str) -> None:
     """Makes the directory that the user named with `option`. ConfigError if nothing can be written there."""
     try:

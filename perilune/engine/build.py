@@ -14,6 +14,7 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.core.files import expanded
 from perilune.core.messages import EngineInfo
 from perilune.dist.group import Group, join, least
 from perilune.dist.slicing import Slicing
@@ -322,7 +323,7 @@ def speculator(
 def _rejected_log(config: EngineConfig, choices: Choices) -> RejectedLog | None:
     if config.log_rejected is None:
         return None
-    directory, share = Path(config.log_rejected).expanduser(), config.log_rejected_share
+    directory, share = expanded(config.log_rejected, "log_rejected"), config.log_rejected_share
     choices.note("log_rejected", str(directory), f"{share:.0%} of requests, at most {config.log_rejected_mb} MB")
     return RejectedLog(directory, share=share, limit_bytes=config.log_rejected_mb << 20)
 

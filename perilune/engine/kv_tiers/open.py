@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.core.files import expanded
 from perilune.core.memory import available_bytes
 from perilune.dist.group import Group, everyone, largest, least
 from perilune.engine.kv_tiers.ranked import RankedTransfer
@@ -47,10 +48,7 @@ def require_room(config: EngineConfig) -> None:
 
 def _root(config: EngineConfig) -> Path:
     assert config.kv_disk is not None
-    try:
-        return Path(config.kv_disk).expanduser()
-    except RuntimeError as e:
-        raise ConfigError(f"kv_disk={config.kv_disk!r}: there is no such user; give the whole path") from e
+    return expanded(config.kv_disk, "kv_disk")
 
 
 def _require_host(wanted_gb: float, free_bytes: float) -> None:

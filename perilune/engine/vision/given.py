@@ -4,6 +4,7 @@ A program may name files of this machine; a client of the server must not, so th
 """
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -100,7 +101,7 @@ def _bytes(given: Any, is_video: bool) -> bytes:
     if not isinstance(given, str | Path):
         kinds = "bytes, a path or a data: URL" if is_video else "bytes, a path, a data: URL or a PIL image"
         raise RequestError(f"a {what} is given as {kinds}, not {show(type(given).__name__)}", code="invalid_value")
-    path = Path(str(given).removeprefix("file://")).expanduser()
+    path = Path(os.path.expanduser(str(given).removeprefix("file://")))
     if str(given).startswith("file://") and not exists(path):
         path = Path(unquote(str(path)))
     try:

@@ -188,6 +188,7 @@ def test_what_cannot_be_used_is_one_line(llm: LLM, tiny: Path, tmp_path: Path) -
     where = r"^messages\[0\].content\[0\]: "
     for part, says in (
         ({"type": "image", "image": tmp_path / "no.png"}, "cannot read the picture .*: No such file"),
+        ({"type": "image", "image": "~nobody.png"}, "cannot read the picture ~nobody.png: No such file"),
         ({"type": "image", "image": 3}, "a picture is given as bytes, a path, a data: URL or a PIL image, not"),
         ({"type": "video", "video": scene(3, 3)}, "a video is given as bytes, a path or a data: URL, not"),
         ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "LLM fetches no picture: download"),

@@ -13,7 +13,9 @@ from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.messages import Delta, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import StepPlan, Work
+from perilune.engine.build import _rejected_log
 from perilune.engine.engine import Engine
+from perilune.engine.resolve import Choices
 from perilune.speculation import rejection_log
 from perilune.speculation.rejection_log import (
     AFTER,
@@ -150,6 +152,8 @@ def test_what_is_not_such_a_log_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot log rejected drafts"):
         log_of(tmp_path / "file")
+    with pytest.raises(ConfigError, match="log_rejected='~no-user': there is no such user"):
+        _rejected_log(EngineConfig(log_rejected="~no-user"), Choices([]))
     with pytest.raises(CheckpointError, match="serve with --log-rejected"):
         list(records(tmp_path))
     good: dict[str, Any] = {"ids": [1, 2, 3, 4], "given": 2, "greedy": True, "rejected": [[3, [9], 0]]}
