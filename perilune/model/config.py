@@ -299,7 +299,7 @@ class Keys:
             raise self._refuse(key, value, "a multiple of 8")
         return value
 
-    def real(self, key: str, *, above: float = 0.0, default: float | None = None) -> float:
+    def real(self, key: str, *, above: float = 1e-30, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
             raise self._refuse(key, value, f"a finite number above {above:g}")

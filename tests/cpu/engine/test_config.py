@@ -180,6 +180,7 @@ def test_end_tokens_of_both_levels():
         ({"rope_theta": ...}, "rope_theta is missing"),
         ({"rope_scaling": YARN | {"type": "linear"}}, "rope_scaling of type 'linear'"),
         ({"rope_scaling": {k: v for k, v in YARN.items() if k != "factor"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "rope_scaling.beta_slow must be a finite number above"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"bos_token_id": -1}, "bos_token_id"),
@@ -193,7 +194,7 @@ def test_end_tokens_of_both_levels():
 )
 def test_refusals_name_the_key(changes, words):
     with pytest.raises(CheckpointError) as e:
-        parse(**changes)
+        parse(**changes).rope_inv_freq()
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
