@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from perilune.core.files import expanded
 from perilune.kv.disk import clear
 
 
@@ -11,5 +12,5 @@ from perilune.kv.disk import clear
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 def command(directory: Path) -> None:
     """Delete the KV of all models in DIRECTORY, while no engine uses it."""
-    files, size = clear(directory.expanduser())
+    files, size = clear(expanded(str(directory), "DIRECTORY"))
     click.echo(f"deleted {files} blocks, {size / 1e9:.2f} GB")

@@ -21,3 +21,5 @@ def test_clear_deletes_blocks_and_nothing_else(tmp_path: Path) -> None:
     assert done.exit_code == 0 and done.output == "deleted 1 blocks, 0.00 GB\n"
     wrong = CliRunner().invoke(cli, ["kv", "clear", str(tmp_path)])
     assert isinstance(wrong.exception, ConfigError) and "no directory of KV blocks" in str(wrong.exception)
+    unknown = CliRunner().invoke(cli, ["kv", "clear", "~no-user"])
+    assert isinstance(unknown.exception, ConfigError) and "there is no such user" in str(unknown.exception)
