@@ -213,7 +213,7 @@ def resolve_sizes(
 def grow_segments(device: torch.device, on: bool) -> None:
     """Turns expandable segments of torch's CUDA allocator on or off; torch can return any unused 20 MB of one to the
     device. Loading needs them, because weights otherwise share segments with temporary tensors, which leave gaps
-    that stay reserved: 140 GB of weights on a GPU of 150 GB left 3.7 GB free, not 6.9 (docs/LOG.md). Steps need them,
+    that stay reserved: 140 GB of weights on a GPU of 150 GB left 3.7 GB free, not 6.9. Steps need them,
     because otherwise small tensors settle in the memory that a tensor of 1 GB had in the last step, and the next one
     finds no room. The setting holds for all threads of the process; memory allocated before stays as it is."""
     if device.type == "cuda":

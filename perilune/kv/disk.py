@@ -230,7 +230,7 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
     """Reads a file's header and payload; False if the file is shorter. Uses O_DIRECT, because the kernel's read-ahead
-    of 128 KB is slower (docs/LOG.md). Files in the page cache are read with O_DIRECT, too: testing whether a file is
+    of 128 KB is slower (docs/kv.md). Files in the page cache are read with O_DIRECT, too: testing whether a file is
     there, by RWF_NOWAIT, would itself start read-ahead."""
     total = len(header) + len(payload)
     for direct in (True, False):

@@ -3,7 +3,7 @@
 A paragraph belongs to one split by its hash. Structural problems word the question anew.
 
 A thought about a paragraph repeats the question, then has the answer and the sentence that it is from. A model that
-wrote the sentence first chose a wrong one more often (70 % right against 86 % without a thought, docs/LOG.md): where a
+wrote the sentence first chose a wrong one more often (70 % right against 86 % without a thought): where a
 sentence begins, its later words are not yet known. One that began with the answer took the first of several like
 things ("the red bike is Ann's, the blue one Bo's"). Short texts (briefs.py) have thoughts of `words of the question:
 answer`, without sentences.
