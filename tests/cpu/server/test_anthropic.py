@@ -392,28 +392,26 @@ async def test_bad_requests_are_one_clear_error(s: Served, change: dict[str, Any
     assert not s.engine.seen
 
 
-def test_errors_have_anthropics_shape_wherever_they_arise(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Served) -> None:
-        assert error(await s.client.post(PATH, b"{nope"))[:2] == (400, "invalid_request_error")
-        assert error(await s.client.post(PATH, {**HELLO, "model": "x"}))[:2] == (404, "not_found_error")
-        assert error(await s.client.get(PATH))[:2] == (405, "invalid_request_error")
-        assert error(await s.client.get(f"{PATH}/nowhere"))[:2] == (404, "not_found_error")
-        assert error(await s.client.post(PATH, b" " * 2_000_000))[:2] == (413, "request_too_large")
-        assert "message" in (await s.client.post("/v1/chat/completions", b"{nope")).error
-        s.engine.alive = False
-        assert error(await s.client.post(PATH, HELLO))[:2] == (503, "overloaded_error")
-        s.engine.alive = True
-        monkeypatch.setattr(s.engine, "generate", broken)
-        with pytest.raises(ZeroDivisionError):  # raised again after the answer, for the server's log
-            await s.client.post(PATH, HELLO, got=seen.append)
-        (body,) = map(json.loads, seen)
-        assert body["error"]["type"] == "api_error" and "secret" not in body["error"]["message"]
-
+@served(max_body_mb=1)
+async def test_errors_have_anthropics_shape_wherever_they_arise(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret")
 
     seen: list[bytes] = []
-    serve(test, max_body_mb=1)
+    assert error(await s.client.post(PATH, b"{nope"))[:2] == (400, "invalid_request_error")
+    assert error(await s.client.post(PATH, {**HELLO, "model": "x"}))[:2] == (404, "not_found_error")
+    assert error(await s.client.get(PATH))[:2] == (405, "invalid_request_error")
+    assert error(await s.client.get(f"{PATH}/nowhere"))[:2] == (404, "not_found_error")
+    assert error(await s.client.post(PATH, b" " * 2_000_000))[:2] == (413, "request_too_large")
+    assert "message" in (await s.client.post("/v1/chat/completions", b"{nope")).error
+    s.engine.alive = False
+    assert error(await s.client.post(PATH, HELLO))[:2] == (503, "overloaded_error")
+    s.engine.alive = True
+    monkeypatch.setattr(s.engine, "generate", broken)
+    with pytest.raises(ZeroDivisionError):  # raised again after the answer, for the server's log
+        await s.client.post(PATH, HELLO, got=seen.append)
+    (body,) = map(json.loads, seen)
+    assert body["error"]["type"] == "api_error" and "secret" not in body["error"]["message"]
 
 
 def test_a_missed_deadline_has_anthropics_type() -> None:

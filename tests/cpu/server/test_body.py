@@ -17,7 +17,7 @@ from perilune.server.body import Body, parse
 from perilune.server.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from perilune.server.responses.protocol import ResponsesBody
 from perilune.text import history, tools
-from tests.serving import CHAT, INFO, WEATHER, Served, serve
+from tests.serving import CHAT, INFO, WEATHER, Served, served
 
 MESSAGES = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"{i} {'text ' * 400}"} for i in range(21)]
 PARAMETERS = WEATHER["function"]["parameters"]
@@ -46,8 +46,9 @@ ROOMY = dataclasses.replace(INFO, max_model_len=1 << 20)
 
 
 @pytest.mark.parametrize("path", LARGE)
-def test_a_large_conversation_is_read_once_and_not_on_the_event_loop(
-    path: str, monkeypatch: pytest.MonkeyPatch
+@served(info=ROOMY)
+async def test_a_large_conversation_is_read_once_and_not_on_the_event_loop(
+    s: Served, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
     on_the_loop: set[str] = set()
@@ -67,17 +68,14 @@ def test_a_large_conversation_is_read_once_and_not_on_the_event_loop(
     watch(tools, "_parse_tool")
     watch(fields, "check")
     watch(conversation, "text_of")
-
-    async def test(s: Served) -> None:
-        reply = await s.client.post(path, LARGE[path])
-        assert reply.status == 200, reply.text
-        assert calls["_turn"] == len(MESSAGES) and calls["_parse_tool"] == 1 and calls["check"]
-        assert not on_the_loop
-
-    serve(test, info=ROOMY)
+    reply = await s.client.post(path, LARGE[path])
+    assert reply.status == 200, reply.text
+    assert calls["_turn"] == len(MESSAGES) and calls["_parse_tool"] == 1 and calls["check"]
+    assert not on_the_loop
 
 
-def test_a_stored_conversation_is_read_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@served(info=ROOMY)
+async def test_a_stored_conversation_is_read_on_a_thread(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
     original = history._turn
 
@@ -86,18 +84,14 @@ def test_a_stored_conversation_is_read_on_a_thread(monkeypatch: pytest.MonkeyPat
         return original(*args)
 
     monkeypatch.setattr(history, "_turn", watched)
-
-    async def test(s: Served) -> None:
-        first = await s.client.post("/v1/responses", {"input": MESSAGES})
-        threads.clear()
-        more = {"input": "And now?", "previous_response_id": first.json["id"]}
-        reply = await s.client.post("/v1/responses", more)
-        assert reply.status == 200, reply.text
-        assert len(threads) == len(MESSAGES) + 2 and threading.main_thread() not in threads
-        assert s.prompt().endswith("And now?<|im_end|><|im_assistant|>assistant<|im_middle|><think>")
-        assert all(m["content"] in s.prompt() for m in MESSAGES)
-
-    serve(test, info=ROOMY)
+    first = await s.client.post("/v1/responses", {"input": MESSAGES})
+    threads.clear()
+    more = {"input": "And now?", "previous_response_id": first.json["id"]}
+    reply = await s.client.post("/v1/responses", more)
+    assert reply.status == 200, reply.text
+    assert len(threads) == len(MESSAGES) + 2 and threading.main_thread() not in threads
+    assert s.prompt().endswith("And now?<|im_end|><|im_assistant|>assistant<|im_middle|><think>")
+    assert all(m["content"] in s.prompt() for m in MESSAGES)
 
 
 NESTED = {"role": "user", "content": [{"type": "text", "text": 'é \ud83d\ude00 "x"'}, {"type": "text", "text": "b"}]}

@@ -194,49 +194,41 @@ def test_chat_and_completions(path: str, body: dict[str, Any]) -> None:
     serve(test, answer="</think>{}" if path == CHAT else "{}", closed=True)
 
 
-def test_a_call_is_not_said_to_be_whole() -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": HELLO, "tools": [WEATHER]}
-        (whole,) = (await s.client.post(CHAT, body)).json["choices"]
-        assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
-        assert (whole["finish_reason"], whole["closed_by_grammar"]) == ("length", True)
-
-    serve(test, answer="</think>" + CALL.format(0), closed=True)
+@served(answer="</think>" + CALL.format(0), closed=True)
+async def test_a_call_is_not_said_to_be_whole(s: Served) -> None:
+    body = {"messages": HELLO, "tools": [WEATHER]}
+    (whole,) = (await s.client.post(CHAT, body)).json["choices"]
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert (whole["finish_reason"], whole["closed_by_grammar"]) == ("length", True)
 
 
-def test_a_stop_string_ends_an_answer_before_its_grammar_does() -> None:
-    async def test(s: Served) -> None:
-        body = {"prompt": "a", "guided_regex": "[a-z]+", "stop": ["z"]}
-        (whole,) = (await s.client.post(TEXT, body)).json["choices"]
-        assert whole["finish_reason"] == "stop" and "closed_by_grammar" not in whole
-        assert "perilune_answers_closed_by_grammar_total 0.0" in (await s.client.get("/metrics")).text
-
-    serve(test, answer="abz", closed=True, width=9)
+@served(answer="abz", closed=True, width=9)
+async def test_a_stop_string_ends_an_answer_before_its_grammar_does(s: Served) -> None:
+    body = {"prompt": "a", "guided_regex": "[a-z]+", "stop": ["z"]}
+    (whole,) = (await s.client.post(TEXT, body)).json["choices"]
+    assert whole["finish_reason"] == "stop" and "closed_by_grammar" not in whole
+    assert "perilune_answers_closed_by_grammar_total 0.0" in (await s.client.get("/metrics")).text
 
 
-def test_messages() -> None:
-    async def test(s: Served) -> None:
-        body = {"messages": HELLO, "max_tokens": 50, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
-        whole = (await s.client.post("/v1/messages", body)).json
-        assert (whole["stop_reason"], whole["closed_by_grammar"]) == ("max_tokens", True)
-        assert whole["content"] == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {"city": "Oslo"}}]
-        streamed = (await s.client.post("/v1/messages", {**body, "stream": True})).text
-        (end,) = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith('data: {"type":"message_d')]
-        assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None, "closed_by_grammar": True}
-
-    serve(test, answer=CALL.format(0).replace("get_weather", "f"), closed=True)
+@served(answer=CALL.format(0).replace("get_weather", "f"), closed=True)
+async def test_messages(s: Served) -> None:
+    body = {"messages": HELLO, "max_tokens": 50, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    whole = (await s.client.post("/v1/messages", body)).json
+    assert (whole["stop_reason"], whole["closed_by_grammar"]) == ("max_tokens", True)
+    assert whole["content"] == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {"city": "Oslo"}}]
+    streamed = (await s.client.post("/v1/messages", {**body, "stream": True})).text
+    (end,) = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith('data: {"type":"message_d')]
+    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None, "closed_by_grammar": True}
 
 
-def test_responses() -> None:
-    async def test(s: Served) -> None:
-        body = {"input": "Hi", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 50}
-        whole = (await s.client.post("/v1/responses", body)).json
-        streamed = (await s.client.post("/v1/responses", {**body, "stream": True})).text
-        assert "event: response.incomplete" in streamed
-        final = json.loads(streamed.split("event: response.incomplete\ndata: ")[1].split("\n")[0])["response"]
-        for response in (whole, final):
-            assert response["status"] == "incomplete" and response["completed_at"] is None
-            assert response["incomplete_details"] == {"reason": "max_output_tokens", "closed_by_grammar": True}
-            assert response["output"][-1]["status"] == "incomplete"
-
-    serve(test, answer="</think>{}", closed=True)
+@served(answer="</think>{}", closed=True)
+async def test_responses(s: Served) -> None:
+    body = {"input": "Hi", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 50}
+    whole = (await s.client.post("/v1/responses", body)).json
+    streamed = (await s.client.post("/v1/responses", {**body, "stream": True})).text
+    assert "event: response.incomplete" in streamed
+    final = json.loads(streamed.split("event: response.incomplete\ndata: ")[1].split("\n")[0])["response"]
+    for response in (whole, final):
+        assert response["status"] == "incomplete" and response["completed_at"] is None
+        assert response["incomplete_details"] == {"reason": "max_output_tokens", "closed_by_grammar": True}
+        assert response["output"][-1]["status"] == "incomplete"

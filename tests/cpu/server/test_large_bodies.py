@@ -109,23 +109,22 @@ async def test_a_prompt_that_cannot_fit_is_refused_by_its_characters(
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_prompt_is_not_tokenized_much_beyond_the_context(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@served()
+async def test_a_prompt_is_not_tokenized_much_beyond_the_context(
+    s: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A long token of the vocabulary lets texts pass that hold thousands of times the context."""
     monkeypatch.setattr(BYTES, "longest_bytes", 1 << 20)
-
-    async def test(s: Served) -> None:
-        for words, counted in ((1_000_000, 400_000), (300, 600)):
-            text = "a " * words
-            reply = await s.client.post(
-                path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-            )
-            assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
-            found = re.search(r"too long: (at least )?(\d+) tokens", reply.error["message"])
-            assert found and bool(found[1]) == (words > 1000) and counted <= int(found[2]) < 1.1 * counted
-        cut = {"prompt": "a " * 1_000_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
-        assert path == CHAT or (await s.client.post(path, cut)).status == 200
-
-    serve(test)
+    for words, counted in ((1_000_000, 400_000), (300, 600)):
+        text = "a " * words
+        reply = await s.client.post(
+            path, {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+        )
+        assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+        found = re.search(r"too long: (at least )?(\d+) tokens", reply.error["message"])
+        assert found and bool(found[1]) == (words > 1000) and counted <= int(found[2]) < 1.1 * counted
+    cut = {"prompt": "a " * 1_000_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert path == CHAT or (await s.client.post(path, cut)).status == 200
 
 
 def test_the_budget_leaves_room_for_small_bodies() -> None:

@@ -112,28 +112,26 @@ def test_what_is_no_request_is_answered_logged_and_counted_as_every_request(capl
     assert seen[0] == ("127.0.0.1", "other", 400)
 
 
-def test_an_unexpected_failure_has_an_id_and_counts_as_a_kind() -> None:
-    async def test(s: Served) -> None:
-        got: list[Any] = []
+@served(engine=Broken)
+async def test_an_unexpected_failure_has_an_id_and_counts_as_a_kind(s: Served) -> None:
+    got: list[Any] = []
 
-        async def send(message: Any) -> None:
-            got.append(message)
+    async def send(message: Any) -> None:
+        got.append(message)
 
-        body = json.dumps({"messages": HELLO}).encode()
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"x-request-id", b"req-3")]}
-        scope |= {"scheme": "http", "query_string": b"", "root_path": "", "http_version": "1.1"}
-        parts: asyncio.Queue[Any] = asyncio.Queue()
-        parts.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    body = json.dumps({"messages": HELLO}).encode()
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"x-request-id", b"req-3")]}
+    scope |= {"scheme": "http", "query_string": b"", "root_path": "", "http_version": "1.1"}
+    parts: asyncio.Queue[Any] = asyncio.Queue()
+    parts.put_nowait({"type": "http.request", "body": body, "more_body": False})
 
-        with pytest.raises(ZeroDivisionError):
-            await s.client.app(scope, parts.get, send)
-        assert got[0]["status"] == 500 and (b"x-request-id", b"req-3") in got[0]["headers"]
-        await s.client.post(CHAT, b"{")
-        page = (await s.client.get("/metrics")).text
-        assert 'perilune_request_errors_total{code="",kind="server_error"} 1.0' in page
-        assert 'perilune_request_errors_total{code="invalid_json",kind="invalid_request_error"} 1.0' in page
-
-    serve(test, engine=Broken)
+    with pytest.raises(ZeroDivisionError):
+        await s.client.app(scope, parts.get, send)
+    assert got[0]["status"] == 500 and (b"x-request-id", b"req-3") in got[0]["headers"]
+    await s.client.post(CHAT, b"{")
+    page = (await s.client.get("/metrics")).text
+    assert 'perilune_request_errors_total{code="",kind="server_error"} 1.0' in page
+    assert 'perilune_request_errors_total{code="invalid_json",kind="invalid_request_error"} 1.0' in page
 
 
 @served(fail_at=2)

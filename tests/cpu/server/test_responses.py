@@ -379,26 +379,23 @@ async def test_stopping_the_server_ends_a_stream_with_the_reason(s: Served) -> N
     assert "shutting down" in events[-1]["response"]["error"]["message"]
 
 
-def test_each_event_is_sent_when_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+@served(hold=2)
+async def test_each_event_is_sent_when_it_exists(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_SECONDS", 0.01)
+    seen = asyncio.Event()
 
-    async def test(s: Served) -> None:
-        seen = asyncio.Event()
+    def got(piece: bytes) -> None:
+        assert piece.count(b"\n\n") == 1
+        if b"output_text.delta" in piece:
+            seen.set()
 
-        def got(piece: bytes) -> None:
-            assert piece.count(b"\n\n") == 1
-            if b"output_text.delta" in piece:
-                seen.set()
-
-        body = json.dumps({"input": "Hi", "stream": True, "reasoning": {"effort": "none"}}).encode()
-        call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
-        await seen.wait()
-        assert not call.done()
-        await asyncio.sleep(0.05)
-        s.engine.release.set()
-        assert b"ping" not in b"".join((await call).pieces), "this API has no pings"
-
-    serve(test, hold=2)
+    body = json.dumps({"input": "Hi", "stream": True, "reasoning": {"effort": "none"}}).encode()
+    call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
+    await seen.wait()
+    assert not call.done()
+    await asyncio.sleep(0.05)
+    s.engine.release.set()
+    assert b"ping" not in b"".join((await call).pieces), "this API has no pings"
 
 
 @served()

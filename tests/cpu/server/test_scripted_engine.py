@@ -16,7 +16,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.client import EngineClient
 from perilune.server.openai.protocol import Predictions
 from tests.scripted_engine import command
-from tests.serving import HANG_SECONDS
+from tests.serving import HANG_SECONDS, served
 
 END = 9
 
@@ -43,31 +43,27 @@ def ids(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-def test_computed_answers() -> None:
-    async def test(client: EngineClient) -> None:
-        assert client.info.model == "scripted" and client.info.max_model_len == 262_144
-        deltas = await answer(client, [5] * 100_000, max_tokens=20, ignore_eos=True, logprobs=1)
-        assert len(ids(deltas)) == 20 and deltas[-1].finish_reason == "length"
-        assert deltas[0].logprobs[0].token == deltas[0].tokens[0]
-        assert ids(deltas) == ids(await answer(client, [5] * 100_000, max_tokens=20, ignore_eos=True))
-        assert ids(deltas) != ids(await answer(client, [6] * 100_000, max_tokens=20, ignore_eos=True))
-        assert all(0 <= token < 256 for token in ids(deltas))
-
-    with_engine(test)
+@served(by=with_engine)
+async def test_computed_answers(client: EngineClient) -> None:
+    assert client.info.model == "scripted" and client.info.max_model_len == 262_144
+    deltas = await answer(client, [5] * 100_000, max_tokens=20, ignore_eos=True, logprobs=1)
+    assert len(ids(deltas)) == 20 and deltas[-1].finish_reason == "length"
+    assert deltas[0].logprobs[0].token == deltas[0].tokens[0]
+    assert ids(deltas) == ids(await answer(client, [5] * 100_000, max_tokens=20, ignore_eos=True))
+    assert ids(deltas) != ids(await answer(client, [6] * 100_000, max_tokens=20, ignore_eos=True))
+    assert all(0 <= token < 256 for token in ids(deltas))
 
 
-def test_the_prefix_cache_is_simulated() -> None:
+@served(by=with_engine)
+async def test_the_prefix_cache_is_simulated(client: EngineClient) -> None:
     async def cached(client: EngineClient, prompt: list[int], *keys: str) -> int:
         deltas = [d async for d in client.generate(prompt, SamplingParams(max_tokens=1), cache_keys=keys)]
         return deltas[0].cached_tokens
 
-    async def test(client: EngineClient) -> None:
-        prompt = list(range(200))
-        assert [await cached(client, p) for p in (prompt, prompt, [*prompt[:130], 7])] == [0, 192, 128]
-        assert await cached(client, prompt, "salt:a") == 0
-        assert await cached(client, prompt, "salt:a") == 192
-
-    with_engine(test)
+    prompt = list(range(200))
+    assert [await cached(client, p) for p in (prompt, prompt, [*prompt[:130], 7])] == [0, 192, 128]
+    assert await cached(client, prompt, "salt:a") == 0
+    assert await cached(client, prompt, "salt:a") == 192
 
 
 def test_a_script_is_played_and_cancelled_requests_end(tmp_path: Path) -> None:
@@ -99,26 +95,24 @@ def test_a_damaged_script_is_one_clear_error(tmp_path: Path) -> None:
         with_engine(lambda client: answer(client, [1]), "--script", str(script))  # type: ignore[arg-type, return-value]
 
 
-def test_deltas_that_came_while_the_consumer_was_busy_are_one() -> None:
-    async def test(client: EngineClient) -> None:
-        before = await answer(client, [5, 6], max_tokens=40, ignore_eos=True, stop=("x",), logprobs=0)
-        assert len(before) == 20 and all(d.drafted == 1 for d in before)  # the consumer counts each one's drafts
-        found = []
-        params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
-        async for delta in client.generate([5, 6], params):
-            found.append(delta)
-            while client.stats.generated_tokens < 80:
-                await asyncio.sleep(0.01)
-        assert ids(found) == ids(before) and len(found) <= 3 and found[-1].finish_reason == "length"
-        assert [entry.token for delta in found for entry in delta.logprobs] == ids(found)
-        counted, whole = Predictions(), Predictions()
-        for delta in before:
-            counted.add(delta)
-        for delta in found:
-            whole.add(delta)
-        assert counted == whole == Predictions(20, 20, 20)
-
-    with_engine(test, "--width", "2")
+@served("--width", "2", by=with_engine)
+async def test_deltas_that_came_while_the_consumer_was_busy_are_one(client: EngineClient) -> None:
+    before = await answer(client, [5, 6], max_tokens=40, ignore_eos=True, stop=("x",), logprobs=0)
+    assert len(before) == 20 and all(d.drafted == 1 for d in before)  # the consumer counts each one's drafts
+    found = []
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    async for delta in client.generate([5, 6], params):
+        found.append(delta)
+        while client.stats.generated_tokens < 80:
+            await asyncio.sleep(0.01)
+    assert ids(found) == ids(before) and len(found) <= 3 and found[-1].finish_reason == "length"
+    assert [entry.token for delta in found for entry in delta.logprobs] == ids(found)
+    counted, whole = Predictions(), Predictions()
+    for delta in before:
+        counted.add(delta)
+    for delta in found:
+        whole.add(delta)
+    assert counted == whole == Predictions(20, 20, 20)
 
 
 @pytest.mark.parametrize("last", [Delta(1, finish_reason="error", error="why"), Delta(1, finish_reason="deadline")])

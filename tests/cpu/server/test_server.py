@@ -160,7 +160,8 @@ async def test_a_full_server_answers_429_and_recovers(s: Served) -> None:
     assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
 
 
-def test_thirty_two_clients_at_once() -> None:
+@served(pause=0.001)
+async def test_thirty_two_clients_at_once(s: Served) -> None:
     async def one(s: Served, i: int) -> str:
         body = {"messages": [{"role": "user", "content": f"client {i}"}], "thinking": {"type": "disabled"}}
         if i % 2:
@@ -168,11 +169,8 @@ def test_thirty_two_clients_at_once() -> None:
         chunks = (await s.client.post(CHAT, {**body, "stream": True})).chunks
         return "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
 
-    async def test(s: Served) -> None:
-        assert await asyncio.gather(*(one(s, i) for i in range(32))) == ["Hello"] * 32
-        assert len({tuple(p) for p, _ in s.engine.seen}) == 32
-
-    serve(test, pause=0.001)
+    assert await asyncio.gather(*(one(s, i) for i in range(32))) == ["Hello"] * 32
+    assert len({tuple(p) for p, _ in s.engine.seen}) == 32
 
 
 @served(hold=3)
@@ -241,20 +239,19 @@ def test_a_stream_that_the_engine_lost_is_one_line_of_the_log_with_the_error(cap
     assert len(said) == 1 and f"POST {CHAT} 200 " in said[0] and said[0].endswith(" error=engine_unavailable"), said
 
 
-def test_an_internal_error_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Served) -> None:
-        def broken(*_: Any, **__: Any) -> None:
-            raise ZeroDivisionError("secret")
-
-        monkeypatch.setattr(s.engine, "generate", broken)
-        with pytest.raises(ZeroDivisionError):  # raised again after the answer, for the server's log
-            await s.client.post(CHAT, {"messages": HELLO}, got=lambda b: seen.append(b))
-        chunks = (await s.client.post(CHAT, {"messages": HELLO, "stream": True})).chunks
-        for error in (json.loads(seen[0])["error"], chunks[-1]["error"]):
-            assert "secret" not in error["message"] and error["type"] == "server_error"
-
+@served()
+async def test_an_internal_error_shows_no_details(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    serve(test)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(s.engine, "generate", broken)
+    with pytest.raises(ZeroDivisionError):  # raised again after the answer, for the server's log
+        await s.client.post(CHAT, {"messages": HELLO}, got=lambda b: seen.append(b))
+    chunks = (await s.client.post(CHAT, {"messages": HELLO, "stream": True})).chunks
+    for error in (json.loads(seen[0])["error"], chunks[-1]["error"]):
+        assert "secret" not in error["message"] and error["type"] == "server_error"
 
 
 @served(hold=1)

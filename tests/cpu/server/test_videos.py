@@ -20,7 +20,7 @@ from tests.cpu.server.test_pictures import (
     text,
     url,
 )
-from tests.serving import CHAT, Served, serve, served
+from tests.serving import CHAT, Served, served
 
 
 @served(**SEES)
@@ -129,14 +129,13 @@ async def test_videos_in_responses_and_messages(s: Served) -> None:
     assert s.service.pictures.budget.held == 0
 
 
-def test_a_video_without_pyav_is_one_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@served(**SEES)
+async def test_a_video_without_pyav_is_one_line_with_the_remedy(
+    s: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "av.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sent = video_part("data:video/mp4;base64,AAAAIGZ0eXBpc29t")
-
-    async def test(s: Served) -> None:
-        error = (await s.client.post(CHAT, chat(sent))).json["error"]
-        assert "pip install 'perilune[video]'" in error["message"] and error["code"] == "unsupported_media"
-        assert (await s.client.post(CHAT, chat(part()))).status == 200
-
-    serve(test, **SEES)
+    error = (await s.client.post(CHAT, chat(sent))).json["error"]
+    assert "pip install 'perilune[video]'" in error["message"] and error["code"] == "unsupported_media"
+    assert (await s.client.post(CHAT, chat(part()))).status == 200
