@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from perilune.media.decoder import Decoder
 from perilune.media.limits import Limits
 from tests import seeing
 from tests.cpu.media.pictures import file, scene
+from tests.serving import served
 
 PAD = 5
 ENGINE = """
@@ -78,8 +80,15 @@ while True:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 
 
-async def start(**how: Any) -> EngineClient:
-    return await EngineClient.start(Path(), EngineConfig(), command=(sys.executable, "-c", ENGINE), **how)
+def with_client(test: Callable[[EngineClient], Coroutine[Any, Any, None]], **how: Any) -> None:
+    async def main() -> None:
+        client = await EngineClient.start(Path(), EngineConfig(), command=(sys.executable, "-c", ENGINE), **how)
+        try:
+            await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 async def ask(client: EngineClient, kind: int, pictures: list[Picture]) -> list[int]:
@@ -115,101 +124,79 @@ def neighbours() -> list[Picture]:
     return found
 
 
-def test_pixels_arrive_as_they_are() -> None:
-    async def main() -> None:
-        client = await start()
-        try:
-            first = large(0)
-            assert first.shared is not None and first.patches.nbytes == 9_633_792
-            alone = seeing.picture(6, 4, 9)
-            assert alone.shared is None
-            for pictures in ([first], neighbours(), [alone], [first, alone, *neighbours(), first]):
-                assert await ask(client, 1, pictures) == [1]
-            wrong = neighbours()
-            wrong[1].shared = wrong[0].shared
-            assert await ask(client, 1, wrong) == [0]
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 100))
+@served(by=with_client)
+async def test_pixels_arrive_as_they_are(client: EngineClient) -> None:
+    first = large(0)
+    assert first.shared is not None and first.patches.nbytes == 9_633_792
+    alone = seeing.picture(6, 4, 9)
+    assert alone.shared is None
+    for pictures in ([first], neighbours(), [alone], [first, alone, *neighbours(), first]):
+        assert await ask(client, 1, pictures) == [1]
+    wrong = neighbours()
+    wrong[1].shared = wrong[0].shared
+    assert await ask(client, 1, wrong) == [0]
 
 
 def test_nothing_stays_behind() -> None:
     """After answers, cancelled and refused requests, and an engine that was killed with pixels in hand."""
     before = held()
 
-    async def main() -> None:
-        client = await start(supervised=True)
-        try:
-            picture, small = large(0), seeing.picture(8, 8, 1)
-            await ask(client, 1, [picture, small])
-            ours, theirs = held(), await ask(client, 0, [])
-            for i in range(50):
-                assert await ask(client, 1, [large(i), small] if i % 10 == 0 else [picture, small]) == [1]
-            for _ in range(10):
-                await keep(client, [picture, small], 2)
-                waiting = asyncio.create_task(ask(client, 2, [picture, small]))
-                await asyncio.sleep(0.001)  # cancelled while pixels are on their way
-                waiting.cancel()
-                await asyncio.wait([waiting])
-                with pytest.raises(RequestError, match="which has 4096 tokens"):
-                    [_ async for _ in client.generate([1, PAD], SamplingParams(), pictures=[picture])]
-            await asyncio.sleep(0.1)
-            await ask(client, 1, [small])
-            assert held() == ours and (await ask(client, 0, []))[:2] == theirs[:2]
-            waiting = asyncio.create_task(keep(client, [picture, small], 3))
-            while (await ask(client, 0, []))[1] < 1:
-                await asyncio.sleep(0.01)
-            os.kill(client._process.process.pid, signal.SIGSTOP)
-            one = asyncio.create_task(ask(client, 1, [picture]))  # it produced nothing: it runs again
-            await asyncio.sleep(0.05)
-            os.kill(client._process.process.pid, signal.SIGKILL)
-            with pytest.raises(EngineUnavailable):
-                await waiting
-            assert await one == [1]
-            assert client.restarts == 1 and held() == ours
-        finally:
-            await client.close()
+    async def test(client: EngineClient) -> None:
+        picture, small = large(0), seeing.picture(8, 8, 1)
+        await ask(client, 1, [picture, small])
+        ours, theirs = held(), await ask(client, 0, [])
+        for i in range(50):
+            assert await ask(client, 1, [large(i), small] if i % 10 == 0 else [picture, small]) == [1]
+        for _ in range(10):
+            await keep(client, [picture, small], 2)
+            waiting = asyncio.create_task(ask(client, 2, [picture, small]))
+            await asyncio.sleep(0.001)  # cancelled while pixels are on their way
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            with pytest.raises(RequestError, match="which has 4096 tokens"):
+                [_ async for _ in client.generate([1, PAD], SamplingParams(), pictures=[picture])]
+        await asyncio.sleep(0.1)
+        await ask(client, 1, [small])
+        assert held() == ours and (await ask(client, 0, []))[:2] == theirs[:2]
+        waiting = asyncio.create_task(keep(client, [picture, small], 3))
+        while (await ask(client, 0, []))[1] < 1:
+            await asyncio.sleep(0.01)
+        os.kill(client._process.process.pid, signal.SIGSTOP)
+        one = asyncio.create_task(ask(client, 1, [picture]))  # it produced nothing: it runs again
+        await asyncio.sleep(0.05)
+        os.kill(client._process.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await waiting
+        assert await one == [1]
+        assert client.restarts == 1 and held() == ours
 
-    asyncio.run(asyncio.wait_for(main(), 200))
+    with_client(test, supervised=True)
     assert held() == before
 
 
-def test_the_engine_maps_and_does_not_copy() -> None:
-    async def main() -> None:
-        client = await start()
-        try:
-            pictures = [large(i) for i in range(4)]
-            await ask(client, 1, pictures)
-            _, maps, before = await ask(client, 0, [])
-            async with contextlib.aclosing(
-                client.generate([2, *[PAD] * 4096, 6], SamplingParams(), pictures=pictures[:1])
-            ) as one:
-                await anext(one)
-                waiting = asyncio.create_task(ask(client, 2, pictures))
-                while (now := await ask(client, 0, []))[1] < maps + 5:
-                    await asyncio.sleep(0.01)
-                assert now[2] - before < 5_000, "KB; the pixels have 48,000"
-                waiting.cancel()
-                await asyncio.wait([waiting])
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 100))
+@served(by=with_client)
+async def test_the_engine_maps_and_does_not_copy(client: EngineClient) -> None:
+    pictures = [large(i) for i in range(4)]
+    await ask(client, 1, pictures)
+    _, maps, before = await ask(client, 0, [])
+    async with contextlib.aclosing(
+        client.generate([2, *[PAD] * 4096, 6], SamplingParams(), pictures=pictures[:1])
+    ) as one:
+        await anext(one)
+        waiting = asyncio.create_task(ask(client, 2, pictures))
+        while (now := await ask(client, 0, []))[1] < maps + 5:
+            await asyncio.sleep(0.01)
+        assert now[2] - before < 5_000, "KB; the pixels have 48,000"
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
-def test_an_engine_that_takes_no_pixels_is_ended() -> None:
-    async def main() -> None:
-        client = await start()
-        try:
-            before = held()[0]
-            with pytest.raises(EngineUnavailable, match="pixels cannot be sent to the engine: Resource temporarily un"):
-                await ask(client, 3, [large(0)])
-            assert held()[0] < before, "its sockets are closed"
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 100))
+@served(by=with_client)
+async def test_an_engine_that_takes_no_pixels_is_ended(client: EngineClient) -> None:
+    before = held()[0]
+    with pytest.raises(EngineUnavailable, match="pixels cannot be sent to the engine: Resource temporarily un"):
+        await ask(client, 3, [large(0)])
+    assert held()[0] < before, "its sockets are closed"
 
 
 def test_small_pictures_keep_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def write(path: Path, *entries: str) -> str:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
+
+
+def with_keys(test: Callable[[Served], Coroutine[Any, Any, None]], file: Path, *entries: str, **setup: Any) -> None:
+    serve(test, api_key_file=write(file, *entries), **setup)
+
+
+keyed = functools.partial(served, by=with_keys, takes=["file"])
 
 
 # ---- the file
@@ -264,41 +272,36 @@ def test_limits_answer_429_with_the_seconds_to_wait(file: Path, monkeypatch: pyt
     serve(test, api_key_file=write(file, *texts))
 
 
-def test_answers_in_flight_are_limited_by_key(file: Path) -> None:
-    async def test(s: Served) -> None:
-        calls = [asyncio.create_task(ask(s, "a")) for _ in range(2)]
-        await s.hangs(2)
-        refused = await ask(s, "a")
-        assert refused.status == 429 and "2 answers in flight" in refused.error["message"]
-        assert (await ask(s, "a", n=2)).status == 429
-        other = asyncio.create_task(ask(s, "b"))
-        await s.hangs(3)
-        s.engine.release.set()
-        for call in (*calls, other):
-            assert (await call).status == 200
-        assert (await ask(s, "a", n=2)).status == 200
-        refused = await ask(s, "a", n=3)
-        assert refused.status == 429 and refused.error["message"].endswith("asks for 3: split it")
-
-    serve(test, hold=1, api_key_file=write(file, entry("a", concurrent=2), entry("b")))
+@keyed(entry("a", concurrent=2), entry("b"), hold=1)
+async def test_answers_in_flight_are_limited_by_key(s: Served) -> None:
+    calls = [asyncio.create_task(ask(s, "a")) for _ in range(2)]
+    await s.hangs(2)
+    refused = await ask(s, "a")
+    assert refused.status == 429 and "2 answers in flight" in refused.error["message"]
+    assert (await ask(s, "a", n=2)).status == 429
+    other = asyncio.create_task(ask(s, "b"))
+    await s.hangs(3)
+    s.engine.release.set()
+    for call in (*calls, other):
+        assert (await call).status == 200
+    assert (await ask(s, "a", n=2)).status == 200
+    refused = await ask(s, "a", n=3)
+    assert refused.status == 429 and refused.error["message"].endswith("asks for 3: split it")
 
 
-def test_a_key_is_bound_to_models_and_to_a_time(file: Path) -> None:
-    async def test(s: Served) -> None:
-        for path in (CHAT, TEXT, RESPONSES):
-            for name in ({}, {"model": "m"}):
-                refused = await ask(s, "other", path, **name)
-                assert refused.status == 403 and refused.error["code"] == "model_not_allowed"
-                assert refused.error["type"] == "permission_error"
-        assert (await s.client.get("/v1/models")).json["data"] == []
-        assert (await ask(s, "mine")).status == 200
-        late = await ask(s, "late")
-        assert late.status == 401 and late.error["code"] == "expired_api_key" and "2020-01-02" in late.error["message"]
-        assert late.headers["www-authenticate"] == "Bearer"
-        assert not s.engine.seen[1:]
-
-    texts = entry("other", models='["x"]'), entry("mine", models='["m"]'), entry("late", expires="2020-01-02")
-    serve(test, api_key_file=write(file, *texts))
+@keyed(entry("other", models='["x"]'), entry("mine", models='["m"]'), entry("late", expires="2020-01-02"))
+async def test_a_key_is_bound_to_models_and_to_a_time(s: Served) -> None:
+    for path in (CHAT, TEXT, RESPONSES):
+        for name in ({}, {"model": "m"}):
+            refused = await ask(s, "other", path, **name)
+            assert refused.status == 403 and refused.error["code"] == "model_not_allowed"
+            assert refused.error["type"] == "permission_error"
+    assert (await s.client.get("/v1/models")).json["data"] == []
+    assert (await ask(s, "mine")).status == 200
+    late = await ask(s, "late")
+    assert late.status == 401 and late.error["code"] == "expired_api_key" and "2020-01-02" in late.error["message"]
+    assert late.headers["www-authenticate"] == "Bearer"
+    assert not s.engine.seen[1:]
 
 
 def test_times_without_a_zone_are_utc(file: Path) -> None:
@@ -313,27 +316,25 @@ def test_times_without_a_zone_are_utc(file: Path) -> None:
 # ---- what keys cannot see
 
 
-def test_keys_share_cached_kv_only_in_a_group(file: Path) -> None:
-    async def test(s: Served) -> None:
-        for path in (CHAT, TEXT, RESPONSES):
-            for name, salt, expected in (
-                ("a", None, ("key:a",)),
-                ("b", None, ("key:b",)),
-                ("b", "a", ("key:b", "salt:a")),
-                ("c", None, ("group:team",)),
-                ("d", None, ("group:team",)),
-            ):
-                assert (await ask(s, name, path, cache_salt=salt)).status == 200
-                assert s.engine.cache_keys[-1] == expected
-
-    group = '"team"'
-    serve(
-        test,
-        api_key_file=write(file, entry("a"), entry("b"), entry("c", cache_group=group), entry("d", cache_group=group)),
-    )
+IN_GROUPS = entry("a"), entry("b"), entry("c", cache_group='"team"'), entry("d", cache_group='"team"')
 
 
-def test_keys_share_compiled_grammars_only_in_a_group(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@keyed(*IN_GROUPS)
+async def test_keys_share_cached_kv_only_in_a_group(s: Served) -> None:
+    for path in (CHAT, TEXT, RESPONSES):
+        for name, salt, expected in (
+            ("a", None, ("key:a",)),
+            ("b", None, ("key:b",)),
+            ("b", "a", ("key:b", "salt:a")),
+            ("c", None, ("group:team",)),
+            ("d", None, ("group:team",)),
+        ):
+            assert (await ask(s, name, path, cache_salt=salt)).status == 200
+            assert s.engine.cache_keys[-1] == expected
+
+
+@keyed(*IN_GROUPS, answer='{"unheard_of":1}')
+async def test_keys_share_compiled_grammars_only_in_a_group(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schema that has been compiled for another key takes as long as a new one."""
     compiled: list[str] = []
     matcher = matching.Matcher
@@ -345,44 +346,36 @@ def test_keys_share_compiled_grammars_only_in_a_group(file: Path, monkeypatch: p
     monkeypatch.setattr(matching, "Matcher", counted)
     schema = {"type": "object", "properties": {"unheard_of": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-    async def test(s: Served) -> None:
-        for name, count, group in (("a", 1, "key:a"), ("a", 0, "key:a"), ("b", 1, "key:b"), ("c", 1, "group:team"),
-                                   ("d", 0, "group:team")):  # fmt: skip
-            compiled.clear()
-            assert (await ask(s, name, response_format=form)).status == 200
-            assert compiled == [group] * count
-            constraint = s.engine.constraints[-1]
-            assert constraint is not None and constraint.group == group  # so it is in the engine's process
-
-    group = '"team"'
-    texts = entry("a"), entry("b"), entry("c", cache_group=group), entry("d", cache_group=group)
-    serve(test, answer='{"unheard_of":1}', api_key_file=write(file, *texts))
+    for name, count, group in (("a", 1, "key:a"), ("a", 0, "key:a"), ("b", 1, "key:b"), ("c", 1, "group:team"),
+                               ("d", 0, "group:team")):  # fmt: skip
+        compiled.clear()
+        assert (await ask(s, name, response_format=form)).status == 200
+        assert compiled == [group] * count
+        constraint = s.engine.constraints[-1]
+        assert constraint is not None and constraint.group == group  # so it is in the engine's process
 
 
-def test_stored_responses_do_not_exist_for_other_keys(file: Path) -> None:
-    async def test(s: Served) -> None:
-        made = (await ask(s, "a", RESPONSES)).json
-        mine, item = made["id"], {"type": "item_reference", "id": made["output"][0]["id"]}
-        absent = mine[:-1] + ("0" if mine[-1] != "0" else "1")
-        for id in (mine, absent):
-            s.client.headers = bearer("b")
-            for method in ("GET", "DELETE"):
-                reply = await s.client.request(method, f"{RESPONSES}/{id}", [b""])
-                assert reply.status == 404 and reply.error["message"].replace(id, "") == (
-                    "response '' is not stored here (never was, deleted, or dropped for newer ones): "
-                    "send the conversation as input"
-                )
-            assert (await ask(s, "b", RESPONSES, previous_response_id=id)).status == 404
-        refused = await ask(s, "b", RESPONSES, input=[item])
-        assert refused.status == 404 and "not found" in refused.error["message"]
-        s.client.headers = bearer("a")
-        assert (await s.client.get(f"{RESPONSES}/{mine}")).json["id"] == mine
-        assert (await ask(s, "a", RESPONSES, previous_response_id=mine)).status == 200
-        more = {"role": "user", "content": "More"}
-        assert (await ask(s, "a", RESPONSES, input=[item, more])).status == 200
-
-    serve(test, answer="</think>Hello", api_key_file=write(file, entry("a"), entry("b", cache_group='"a"')))
+@keyed(entry("a"), entry("b", cache_group='"a"'), answer="</think>Hello")
+async def test_stored_responses_do_not_exist_for_other_keys(s: Served) -> None:
+    made = (await ask(s, "a", RESPONSES)).json
+    mine, item = made["id"], {"type": "item_reference", "id": made["output"][0]["id"]}
+    absent = mine[:-1] + ("0" if mine[-1] != "0" else "1")
+    for id in (mine, absent):
+        s.client.headers = bearer("b")
+        for method in ("GET", "DELETE"):
+            reply = await s.client.request(method, f"{RESPONSES}/{id}", [b""])
+            assert reply.status == 404 and reply.error["message"].replace(id, "") == (
+                "response '' is not stored here (never was, deleted, or dropped for newer ones): "
+                "send the conversation as input"
+            )
+        assert (await ask(s, "b", RESPONSES, previous_response_id=id)).status == 404
+    refused = await ask(s, "b", RESPONSES, input=[item])
+    assert refused.status == 404 and "not found" in refused.error["message"]
+    s.client.headers = bearer("a")
+    assert (await s.client.get(f"{RESPONSES}/{mine}")).json["id"] == mine
+    assert (await ask(s, "a", RESPONSES, previous_response_id=mine)).status == 200
+    more = {"role": "user", "content": "More"}
+    assert (await ask(s, "a", RESPONSES, input=[item, more])).status == 200
 
 
 def test_a_key_cannot_push_out_the_responses_of_another() -> None:
@@ -393,29 +386,27 @@ def test_a_key_cannot_push_out_the_responses_of_another() -> None:
     assert len(store) == 10 and store.get("small", "s") == b'{"id":"s"}'
 
 
-def test_usage_is_a_keys_own_and_all_are_the_operators(file: Path) -> None:
-    async def test(s: Served) -> None:
-        assert (await ask(s, "a", TEXT, prompt="abc", n=2)).status == 200
-        prompt = 3
-        body = {"messages": HELLO, "stream": True}
-        s.client.headers = bearer("a")
-        chat = await s.client.post(CHAT, body)
-        assert chat.status == 200
-        (shown,) = (await s.client.get("/v1/usage")).json["data"]
-        chat_prompt = len(s.engine.seen[-1][0])
-        assert shown["key"] == "a" and shown["requests"] == 2 and shown["in_flight"] == 0
-        assert shown["input_tokens"] == prompt + chat_prompt, "two answers to one prompt read it once"
-        assert shown["cached_tokens"] == 6 and shown["output_tokens"] == 3 * 7
-        assert shown["reasoning_tokens"] == 2
-        assert (await s.client.get("/metrics")).status == 403
-        s.client.headers = bearer("root")
-        everything = (await s.client.get("/v1/usage")).json
-        assert [u["key"] for u in everything["data"]] == ["a", "root"] and everything["since"] > 1e9
-        page = (await s.client.get("/metrics")).text
-        assert f'perilune_key_tokens_total{{key="a",kind="input"}} {prompt + chat_prompt}.0' in page
-        assert 'perilune_key_requests_total{key="root"} 0.0' in page
-
-    serve(test, answer="ab</think>Hel", api_key_file=write(file, entry("a"), entry("root", operator="true")))
+@keyed(entry("a"), entry("root", operator="true"), answer="ab</think>Hel")
+async def test_usage_is_a_keys_own_and_all_are_the_operators(s: Served) -> None:
+    assert (await ask(s, "a", TEXT, prompt="abc", n=2)).status == 200
+    prompt = 3
+    body = {"messages": HELLO, "stream": True}
+    s.client.headers = bearer("a")
+    chat = await s.client.post(CHAT, body)
+    assert chat.status == 200
+    (shown,) = (await s.client.get("/v1/usage")).json["data"]
+    chat_prompt = len(s.engine.seen[-1][0])
+    assert shown["key"] == "a" and shown["requests"] == 2 and shown["in_flight"] == 0
+    assert shown["input_tokens"] == prompt + chat_prompt, "two answers to one prompt read it once"
+    assert shown["cached_tokens"] == 6 and shown["output_tokens"] == 3 * 7
+    assert shown["reasoning_tokens"] == 2
+    assert (await s.client.get("/metrics")).status == 403
+    s.client.headers = bearer("root")
+    everything = (await s.client.get("/v1/usage")).json
+    assert [u["key"] for u in everything["data"]] == ["a", "root"] and everything["since"] > 1e9
+    page = (await s.client.get("/metrics")).text
+    assert f'perilune_key_tokens_total{{key="a",kind="input"}} {prompt + chat_prompt}.0' in page
+    assert 'perilune_key_requests_total{key="root"} 0.0' in page
 
 
 @served()
@@ -425,18 +416,16 @@ async def test_usage_of_a_server_without_keys(s: Served) -> None:
     assert shown["key"] is None and shown["requests"] == 1 and shown["input_tokens"] == 3
 
 
-def test_a_client_that_leaves_gives_its_room_back(file: Path) -> None:
-    async def test(s: Served) -> None:
-        leave = asyncio.Event()
-        s.client.headers = bearer("a")
-        call = asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": True}, leave=leave))
-        await s.hangs()
-        leave.set()
-        await call
-        s.engine.hold = None
-        assert (await ask(s, "a")).status == 200
-
-    serve(test, hold=1, api_key_file=write(file, entry("a", concurrent=1)))
+@keyed(entry("a", concurrent=1), hold=1)
+async def test_a_client_that_leaves_gives_its_room_back(s: Served) -> None:
+    leave = asyncio.Event()
+    s.client.headers = bearer("a")
+    call = asyncio.create_task(s.client.post(CHAT, {"messages": HELLO, "stream": True}, leave=leave))
+    await s.hangs()
+    leave.set()
+    await call
+    s.engine.hold = None
+    assert (await ask(s, "a")).status == 200
 
 
 # ---- secrets, peers and files
