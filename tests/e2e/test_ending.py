@@ -1,10 +1,12 @@
 """How `perilune serve` ends, and what clients see when it or its engine ends: signals while answers are in flight."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,13 +22,20 @@ PATIENT = ("--drain-seconds", "600")
 SLOW = [sys.executable, "-m", "tests.scripted_engine", "--step-ms", "20", "serve", "kimi-nano", "--port", "0"]
 
 
-def ends_soon(server: Server, number: signal.Signals) -> None:
-    """Ends the server by a signal while it streams an answer of half an hour: the stream must end with the reason. Of
-    SIGTERM the second one does so; after the first one the server waits for its answers."""
+@contextlib.contextmanager
+def streaming(server: Server) -> Iterator[Iterator[str]]:
+    """The lines of an answer of half an hour, from the second on."""
     body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
+        yield lines
+
+
+def ends_soon(server: Server, number: signal.Signals) -> None:
+    """Ends the server by a signal while it streams an answer of half an hour: the stream must end with the reason. Of
+    SIGTERM the second one does so; after the first one the server waits for its answers."""
+    with streaming(server) as lines:
         if number == signal.SIGTERM:
             server.process.send_signal(number)
             while server.get("/health/ready").status_code == 200:  # two signals that wait are one
@@ -66,26 +75,22 @@ def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
     server = Server("--set", "threads=1", "--draft", "off", "--set", "max_num_seqs=1", env=env)
     try:
         killed = server.engine_pid()
-        body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            with ThreadPoolExecutor(1) as pool:
-                short = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
-                queued = pool.submit(server.post, "/v1/completions", json=short)
-                while not server.metric("perilune_num_requests_waiting"):
-                    time.sleep(0.05)
-                hold.touch()
-                os.kill(killed, signal.SIGKILL)
-                errors = [line for line in lines if '"error"' in line]
-                assert len(errors) == 1 and "engine" in errors[0], "the stream in flight says why it ends"
-                assert server.get("/health/ready").status_code == 503
-                assert server.get("/health/live").status_code == 200
-                refused = server.post("/v1/completions", json=short)
-                assert refused.status_code == 503 and refused.headers["retry-after"]
-                hold.unlink()
-                answer = queued.result()
-                assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        with streaming(server) as lines, ThreadPoolExecutor(1) as pool:
+            short = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
+            queued = pool.submit(server.post, "/v1/completions", json=short)
+            while not server.metric("perilune_num_requests_waiting"):
+                time.sleep(0.05)
+            hold.touch()
+            os.kill(killed, signal.SIGKILL)
+            errors = [line for line in lines if '"error"' in line]
+            assert len(errors) == 1 and "engine" in errors[0], "the stream in flight says why it ends"
+            assert server.get("/health/ready").status_code == 503
+            assert server.get("/health/live").status_code == 200
+            refused = server.post("/v1/completions", json=short)
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            hold.unlink()
+            answer = queued.result()
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert server.get("/health/ready").status_code == 200
         assert server.metric("perilune_engine_restarts_total") == 1
         assert server.engine_pid() != killed and not Path(f"/proc/{killed}").exists()
@@ -124,10 +129,7 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
 def test_the_time_to_drain_is_bounded() -> None:
     server = Server("--drain-seconds", "0.5", command=SLOW)
     try:
-        body = {"prompt": [65], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
+        with streaming(server) as lines:
             status, seconds = server.stop(signal.SIGTERM)
             assert status == 0 and seconds >= 0.5
             assert any("shutting down" in line for line in lines), "the answer ended by itself"

@@ -63,6 +63,7 @@ class Web:
         }
         self.resolved: list[str] = []
         self.port = 0
+        self.fetcher: Fetcher
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -100,44 +101,40 @@ async def web(context: ssl.SSLContext | None = None) -> AsyncIterator[Web]:
         server.close()
 
 
-def with_web(test: Callable[[Web, Fetcher], Coroutine[Any, Any, None]], *hosts: str) -> None:
+def with_web(test: Callable[[Web], Coroutine[Any, Any, None]], *hosts: str) -> None:
     """127.0.0.1 counts as public here, as the tests' server has no other address."""
 
     async def main() -> None:
         async with web() as w:
             names = [f"{host}:{w.port}" for host in hosts or ("a.example", "*.example")]
-            fetcher = Fetcher(names, resolve=w.resolve, is_public=lambda a: a == "127.0.0.1" or public(a))
-            await asyncio.wait_for(test(w, fetcher), HANG_SECONDS)
-            await fetcher.close()
+            w.fetcher = Fetcher(names, resolve=w.resolve, is_public=lambda a: a == "127.0.0.1" or public(a))
+            await asyncio.wait_for(test(w), HANG_SECONDS)
+            await w.fetcher.close()
 
     asyncio.run(main())
 
 
-def test_a_picture_is_fetched_from_the_resolved_address() -> None:
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        for path in ("a.png", "moved.png", "unsized.png"):
-            assert await fetcher.fetch(w.url(path)) == PNG
-        assert {host for _, host in w.asked} == {f"a.example:{w.port}"}
-        assert await fetcher.fetch(w.url("a.png", "SUB.A.example")) == PNG
-        # A name that resolves differently the second time is asked for once, and the checked address is used.
-        w.resolved.clear()
-        w.names["a.example"] = ["127.0.0.1"]
-        await fetcher.fetch(w.url("a.png"))
-        assert w.resolved == ["a.example"]
-        w.resolved.clear()
-        await fetcher.fetch(w.url("moved.png"))
-        assert w.resolved == ["a.example", "a.example"], "a redirect is resolved and checked again"
-
-    with_web(test)
+@served(by=with_web)
+async def test_a_picture_is_fetched_from_the_resolved_address(w: Web) -> None:
+    for path in ("a.png", "moved.png", "unsized.png"):
+        assert await w.fetcher.fetch(w.url(path)) == PNG
+    assert {host for _, host in w.asked} == {f"a.example:{w.port}"}
+    assert await w.fetcher.fetch(w.url("a.png", "SUB.A.example")) == PNG
+    # A name that resolves differently the second time is asked for once, and the checked address is used.
+    w.resolved.clear()
+    w.names["a.example"] = ["127.0.0.1"]
+    await w.fetcher.fetch(w.url("a.png"))
+    assert w.resolved == ["a.example"]
+    w.resolved.clear()
+    await w.fetcher.fetch(w.url("moved.png"))
+    assert w.resolved == ["a.example", "a.example"], "a redirect is resolved and checked again"
 
 
-def test_a_cookie_is_not_sent_back_to_any_host() -> None:
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        for path, host in (("cookie.png", "a.example"), ("cookie-moved.png", "a.example"), ("a.png", "sub.a.example")):
-            assert await fetcher.fetch(w.url(path, host)) == PNG
-        assert len(w.heads) == 4 and not any("cookie:" in head.lower() for head in w.heads)
-
-    with_web(test)
+@served(by=with_web)
+async def test_a_cookie_is_not_sent_back_to_any_host(w: Web) -> None:
+    for path, host in (("cookie.png", "a.example"), ("cookie-moved.png", "a.example"), ("a.png", "sub.a.example")):
+        assert await w.fetcher.fetch(w.url(path, host)) == PNG
+    assert len(w.heads) == 4 and not any("cookie:" in head.lower() for head in w.heads)
 
 
 @pytest.mark.parametrize(
@@ -157,61 +154,55 @@ def test_a_cookie_is_not_sent_back_to_any_host() -> None:
         ("odd.png", r"failed \(RemoteProtocolError\)"),
     ],
 )
-def test_what_servers_answer_is_bounded(path: str, words: str) -> None:
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        with pytest.raises(RequestError, match=words) as e:
-            await fetcher.fetch(w.url(path))
-        assert (e.value.status, e.value.code) == (400, "invalid_image_url") and "127.0.0.1" not in str(e.value)
-
-    with_web(test)
+@served(by=with_web)
+async def test_what_servers_answer_is_bounded(w: Web, path: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as e:
+        await w.fetcher.fetch(w.url(path))
+    assert (e.value.status, e.value.code) == (400, "invalid_image_url") and "127.0.0.1" not in str(e.value)
 
 
-def test_addresses_that_are_never_asked() -> None:
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        refused = {
-            "http://a.example/a.png": "not one that this server fetches from",  # another port
-            w.url("a.png", "b.test"): "not one that this server fetches from",
-            w.url("a.png", "127.0.0.1"): "not one that this server fetches from",
-            w.url("a.png", "example"): "not one that this server fetches from",
-            w.url("a.png", "notexample"): "not one that this server fetches from",
-            w.url("a.png", "inside.example"): "not on the public internet",
-            w.url("a.png", "half.example"): "not on the public internet",
-            w.url("a.png", "gone.example"): "cannot be resolved",
-            w.url("a.png", "u:p@a.example"): "must not have a user name",
-            f"ftp://a.example:{w.port}/a.png": "must begin with data:, https:// or http://",
-            "http:///a.png": "must begin with",
-            "http://[::1/": "is no URL",
-            "http://xn--/": "not one that this server fetches from",
-            f"http://a.example:{w.port}/{'a' * 9000}": "more than 8192 characters",
-        }
-        for url, words in refused.items():
-            with pytest.raises(RequestError, match=words):
-                await fetcher.fetch(url)
-        assert w.asked == []
-
-    with_web(test)
+@served(by=with_web)
+async def test_addresses_that_are_never_asked(w: Web) -> None:
+    refused = {
+        "http://a.example/a.png": "not one that this server fetches from",  # another port
+        w.url("a.png", "b.test"): "not one that this server fetches from",
+        w.url("a.png", "127.0.0.1"): "not one that this server fetches from",
+        w.url("a.png", "example"): "not one that this server fetches from",
+        w.url("a.png", "notexample"): "not one that this server fetches from",
+        w.url("a.png", "inside.example"): "not on the public internet",
+        w.url("a.png", "half.example"): "not on the public internet",
+        w.url("a.png", "gone.example"): "cannot be resolved",
+        w.url("a.png", "u:p@a.example"): "must not have a user name",
+        f"ftp://a.example:{w.port}/a.png": "must begin with data:, https:// or http://",
+        "http:///a.png": "must begin with",
+        "http://[::1/": "is no URL",
+        "http://xn--/": "not one that this server fetches from",
+        f"http://a.example:{w.port}/{'a' * 9000}": "more than 8192 characters",
+    }
+    for url, words in refused.items():
+        with pytest.raises(RequestError, match=words):
+            await w.fetcher.fetch(url)
+    assert w.asked == []
 
 
-def test_all_public_hosts_can_be_allowed_but_no_private_one() -> None:
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        assert await fetcher.fetch(w.url("a.png", "other.test")) == PNG
-        # Spellings of 127.0.0.1 and of the link-local address of cloud metadata, resolved by the system itself.
-        everywhere = Fetcher(["*", f"*:{w.port}"])
-        for host in (
-            "localhost",
-            "127.0.0.1",
-            "2130706433",
-            "0x7f.1",
-            "[::1]",
-            "[::ffff:127.0.0.1]",
-            "169.254.169.254",
-        ):
-            with pytest.raises(RequestError, match=r"not on the public internet|cannot be resolved"):
-                await everywhere.fetch(w.url("a.png", host))
-        await everywhere.close()
-        assert len(w.asked) == 1
-
-    with_web(test, "*")
+@served("*", by=with_web)
+async def test_all_public_hosts_can_be_allowed_but_no_private_one(w: Web) -> None:
+    assert await w.fetcher.fetch(w.url("a.png", "other.test")) == PNG
+    # Spellings of 127.0.0.1 and of the link-local address of cloud metadata, resolved by the system itself.
+    everywhere = Fetcher(["*", f"*:{w.port}"])
+    for host in (
+        "localhost",
+        "127.0.0.1",
+        "2130706433",
+        "0x7f.1",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "169.254.169.254",
+    ):
+        with pytest.raises(RequestError, match=r"not on the public internet|cannot be resolved"):
+            await everywhere.fetch(w.url("a.png", host))
+    await everywhere.close()
+    assert len(w.asked) == 1
 
 
 def test_public_addresses() -> None:
@@ -226,15 +217,12 @@ def test_public_addresses() -> None:
         assert not public(address), address
 
 
-def test_a_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@served(by=with_web)
+async def test_a_slow_server_is_given_up(w: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FETCH_SECONDS", 0.2)
-
-    async def test(w: Web, fetcher: Fetcher) -> None:
-        for path in ("slow.png", "drip.png"):
-            with pytest.raises(RequestError, match=r"takes longer than 0.2 s"):
-                await fetcher.fetch(w.url(path))
-
-    with_web(test)
+    for path in ("slow.png", "drip.png"):
+        with pytest.raises(RequestError, match=r"takes longer than 0.2 s"):
+            await w.fetcher.fetch(w.url(path))
 
 
 def test_a_certificate_is_checked_for_the_name(tmp_path: Path) -> None:
