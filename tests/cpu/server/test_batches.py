@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,17 @@ def line(id: str, text: str = "Hi", url: str = CHAT, **body: Any) -> str:
     return json.dumps({"custom_id": id, "method": "POST", "url": url, "body": {**asked, **body}})
 
 
-def run(test: Test, where: Path, **setup: Any) -> None:
-    """A test against a server with a directory for files. Batches that an earlier one left go on."""
+def run(test: Test, where: Path, keys: Mapping[str, str] | None = None, **setup: Any) -> None:
+    """A test against a server with a directory for files. Batches that an earlier one left go on. `keys`: name and
+    limits of each API key, which reads as its name."""
+    if keys:
+        (where / "keys").write_text(
+            "".join(
+                f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n{limits}\n'
+                for name, limits in keys.items()
+            )
+        )
+        setup["api_key_file"] = str(where / "keys")
 
     async def within(s: Served) -> None:
         batches: Batches = s.client.app.state.batches
@@ -268,20 +277,17 @@ async def test_a_full_engine_makes_a_batch_wait(s: Served) -> None:
     await asyncio.gather(*asked)
 
 
-def test_an_engine_that_is_down_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@batched(hold=1)
+async def test_an_engine_that_is_down_is_waited_for(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
-
-    async def test(s: Served) -> None:
-        made = await begun(sdk(s), [line("a")])
-        await s.hangs()
-        s.engine.alive = False
-        s.engine.release.set()
-        await asyncio.sleep(0.1)
-        assert (await sdk(s).batches.retrieve(made.id)).status == "in_progress"
-        s.engine.alive = True
-        assert (await ended(sdk(s), made.id)).request_counts.completed == 1
-
-    run(test, tmp_path, hold=1)
+    made = await begun(sdk(s), [line("a")])
+    await s.hangs()
+    s.engine.alive = False
+    s.engine.release.set()
+    await asyncio.sleep(0.1)
+    assert (await sdk(s).batches.retrieve(made.id)).status == "in_progress"
+    s.engine.alive = True
+    assert (await ended(sdk(s), made.id)).request_counts.completed == 1
 
 
 def test_what_never_passes_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +305,6 @@ def test_what_never_passes_is_not_tried_again(tmp_path: Path, monkeypatch: pytes
         assert lost["response"]["status_code"] == 503 and len(s.engine.seen) == batch_module.MAX_LOST_RUNS
 
     run(crashes, tmp_path / "1", engine=Crashing)
-    keys = tmp_path / "keys"
-    keys.write_text(f'[[key]]\nname = "ann"\nsha256 = "{hashlib.sha256(b"ann").hexdigest()}"\nconcurrent = 2\n')
 
     async def too_many(s: Served) -> None:
         done = await ended(sdk(s, "ann"), (await begun(sdk(s, "ann"), [line("a", n=3), line("b", n=2)])).id)
@@ -308,7 +312,7 @@ def test_what_never_passes_is_not_tried_again(tmp_path: Path, monkeypatch: pytes
         (refused,) = (await answers(sdk(s, "ann"), done.error_file_id)).values()
         assert refused["response"]["body"]["error"]["message"].endswith("asks for 3: split it")
 
-    run(too_many, tmp_path / "2", api_key_file=str(keys))
+    run(too_many, tmp_path, {"ann": "concurrent = 2"})
 
 
 @batched(hold=1)
@@ -357,44 +361,34 @@ async def test_errors_of_a_file_are_bounded(s: Served, monkeypatch: pytest.Monke
     assert [e.code for e in done.errors.data] == ["too_many_lines"]
 
 
-def test_keys_do_not_see_each_others(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    form = '[[key]]\nname = "{0}"\nsha256 = "{1}"\n{2}\n'
-    sums = {n: hashlib.sha256(n.encode()).hexdigest() for n in ("ann", "bob")}
-    keys.write_text(form.format("ann", sums["ann"], "tokens_per_minute = 100000") + form.format("bob", sums["bob"], ""))
-
-    async def test(s: Served) -> None:
-        ann, bob = sdk(s, "ann"), sdk(s, "bob")
-        made = await begun(ann, [line("a")])
-        done = await ended(ann, made.id)
-        for call in (
-            bob.batches.retrieve(made.id),
-            bob.batches.cancel(made.id),
-            bob.files.retrieve(made.input_file_id),
-            bob.files.content(done.output_file_id),
-            bob.files.delete(made.input_file_id),
-            bob.batches.create(input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"),
-        ):
-            with pytest.raises(openai.NotFoundError):
-                await call
-        assert [b async for b in bob.batches.list()] == [] == [f async for f in bob.files.list()]
-        usage = {a.name: a.usage for a in s.service.keys.accounts}
-        assert usage["ann"].output_tokens > 0 and usage["bob"].output_tokens == 0
-        assert s.engine.cache_keys == [("key:ann",)]
-        made = await begun(ann, [line("a")])
-        s.service.keys._accounts.pop("ann")
-        batch = s.client.app.state.batches.get("ann", made.id)
-        await batch.task
-        assert batch.record["status"] == "failed" and "API key" in batch.record["errors"]["data"][0]["message"]
-
-    run(test, tmp_path, api_key_file=str(keys))
+@batched(keys={"ann": "tokens_per_minute = 100000", "bob": ""})
+async def test_keys_do_not_see_each_others(s: Served) -> None:
+    ann, bob = sdk(s, "ann"), sdk(s, "bob")
+    made = await begun(ann, [line("a")])
+    done = await ended(ann, made.id)
+    for call in (
+        bob.batches.retrieve(made.id),
+        bob.batches.cancel(made.id),
+        bob.files.retrieve(made.input_file_id),
+        bob.files.content(done.output_file_id),
+        bob.files.delete(made.input_file_id),
+        bob.batches.create(input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    assert [b async for b in bob.batches.list()] == [] == [f async for f in bob.files.list()]
+    usage = {a.name: a.usage for a in s.service.keys.accounts}
+    assert usage["ann"].output_tokens > 0 and usage["bob"].output_tokens == 0
+    assert s.engine.cache_keys == [("key:ann",)]
+    made = await begun(ann, [line("a")])
+    s.service.keys._accounts.pop("ann")
+    batch = s.client.app.state.batches.get("ann", made.id)
+    await batch.task
+    assert batch.record["status"] == "failed" and "API key" in batch.record["errors"]["data"][0]["message"]
 
 
 def test_a_keys_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_module, "Account", functools.partial(Account, clock=lambda: 1000.0))  # no time passes
-    keys = tmp_path / "keys"
-    sum_ = hashlib.sha256(b"ann").hexdigest()
-    keys.write_text(f'[[key]]\nname = "ann"\nsha256 = "{sum_}"\nrequests_per_minute = 5\n')
 
     async def test(s: Served) -> None:
         made = await begun(sdk(s, "ann"), [line(f"q{i}") for i in range(9)])  # 2 of the 5 are these requests
@@ -406,7 +400,7 @@ def test_a_keys_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert batch.record["request_counts"]["completed"] == 3 and not batch.ended
         assert (await sdk(s, "ann").batches.cancel(made.id)).cancelling_at
 
-    run(test, tmp_path, api_key_file=str(keys))
+    run(test, tmp_path, {"ann": "requests_per_minute = 5"})
 
 
 def test_a_key_at_its_limits_does_not_hold_up_batches_of_others(
@@ -415,9 +409,6 @@ def test_a_key_at_its_limits_does_not_hold_up_batches_of_others(
     monkeypatch.setattr(key_module, "Account", functools.partial(Account, clock=lambda: 1000.0))  # no time passes
     monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
     limits = {"ann": "requests_per_minute = 3", "bob": "", "eve": "concurrent = 1"}
-    form = '[[key]]\nname = "{0}"\nsha256 = "{1}"\n{2}\n'
-    keys = tmp_path / "keys"
-    keys.write_text("".join(form.format(n, hashlib.sha256(n.encode()).hexdigest(), how) for n, how in limits.items()))
 
     async def test(s: Served) -> None:
         s.client.headers = {"authorization": "Bearer eve"}
@@ -436,7 +427,7 @@ def test_a_key_at_its_limits_does_not_hold_up_batches_of_others(
         assert (await asked).status == 200
         assert (await ended(sdk(s, "eve"), waiting[1].id)).request_counts.completed == 9
 
-    run(test, tmp_path, api_key_file=str(keys), info=_small(4), hold=0)
+    run(test, tmp_path, limits, info=_small(4), hold=0)
 
 
 @served()
@@ -454,21 +445,18 @@ async def test_a_page_that_cannot_be_is_refused(s: Served, query: str, param: st
         assert reply.status == 400 and reply.error["param"] == param
 
 
-def test_too_many_batches_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@batched(hold=0)
+async def test_too_many_batches_are_refused(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MAX_BATCHES", 2)
     monkeypatch.setattr(batch_module, "MAX_RECORDS", 2)
-
-    async def test(s: Served) -> None:
-        client = sdk(s)
-        made = [await begun(client, [line("a")]) for _ in "ab"]
-        with pytest.raises(openai.RateLimitError) as full:
-            await begun(client, [line("a")])
-        assert full.value.code == "too_many_batches"
-        s.engine.release.set()
-        for one in made:
-            await ended(client, one.id)
-        third = await begun(client, [line("a")])
-        await ended(client, third.id)
-        assert [b.id async for b in client.batches.list()] == [third.id, made[1].id], "the oldest was deleted"
-
-    run(test, tmp_path, hold=0)
+    client = sdk(s)
+    made = [await begun(client, [line("a")]) for _ in "ab"]
+    with pytest.raises(openai.RateLimitError) as full:
+        await begun(client, [line("a")])
+    assert full.value.code == "too_many_batches"
+    s.engine.release.set()
+    for one in made:
+        await ended(client, one.id)
+    third = await begun(client, [line("a")])
+    await ended(client, third.id)
+    assert [b.id async for b in client.batches.list()] == [third.id, made[1].id], "the oldest was deleted"
