@@ -466,27 +466,24 @@ async def test_stopping_the_server_ends_a_stream_with_the_reason(s: Served) -> N
     assert last["error"]["type"] == "overloaded_error" and "shutting down" in last["error"]["message"]
 
 
-def test_pings_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+@served(hold=2)
+async def test_pings_keep_a_quiet_stream_alive(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
+    pings = 0
+    several = asyncio.Event()
 
-    async def test(s: Served) -> None:
-        pings = 0
-        several = asyncio.Event()
+    def got(piece: bytes) -> None:
+        nonlocal pings
+        assert piece.count(b"\n\n") == 1, "each event is a message of its own"
+        pings += piece.startswith(b"event: ping")
+        if pings >= 4:
+            several.set()
 
-        def got(piece: bytes) -> None:
-            nonlocal pings
-            assert piece.count(b"\n\n") == 1, "each event is a message of its own"
-            pings += piece.startswith(b"event: ping")
-            if pings >= 4:
-                several.set()
-
-        body = json.dumps({**HELLO, "stream": True}).encode()
-        call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
-        await several.wait()
-        s.engine.release.set()
-        assert rebuilt(told(await call))["content"] == [{"type": "text", "text": "Hello"}]
-
-    serve(test, hold=2)
+    body = json.dumps({**HELLO, "stream": True}).encode()
+    call = asyncio.create_task(s.client.request("POST", PATH, [body], got=got))
+    await several.wait()
+    s.engine.release.set()
+    assert rebuilt(told(await call))["content"] == [{"type": "text", "text": "Hello"}]
 
 
 # ---- the models

@@ -186,66 +186,62 @@ def test_a_body_of_unknown_length_is_counted_as_it_comes() -> None:
     assert budget.held == 0
 
 
-def test_a_full_budget_answers_503_before_reading_and_recovers() -> None:
-    async def test(s: Served) -> None:
-        gate, read = asyncio.Event(), 0
-        large = b'{"messages":' + b" " * (39 * MB)
+@served(max_body_mb=40, body_memory_mb=100)
+async def test_a_full_budget_answers_503_before_reading_and_recovers(s: Served) -> None:
+    gate, read = asyncio.Event(), 0
+    large = b'{"messages":' + b" " * (39 * MB)
 
-        async def send_slowly() -> Any:
+    async def send_slowly() -> Any:
+        nonlocal read
+
+        async def receive() -> dict[str, Any]:
             nonlocal read
+            read += 1
+            await gate.wait()
+            return {"type": "http.disconnect"}
 
-            async def receive() -> dict[str, Any]:
-                nonlocal read
-                read += 1
-                await gate.wait()
-                return {"type": "http.disconnect"}
+        statuses: list[Any] = []
 
-            statuses: list[Any] = []
+        async def send(message: Any) -> None:
+            statuses.append(message)
 
-            async def send(message: Any) -> None:
-                statuses.append(message)
+        headers = [(b"content-length", str(len(large)).encode())]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "headers": headers,
+            "query_string": b"",
+            "client": ("a", 1),
+        }
+        await s.client.app(scope, receive, send)
+        return statuses
 
-            headers = [(b"content-length", str(len(large)).encode())]
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": CHAT,
-                "headers": headers,
-                "query_string": b"",
-                "client": ("a", 1),
-            }
-            await s.client.app(scope, receive, send)
-            return statuses
-
-        holding = [asyncio.create_task(send_slowly()) for _ in range(2)]
-        while read < 2:
-            await asyncio.sleep(0.001)
-        refused = await send_slowly()
-        assert refused[0]["status"] == 503 and (b"retry-after", b"2") in refused[0]["headers"] and read == 2
-        assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
-        gate.set()
-        await asyncio.gather(*holding)
-        assert (await s.client.post(CHAT, b" " * (39 * MB))).status == 400  # read again
-
-    serve(test, max_body_mb=40, body_memory_mb=100)
+    holding = [asyncio.create_task(send_slowly()) for _ in range(2)]
+    while read < 2:
+        await asyncio.sleep(0.001)
+    refused = await send_slowly()
+    assert refused[0]["status"] == 503 and (b"retry-after", b"2") in refused[0]["headers"] and read == 2
+    assert (await s.client.post(CHAT, {"messages": HELLO})).status == 200
+    gate.set()
+    await asyncio.gather(*holding)
+    assert (await s.client.post(CHAT, b" " * (39 * MB))).status == 400  # read again
 
 
-def test_one_large_body_is_decoded_at_a_time() -> None:
-    async def test(s: Served) -> None:
-        service: Service = s.service
-        running = most = 0
+@served()
+async def test_one_large_body_is_decoded_at_a_time(s: Served) -> None:
+    service: Service = s.service
+    running = most = 0
 
-        def work() -> None:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            time.sleep(0.02)
-            running -= 1
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
 
-        await asyncio.gather(*(service.offload(bodies.WHOLE_BYTES, work) for _ in range(4)))
-        assert most == 1
-
-    serve(test)
+    await asyncio.gather(*(service.offload(bodies.WHOLE_BYTES, work) for _ in range(4)))
+    assert most == 1
 
 
 def test_options_are_checked() -> None:

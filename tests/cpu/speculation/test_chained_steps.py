@@ -28,7 +28,17 @@ from perilune.ops.drafts.continuation import Continuation
 from perilune.speculation.step_cost import Costs, Curve
 from tests.cpu.engine.test_engine import POISON, poison
 from tests.cpu.engine.test_graphs import Running, ungraphed
-from tests.cpu.speculation.test_speculation import CONFIG, PARAMS, PROMPTS, TIGHT, Scripted, alike, drafter, outcomes  # noqa: F401
+from tests.cpu.speculation.test_speculation import (
+    CONFIG,
+    PARAMS,
+    PROMPTS,
+    TIGHT,
+    Scripted,
+    alike,
+    drafter,  # noqa: F401
+    launches,
+    outcomes,
+)
 
 
 class Chaining(Scripted):
@@ -287,7 +297,7 @@ FLAT = Costs(
 
 
 @pytest.mark.parametrize("users", [1, 4])
-def test_the_bundled_model_answers_alike(users: int) -> None:
+def test_the_bundled_model_answers_alike(users: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the engine's own speculator and the bundled draft model."""
     path = resolve_model("kimi-nano")
     config = dict(device="cpu", max_model_len=1024, max_num_seqs=8, threads=1, prefix_cache=False, draft_tokens=1)
@@ -299,14 +309,7 @@ def test_the_bundled_model_answers_alike(users: int) -> None:
     expected = play(engine, asked, [users])
     ungraphed(engine)
     engine._costs[True] = FLAT
-    plans: list[StepPlan] = []
-    launch = engine.runner.launch
-
-    def seen(plan: StepPlan) -> Any:
-        plans.append(plan)
-        return launch(plan)
-
-    engine.runner.launch = seen  # type: ignore[method-assign]
+    plans = launches(engine, monkeypatch)
     settings: tuple[tuple[str, int | None], ...] = (("eagle3", 3), ("hybrid", None))
     for source, count in settings:
         engine.use_drafts(source, count, shared=True)

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests import oracle
 from tests.cpu.engine.test_graphs import ungraphed
 from tests.cpu.model.test_eagle3 import tensors_of, written
 from tests.cpu.speculation.test_chained_steps import FLAT
-from tests.cpu.speculation.test_speculation import CONFIG, DRAFTS
+from tests.cpu.speculation.test_speculation import CONFIG, DRAFTS, launches
 
 USERS, STEPS = 3, 3 * PAUSE_STEPS
 
@@ -74,19 +73,13 @@ def ended(engine: Engine) -> None:
         engine.step()
 
 
-def test_steps_are_those_of_an_engine_without_drafts(engine: Engine) -> None:
+def test_steps_are_those_of_an_engine_without_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, tuple[dict[int, list[int]], list[tuple[bool, int]], list[int]]] = {}
-    launch, plans = engine.runner.launch, list[StepPlan]()
-    calls = Counter[str]()
-
-    def launched(plan: StepPlan) -> Any:
-        plans.append(plan)
-        return launch(plan)
+    plans, calls = launches(engine, monkeypatch), Counter[str]()
 
     def counted(frame: FrameType, event: str, _: object) -> None:
         calls[event] += 1
 
-    engine.runner.launch = launched  # type: ignore[method-assign]
     try:
         for draft in ("off", "eagle3", "hybrid"):
             said, spent = begun(engine, draft), []
@@ -104,7 +97,6 @@ def test_steps_are_those_of_an_engine_without_drafts(engine: Engine) -> None:
             ended(engine)
     finally:
         sys.setprofile(None)
-        engine.runner.launch = launch  # type: ignore[method-assign]
     said, ahead, spent = found["off"]
     assert all(pending and chain == LEFT_OUT for pending, chain in ahead)
     for draft in ("eagle3", "hybrid"):

@@ -554,6 +554,13 @@ def test_the_trace_is_answered_alike_by_every_source(
         assert count is None or got.accepted > 10
 
 
+def launches(engine: Engine, patch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The plans that the engine launches until the test ends."""
+    plans, launch = list[StepPlan](), engine.runner.launch
+    patch.setattr(engine.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    return plans
+
+
 def test_planning_stays_ahead_where_drafts_do_not_pay(
     path: Path, nano_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,18 +569,8 @@ def test_planning_stays_ahead_where_drafts_do_not_pay(
     nano_engine.use_drafts("suffix", 1, shared=False)
     dear = Costs(Curve((1, 64), (1.0, 6400.0)), Curve((1,), (0.0,)))  # more than any match brings
     nano_engine.speculator = Speculator(suffix=True, costs=dear, shared=False)
-    plans: list[StepPlan] = []
-    launch = nano_engine.runner.launch
-
-    def seen(plan: StepPlan) -> Any:
-        plans.append(plan)
-        return launch(plan)
-
-    nano_engine.runner.launch = seen  # type: ignore[method-assign]
-    try:
-        play(nano_engine, trace(path, 4, 600), [4])
-    finally:
-        nano_engine.runner.launch = launch  # type: ignore[method-assign]
+    plans = launches(nano_engine, monkeypatch)
+    play(nano_engine, trace(path, 4, 600), [4])
     # Without the token that a prompt's chunks may leave for the last one: their sizes follow the seconds of steps.
     decoding = [p for p in plans if all(w.count == 1 and w.output_index for w in p.work)]
     assert all(w.tokens == (PENDING,) for p in decoding for w in p.work) and len(decoding) > 50
