@@ -119,9 +119,7 @@ def test_answers_by_chance_are_valid(nano: Tokenizer, schema: Any) -> None:
     for seed in range(6):
         constraint = constrain(nano, answer=AnswerFormat("json_schema", schema))
         assert constraint is not None
-        ids = Monkey(nano, seed).type(constraint, constraint.least + 12 * seed)
-        assert ids[-1] == nano.special("<|im_end|>")
-        jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+        Monkey(nano, seed).answer(constraint, constraint.least + 12 * seed, schema)
 
 
 def test_many_alternatives_that_list_their_values(nano: Tokenizer) -> None:

@@ -64,6 +64,12 @@ class Monkey:
                 break
         return typed
 
+    def answer(self, constraint: Constraint, room: int, schema: Any) -> None:
+        """Types an answer, which must end and be valid."""
+        *ids, end = self.type(constraint, room)
+        assert end == self.tokenizer.special("<|im_end|>") and not any(map(self.tokenizer.is_special, ids))
+        jsonschema.validate(json.loads(self.tokenizer.decode(ids)), schema, cls=jsonschema.Draft202012Validator)
+
     def _allowed(self, enforcer: Enforcer, left: int) -> NDArray[np.int64]:
         mask = np.zeros(self.known.words, np.uint32)
         enforcer.fill(mask, left)
@@ -93,9 +99,7 @@ def test_structured_answers_are_valid_and_complete_within_any_budget(nano: Token
     assert constraint is not None
     monkey = Monkey(nano, number)
     for spare in (0, 2, 25):
-        ids = monkey.type(constraint, constraint.least + spare)
-        assert ids[-1] == nano.special("<|im_end|>") and not any(nano.is_special(t) for t in ids[:-1])
-        jsonschema.validate(json.loads(nano.decode(ids[:-1])), schema, cls=jsonschema.Draft202012Validator)
+        monkey.answer(constraint, constraint.least + spare, schema)
 
 
 @pytest.mark.parametrize("number", range(0, len(SCHEMAS), 3))
