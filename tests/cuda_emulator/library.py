@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from perilune.ops.harness import build
 from tests.cuda_emulator.translate import translate
 
@@ -28,6 +30,9 @@ class Unbuilt(Exception):
 def missing() -> str | None:
     """Why nothing can be compiled here."""
     return None if shutil.which("g++") else "no g++"
+
+
+needed = pytest.mark.skipif(missing() is not None, reason=f"the emulator needs a compiler: {missing()}")
 
 
 @functools.cache

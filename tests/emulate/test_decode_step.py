@@ -30,9 +30,7 @@ from perilune.ops.harness import registry, workspace
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import emulated, stream, together
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = library.needed
 
 CPU = torch.device("cpu")
 LAYERS, CONTEXT, BLOCK, BLOCKS = 3, 200, 64, 4  # one dense layer, then two with experts

@@ -8,9 +8,7 @@ from perilune.ops.harness.case import BFLOAT16, Make, clone
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, together
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = library.needed
 
 CPU = torch.device("cpu")
 OPS = registry.all_ops()

@@ -15,9 +15,7 @@ from tests.cpu.ops import test_moe_int4_cluster
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = library.needed
 
 CPU = torch.device("cpu")
 OPS = registry.all_ops()

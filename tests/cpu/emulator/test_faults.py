@@ -11,9 +11,7 @@ from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, Fault, emulated, function
 from tests.cuda_emulator.translate import Untranslated
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = library.needed
 
 SOURCE = Path(__file__).with_name("faults.cu")
 

@@ -10,9 +10,7 @@ from torch import Tensor
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, function
 
-pytestmark = pytest.mark.skipif(
-    library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"
-)
+pytestmark = library.needed
 
 SOURCE = Path(__file__).with_name("golden.cu")
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

@@ -19,10 +19,7 @@ from perilune.ops.moe.scatter_pairs_add_rmsnorm import owned
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated, stream, together
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(library.missing() is not None, reason=f"the emulator needs a compiler: {library.missing()}"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), library.needed]
 
 CPU = torch.device("cpu")
 OPS = registry.all_ops()

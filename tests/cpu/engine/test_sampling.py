@@ -23,8 +23,8 @@ from perilune.ops.sampling.penalize import PROMPT, penalize
 from perilune.text.stream import TextStream
 from perilune.text.tokenizer import Tokenizer
 from tests import oracle
+from tests.cpu.engine.test_engine import CONFIG
 
-CONFIG: dict[str, Any] = dict(dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, threads=1)
 PROMPTS = oracle.random_prompts(5, [9, 40, 17, 3, 33, 21])
 
 

@@ -33,11 +33,10 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import parse_tools
 from tests import oracle
 from tests.cpu.engine.test_constraint_engine import ask, function, hot, person, run, start
-from tests.cpu.engine.test_engine import POISON, poison
+from tests.cpu.engine.test_engine import CONFIG, POISON, poison
 from tests.cpu.model.test_eagle3 import MHA, MLA, tensors_of, written
 from tests.schemas import SCHEMAS
 
-CONFIG: dict[str, Any] = dict(dtype="float32", device="cpu", max_model_len=256, max_num_seqs=8, threads=1)
 PROMPTS = [[t for t in p if t != POISON] for p in oracle.random_prompts(7, [9, 40, 17, 3, 33, 21])]
 
 
@@ -161,6 +160,19 @@ TIGHT: dict[str, Any] = dict(max_step_tokens=11, block_size=4, kv_blocks=32, max
 # ---- identity
 
 
+def stays_the_same(llm: LLM, params: list[SamplingParams], expected: list[Completion]) -> Scripted:
+    """The answers to PROMPTS with perfect drafts, which it returns, and with hostile ones."""
+    truths = [c.token_ids for c in expected]
+    perfect = speculate(llm, truths, None)
+    alike(llm.generate(PROMPTS, params), expected)
+    assert perfect.accepted > sum(map(len, truths)) // 2
+    for seed in range(3):
+        hostile = speculate(llm, truths, random.Random(seed))
+        alike(llm.generate(PROMPTS, params), expected)
+        assert 0 < hostile.accepted < hostile.drafted
+    return perfect
+
+
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("setting", [{}, TIGHT], ids=["roomy", "tight"])
 def test_every_parameter_with_hostile_and_perfect_drafts(
@@ -169,16 +181,9 @@ def test_every_parameter_with_hostile_and_perfect_drafts(
     given = PARAMS[kind]
     params = [replace(given[i % len(given)], max_tokens=40 + i) for i in range(len(PROMPTS))]
     expected = plain.generate(PROMPTS, params)
-    truths = [c.token_ids for c in expected]
     with LLM(tiny, **(CONFIG | setting), draft="suffix", draft_tokens=4) as llm:
-        perfect = speculate(llm, truths, None)
-        alike(llm.generate(PROMPTS, params), expected)
-        assert perfect.accepted > sum(map(len, truths)) // 2
+        perfect = stays_the_same(llm, params, expected)
         assert perfect.drafted < 1.2 * perfect.accepted  # an answer may end among its drafts
-        for seed in range(3):
-            hostile = speculate(llm, truths, random.Random(seed))
-            alike(llm.generate(PROMPTS, params), expected)
-            assert 0 < hostile.accepted < hostile.drafted
         if setting and kind != "ends":
             assert llm._engine.stats().preemptions > 2  # type: ignore[union-attr]
 
