@@ -275,7 +275,7 @@ def restated(rng: Random, sign: str, form: str) -> str:
     before = expand(rng, FORMS, pick(rng, FORMS[f"rs{sign}"]))
     if rng.random() < 0.25 and "{a}" in before:
         form = pick(rng, FORMS[f"rs_a{sign}"])
-    elif form[-1] in ".?":
+    elif form[-1] in ".?" and form[-2] not in " .":
         form = form[:-1] + expand(rng, FORMS, pick(rng, FORMS["rs_e"])) + form[-1]
     if before.rstrip()[-1] in ".?!" or not before.endswith(" "):
         form = form[:1].upper() + form[1:]
@@ -283,7 +283,4 @@ def restated(rng: Random, sign: str, form: str) -> str:
         form = form[:1].lower() + form[1:]
     before = before[:1].upper() + before[1:] if rng.random() < 0.7 else before
     made = before + (" " if not before.endswith(" ") else "") + form
-    for place, made_of in (("{r}", lambda: str(1 + int(rng.random() * 99))), ("{o}", lambda: pick(rng, OBJECTS))):
-        while place in made:
-            made = made.replace(place, made_of(), 1)
-    return made
+    return re.sub(r"\{([ro])\}", lambda m: pick(rng, OBJECTS) if m[1] == "o" else str(1 + int(rng.random() * 99)), made)

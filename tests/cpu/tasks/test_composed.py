@@ -234,3 +234,15 @@ def test_everyday_stories_say_the_numbers_of_their_pattern() -> None:
         assert said <= set(re.findall(r"\d+", pattern)) and unit and not set("<[`&~") & set(text), (pattern, text)
         kinds.add(re.sub(r"\d+", "n", pattern))
     assert len(kinds) > 50
+
+
+def test_restated_sums_show_both_numbers_and_no_other_place() -> None:
+    rng = random.Random(14)
+    for sign, other, form in (("+", "b", "Add {a} and {b}."), ("-", "b", "{a} less {b}?"), ("*", "k", "{k} x {a} = ?")):
+        left_out = beside = 0
+        for _ in range(500):
+            made = sums.restated(rng, sign, form)
+            assert {*re.findall(r"\{(\w+)\}", made)} == {"a", other} and not re.search("[<>]|  ", made), made
+            left_out += made.count("{a}") == 1
+            beside += bool(re.search(r"\d", made))
+        assert left_out > 100 and beside > 40
