@@ -10,9 +10,10 @@
 # (runs.kimi_nano.average). On 30 November: four GPUs (--gpus 4 --tokens 65536 --rate 0.0022), 7.8 minutes and eyes of 3.8, no mean;
 # then 60 steps on two CPU cores with half the tokens of sums (--device cpu --tokens 2048 --steps 60 --rate 5e-4 --optimizer adamw)
 # and a mean with the weights before these (--share 0.6). Then, the same day, two GPUs, 13.5 minutes and eyes of 4, no mean. The
-# last stage: two GPUs, 14.1 minutes and eyes of 4 (B, --words-rate 1e-4); then on 1 December eyes of 6.2 once more from B, with
-# more text (--tower model-vision.safetensors --reading 0.02 --guide 0.4 --rate 1.2e-3 --words RUN --words-kept 0 --words-rate 3e-4
-# --word-tokens 65536) and a mean with B (--share 0.47).
+# last stage of text: two GPUs, 14.1 minutes and eyes of 4 (B, --words-rate 1e-4). Then on 1 December eyes with more text
+# (--tower model-vision.safetensors --reading 0.02 --guide 0.4 --rate 1.2e-3 --words RUN --words-kept 0 --word-tokens 65536): 6.2
+# minutes from B (--words-rate 3e-4) and a mean with B (--share 0.47), 15.5 minutes from that mean (--words-rate 8e-4 --tokens 8192
+# --seed 20261201) and a mean with it (--share 0.4).
 # sh runs/kimi-nano.sh [DOCS [FONTS [SETS]]]   DOCS: a directory with the Python documentation's *.rst.txt sources, or ''
 #                                              FONTS: a directory with TrueType fonts for pictures, or ''
 #                                              SETS: a directory with clones of public data sets, whose sentences are
