@@ -24,8 +24,8 @@ ARCHITECTURES = (
 )
 SERVED = "served: kimi_k2, deepseek_v3, and kimi_k25 around either"
 
-MAX_ENDS = 64  # eos_token_ids of one level of the file, at most
-# Routed experts of all layers, at most (Kimi K2: 23,040): the names of all are made before a file is opened.
+MAX_ENDS = 64  # limit of eos_token_ids per level of the file
+# Limit of num_hidden_layers * n_routed_experts (Kimi K2: 23,424): all names are made before a file is opened.
 MAX_EXPERTS = 1 << 18
 
 # Keys that may be absent, because transformers leaves them out when it saves; each with the one value served.
@@ -195,7 +195,7 @@ class KimiConfig:
         return yarn_mscale(factor, self.yarn.mscale) / yarn_mscale(factor, self.yarn.mscale_all_dim)
 
     def rope_inv_freq(self) -> tuple[float, ...]:
-        """`inverse_frequencies` of the interleaved pairs."""
+        """Radians per position of each interleaved pair."""
         return inverse_frequencies(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def parameters(self) -> Parameters:
@@ -228,13 +228,13 @@ class KimiConfig:
 
 
 def inverse_frequencies(d: int, theta: float, yarn: Yarn | None) -> tuple[float, ...]:
-    """d / 2 frequencies: pair i turns by position * frequency i radians."""
+    """d / 2 frequencies in radians per position, one for each rotated pair."""
     base = [theta ** (-2 * i / d) for i in range(d // 2)]
     if yarn is None:
         return tuple(base)
 
     def corner(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns over the original context."""
+        """Fractional index of the pair that rotates `turns` times over the original context."""
         return d * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     low = max(math.floor(corner(yarn.beta_fast)), 0)

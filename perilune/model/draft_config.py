@@ -1,4 +1,4 @@
-"""The configuration of a new draft. No torch."""
+"""config.json of a new draft model. Needs no torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -60,7 +60,7 @@ class Eagle3Weights:
     mlp: Mlp
     norm: Tensor  # [D]
     lm_head: Matrix  # [W, D]
-    target_ids: Tensor | None  # [W] int64: the target's id of each of the draft's; None: the same ids
+    target_ids: Tensor | None  # [W] int64: the target's id of each draft id; None: ids are equal
 
 
 class Eagle3:
@@ -84,7 +84,7 @@ class Eagle3:
         self.angles = Rotary(cos, sin)  # of all positions
 
     def features(self, aux: Tensor) -> Tensor:
-        """[T, A * target D], as `KimiK2.hidden` gives them, -> [T, D]."""
+        """[T, A * target D] from `KimiK2.hidden_with_aux` -> [T, D]."""
         w = self.weights
         if w.joint_norm is not None:
             aux = rmsnorm(aux, w.joint_norm, self.eps)
@@ -97,7 +97,7 @@ class Eagle3:
     def hidden(self, step: Step, features: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """(the input of `logits`, the features of the next drafting step), [T, D] each.
 
-        `step.tokens` and `replaced` are those *after* the step's positions; all else is as in the target's step.
+        `step.tokens` and `replaced` belong to step.positions + 1; all else is as in the target's step.
         `features` may be overwritten.
         """
         w = self.weights
@@ -224,8 +224,8 @@ def _lower_right(rows: int, context: int, device: torch.device) -> Tensor:
 def _attend_few(q: Tensor, flat: Tensor, block_size: int, span: Span, scale: float) -> Tensor:
     """q [T, H, d] of the span's requests over flat [slots, 2, K, d] -> [T, H, d].
 
-    Gathers every row's whole table, so that no count is read on the host: for the few rows of a drafting step. The
-    result of a padding row is undefined.
+    Gathers all blocks of each row's table, so the host need not wait for lengths; for the few rows of a drafting step.
+    Results of padding rows are undefined.
     """
     T = q.shape[0]
     tables, start = span.tables.long(), span.query_start.to(q.device)

@@ -84,7 +84,7 @@ _MEANINGLESS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config:
-    """A draft's shapes and constants. `form` "mha" has q, k and v of its own, "mla" the target's latent attention."""
+    """A draft's shapes and constants. `form` "mha": attention with q, k and v heads; "mla": latent, as the target's."""
 
     form: Literal["mha", "mla"]
     hidden_size: int
@@ -181,10 +181,11 @@ class Eagle3Config:
         return config
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The target's layers that the draft reads inputs of, 0-based; `target_layers` (their number) is allowed.
+        """0-based target layers; the draft reads the residual stream at their inputs. `target_layers` (their number)
+        means the last layer's output.
 
-        Files disagree about what their ids mean. Those that begin with 1 name outputs, so the layer after is meant;
-        others name inputs (the rule of SGLang; docs/formats.md section 6.3).
+        Files disagree about their ids. If the first id is 1, ids name layers' outputs, the inputs of the next layers;
+        otherwise inputs (the rule of SGLang; docs/formats.md section 6.3).
         """
         ids = self.aux_layer_ids
         if ids is None:
@@ -201,7 +202,7 @@ class Eagle3Config:
 
     @property
     def rope_inv_freq(self) -> tuple[float, ...]:
-        """Of interleaved pairs (mla), or of pairs half a head apart (mha)."""
+        """Radians per position of interleaved pairs (mla), or of pairs half a head apart (mha)."""
         return inverse_frequencies(self.rope_width, self.rope_theta, self.yarn)
 
     @property

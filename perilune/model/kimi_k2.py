@@ -74,15 +74,15 @@ from perilune.ops.pointwise.embed_part import embed_part
 from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
-# From this many tokens on a step reports progress before every layer, by two launches, so that no rank seems to hang.
-# Smaller: steps of under a second pay for these launches, too.
+# Steps of at least this many tokens report progress before every layer, with two launches each time, so that a long
+# step does not look like a hang. Smaller: steps of under a second pay for these launches, too.
 LONG_STEP_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span(operands.Span):
-    """Requests with adjacent rows in the step; query_start is relative to rows.start. The plain span has query_start
-    and context in host memory: its kernels are launched by request."""
+    """Requests in adjacent rows of the step; query_start is relative to rows.start. Step.plain has query_start and
+    context in host memory, because its kernels are launched per request."""
 
     rows: slice
 
@@ -171,7 +171,7 @@ class KimiK2:
             if q_full is not None:
                 out = self._after_queries(q_full, layer, h, step, pages)
             else:
-                # No local name for what the experts do not read: step_memory.py assumes that its memory is free.
+                # Bind no tensor to a name that the experts do not read: step_memory.py counts its memory as free.
                 x = self._add(h, self._attention(w, qkv, rotary, step, latents), layer.post_norm)
                 out = self._ffn(layer.ffn, x)
                 del x
@@ -185,7 +185,7 @@ class KimiK2:
         return apply(self.weights.lm_head, hidden, wide=True)
 
     def _own_part(self, step: Step) -> Step:
-        """The step for this rank's part of the KV: its slots, and its contexts of rows in the absorbed form."""
+        """With sharded KV: the step with this rank's slots and, for absorbed rows, its context lengths."""
         kv, span = self.sharded_kv, step.absorbed
         if kv is None:
             return step
@@ -251,7 +251,7 @@ class KimiK2:
 
     @property
     def _fused_over_sums(self) -> bool:
-        """Whether a kernel may compute both sides of a sum over ranks: it does the sum itself, over peer memory."""
+        """Whether one kernel may span a sum over ranks, which it then computes itself, over peer memory."""
         return self.group.ranks == 1 or self.peers is not None
 
     def _norm(self, weight: Tensor) -> Norm:
@@ -277,7 +277,7 @@ class KimiK2:
         return _mixture(ffn, x, chosen)
 
     def _ffn(self, w: Mlp | Moe, x: Tensor) -> Tensor | Pairs:
-        """[T, D], or P addends of it [T, P, D] float32; or, for a long prompt on one rank or with peer memory, Pairs:
+        """[T, D], or P partial sums [T, P, D] float32; or, for a long prompt on one rank or with peer memory, Pairs:
         the results of all (token, expert) pairs, which the next `_add` sums."""
         if isinstance(w, Mlp):
             return mlp(w, x)

@@ -8,10 +8,10 @@ A pass is `begin`, then `block` for each layer, then `finish`; `__call__` is all
 in between calls smaller parts: `project`, then `mix` for a layer (in a pass of one item also for groups of rows), and
 `merge`, then `head` (of any tokens) instead of `finish`.
 
-cuDNN's attention is the fastest one on a GPU. By what was measured beside decoding (docs/LOG.md) it takes tens of
-milliseconds for each new shape. So attention of groups of rows has few shapes there: PADDED_ROWS queries, and keys in
-multiples of that. Rows that only pad are keys of weight 0, by one more value in all queries and keys. `warm` runs the
-shapes once, those of matrix products too.
+cuDNN's attention is the fastest one on a GPU, but the first call with each shape takes tens of milliseconds (measured
+beside decoding, docs/LOG.md). So attention of groups of rows has few shapes on a GPU: PADDED_ROWS queries, and keys in
+multiples of PADDED_ROWS. One extra value in all queries and keys gives padding keys an attention weight of 0. `warm`
+runs each shape once, those of matrix products too.
 """
 
 import math
@@ -32,8 +32,8 @@ THETA = 10000.0  # of rotations and of the frames' sinusoids
 ALL = slice(None)
 
 PADDED_ROWS = 1024  # Queries of an attention launch on a GPU: with 16 heads, a wave of 128 CTAs of 128 rows.
-WIDER = 8  # more values of padded queries and keys, of which the first one counts: kernels take multiples of 8
-NO_WEIGHT = -30000.0  # That value of keys which only pad; queries have 1 there. After scaling, its exponential is 0.
+WIDER = 8  # extra values per padded query and key; only the first is used, but kernels need multiples of 8
+NO_WEIGHT = -30000.0  # The extra value of padding keys; queries have 1 there. exp of the scaled score is then 0.
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -94,7 +94,7 @@ class Pass:
 class MoonVit:
     """The tower with its projector. Runs where its weights are, in their dtype.
 
-    `pad`: queries of each attention launch of groups of rows; 0: those of the group, without padding.
+    `pad`: queries per attention launch for groups of rows; 0: as many as the group has, without padding.
     """
 
     def __init__(self, config: MoonVitConfig, weights: MoonVitWeights) -> None:
@@ -151,7 +151,7 @@ class MoonVit:
             whole[rows, :, : c.head_dim] = part
 
     def _room(self, count: int) -> list[Tensor]:
-        """Queries, keys and values of `count` rows, to be filled in; with `pad` in whole groups, WIDER wider."""
+        """Buffers for queries, keys and values of `count` rows; with `pad`, in whole groups and WIDER more values."""
         c, weight = self.config, self.weights.norm
         if not self.pad:
             return [weight.new_empty(count, c.num_attention_heads, c.head_dim) for _ in "qkv"]
@@ -162,8 +162,9 @@ class MoonVit:
         return [q, k, v]
 
     def warm(self, count: int) -> None:
-        """Runs each shape of slices of a picture of about `count` patches, and attention in each shape of smaller ones.
-        cuDNN chooses kernels for each thread, and cuBLAS loads its kernels when a shape first needs them."""
+        """Runs once every shape that groups of rows of an image of about `count` patches have, and the attention shapes
+        of smaller images. Call it in the thread that encodes: cuDNN chooses kernels per thread. cuBLAS loads a kernel
+        when a shape first needs it."""
         if not self.pad:
             return
         side = min(math.ceil(math.sqrt(count) / MERGE_SIDE) * MERGE_SIDE, MAX_SIDE_PATCHES)
@@ -246,7 +247,7 @@ class MoonVit:
         return (table + frames[:, None, None]).flatten(0, 2)
 
     def _rotation(self, grid: Grid) -> Tensor:
-        """[t h w, d / 2] complex64: even pairs turn by the column, odd ones by the row; frames do not matter."""
+        """[t h w, d / 2] complex64: even pairs rotate by column, odd ones by row; equal for all frames."""
         t, h, w = grid
         device, count = self.weights.positions.device, self.config.head_dim // 4
         frequency = THETA ** -(torch.arange(count, device=device) / count)
@@ -264,7 +265,7 @@ def normalised(patches: Tensor, mean: Sequence[float], std: Sequence[float], dty
 
 
 def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
-    """x [N, H, d] with its neighbouring pairs turned, in float32."""
+    """x [N, H, d] with neighbouring pairs rotated; computed in float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
 

@@ -1,12 +1,13 @@
 """Name, shape and split of every tensor of a checkpoint: the table that reading, checking and writing use.
 
-A table lists the tensors of one record of model/weights.py in the checkpoint's order. The record's place is the
-beginning of their names, such as "model.layers.3.mlp."; the prefix NESTED of checkpoints with a vision tower is left
-out. Letters: D hidden size, X the attention's input width (D; 2 D in a draft), Q
-q_lora_rank, R kv_lora_rank, H heads, n and r nope and rope width of a query, v value width, I intermediate width of the
-MLP at hand, E routed experts, V vocabulary. Of a draft: W its vocabulary, T the target's hidden size, A aux states, K
-key-value heads, d their width. Of a vision tower: C its width, I its MLP's, P pixels on a patch's side, Y and X rows
-and columns of its position table, T the text model's hidden size.
+A table lists the tensors of one record of model/weights.py in the checkpoint's order. A record's `place` is the prefix
+of their names, such as "model.layers.3.mlp."; NESTED, the outer prefix in checkpoints with a vision tower, is left out.
+
+Letters: D hidden size, X the attention's input width (D; 2 D in a draft), Q q_lora_rank, R kv_lora_rank, H heads, n and
+r nope and rope width of a query, v value width, I intermediate width of the MLP, E routed experts, V vocabulary. In a
+draft: W its vocabulary, T the target's hidden size, A aux states, K key-value heads, d head width. In a vision tower: C
+hidden size, I intermediate width, P pixels on a patch's side, Y and X rows and columns of the position table, T the
+text model's hidden size.
 """
 
 import re
@@ -22,12 +23,12 @@ NESTED = "language_model."
 NESTED_LAYERS = NESTED + "model.layers."
 LEGACY_LAYERS = NESTED + "layers."  # instead of NESTED_LAYERS, in some NVFP4 shards of Kimi K2.5
 VISION = ("vision_tower.", "mm_projector.")  # prefixes of the tensors of the vision tower and its projector
-INV_FREQ = ".rotary_emb.inv_freq"  # stored by some members; computed from config.json instead
+INV_FREQ = ".rotary_emb.inv_freq"  # in some checkpoints; computed from config.json instead
 KV_SCALES = (".k_scale", ".v_scale")  # scales of an FP8 KV cache, which is not served
-TIME_WEIGHT = "pos_emb.time_weight"  # of the vision tower; stored by some, computed from its formula instead
+TIME_WEIGHT = "pos_emb.time_weight"  # of the vision tower, in some checkpoints; computed from its formula instead
 SKIPPED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(\w+\.)?[kv]_scale)")
 ROUTED = ".mlp.experts."  # in the name of every tensor of a routed expert
-# A matrix of a routed expert: groups are the expert's place, its layer's `experts`, and the kind.
+# A matrix of a routed expert. Groups: name prefix of the expert, of all experts of its layer; gate, up or down.
 EXPERT = re.compile(r"((.*\.mlp\.experts)\.\d+\.)(gate|up|down)_proj(?:\.weight)?")
 ROUTER_BIAS = ".e_score_correction_bias"
 
@@ -62,7 +63,7 @@ ATTENTION = (
     _linear("q_b", "q_b_proj", "H(n+r) Q", 0),
     _linear("qkv_a", "kv_a_proj_with_mqa", "R+r X"),
     Entry("kv_a_norm", "kv_a_layernorm.weight", "R"),
-    _linear("kv_b", "kv_b_proj", "H(n+v) R", 0),  # of each head n rows for w_uk, then v rows for w_uv
+    _linear("kv_b", "kv_b_proj", "H(n+v) R", 0),  # per head n rows for w_uk, then v rows for w_uv
     _linear("o", "o_proj", "D Hv", 1),
 )
 MLP = (_linear("gate_up", "gate_proj", "I D", 0), _linear("gate_up", "up_proj", "I D", 0),
@@ -107,8 +108,8 @@ VISION_ENDS = (
 # How converted checkpoints spell the projector's layers.
 _VISION_SPELLINGS = {"mm_projector.linear_1.": "mm_projector.proj.0.", "mm_projector.linear_2.": "mm_projector.proj.2."}
 
-# How quantisation blocks say "all but the routed experts": compressed-tensors' expressions, ModelOpt's globs; and
-# compressed-tensors' targets for FP8 in everything else.
+# How a quantization_config names all modules but the routed experts: compressed-tensors' `ignore`, ModelOpt's globs,
+# and compressed-tensors' `targets` of a group in FP8.
 UNROUTED_EXPRESSIONS = (
     "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
 )  # fmt: skip
@@ -130,7 +131,7 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     entry: Entry
-    units: int  # pieces along entry.axis that are not split: heads, or single rows or columns
+    units: int  # number of indivisible pieces along entry.axis: heads, or single rows or columns
 
     def part(self, rank: int, ranks: int) -> tuple[slice, ...]:
         """The slices that `rank` of `ranks` holds; ValueError if the units cannot be divided evenly."""
@@ -265,7 +266,7 @@ def draft_tensors(c: "Eagle3Config") -> Iterator[Tensor]:
 
 
 def draft_name(stored: str) -> str:
-    """The name used here of a draft's tensor, of which checkpoints have several spellings."""
+    """The name in this table of a draft's tensor, which checkpoints spell in several ways."""
     usual = stored.removeprefix("model.")
     return _DRAFT_LAYER + usual.removeprefix(_DRAFT_OTHER) if usual.startswith(_DRAFT_OTHER) else usual
 
@@ -288,7 +289,7 @@ def vision_block(i: int) -> str:
 
 
 def vision_name(stored: str) -> str:
-    """The name used here of a vision tensor, of which checkpoints have two spellings."""
+    """The name in this table of a vision tensor, which checkpoints spell in two ways."""
     for theirs, ours in _VISION_SPELLINGS.items():
         if stored.startswith(theirs):
             return ours + stored.removeprefix(theirs)

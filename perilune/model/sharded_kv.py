@@ -1,9 +1,9 @@
 """Attention where every rank has its heads' weights, but only a part of every request's KV (dist/kv_shards.py).
 
-Few tokens: ranks gather the queries of all heads, each attends its own positions with all heads, and the partial
-outputs of a head go to its rank, which merges them by their log-sum-exp. Two exchanges, of 576 and 514 values per token
-and head. Many tokens: ranks gather the latents of whole contexts and attend with their own heads, as without sharding.
-One exchange of 576 values per token of context, which is short beside the attention of a long chunk.
+Few tokens: all ranks gather the queries of all heads; each rank attends to its own positions with all heads and sends
+each head's partial output to the rank of that head, which merges the parts by their log-sum-exp. Two exchanges, of 576
+and 514 values per token and head. Many tokens: ranks gather the latents of whole contexts and attend with their own
+heads, as without sharding. One exchange of 576 values per token of context: little beside attention of a long chunk.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ CONTEXT_BYTES = 256 << 20
 
 
 class ShardedKv:
-    """`tokens` of each KV block are on each rank of `group`."""
+    """Each rank of `group` holds `tokens` tokens of each KV block."""
 
     def __init__(self, group: Group, tokens: int) -> None:
         self._group = group
         self.shards = KvShards(group.slicing.rank, group.ranks, tokens)
 
     def span(self, span: Span, context: Tensor) -> Span:
-        """Every row of `span` as a request of its own, with `context` [T] int32: its tokens on this rank. The host does
-        not wait for the device."""
+        """Makes each row of `span` a request of its own. `context` [T] int32: the row's tokens on this rank. The host
+        does not wait for the device."""
         T, tables = len(context), span.tables
         starts = torch.arange(T + 1, dtype=torch.int32, device=tables.device)
         if T != len(tables):
@@ -40,7 +40,7 @@ class ShardedKv:
         return Span(tables, starts, context)
 
     def decode(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
-        """As mla_decode, [T, h, v], of the arguments of `parts`."""
+        """mla_decode over all ranks' positions, [T, h, v]; arguments as in `parts`."""
         return mla_decode_merge(*self.parts(w, q_full, span, pages, scale), w.w_uv)
 
     def parts(self, w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class ShardedKv:
         return parted(exchanged(self._group, joined(o, lse)), o, lse)
 
     def prefill(self, w: Attention, q: Tensor, span: Span, pages: Tensor, scale: float) -> Tensor:
-        """As mla_prefill, [T, h, v], of this rank's h heads."""
+        """mla_prefill over all ranks' positions with this rank's h heads, [T, h, v]."""
         starts, lengths = span.query_start.tolist(), span.context.tolist()
         out = []
         for some in self._together(lengths, pages):
@@ -65,7 +65,7 @@ class ShardedKv:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _together(self, lengths: list[int], pages: Tensor) -> Iterator[slice]:
-        """Requests with contexts of these lengths, in runs of which the latents fit CONTEXT_BYTES."""
+        """Runs of requests with at most CONTEXT_BYTES of latents each; a larger request is alone."""
         row = pages.shape[2] * pages.itemsize
         first, held = 0, 0
         for i, length in enumerate(lengths):

@@ -9,7 +9,7 @@ from perilune.model.sharded_kv import CONTEXT_BYTES
 from perilune.ops.attention.mla_prefill import KEY_VALUE_BYTES
 from perilune.ops.moe.moe_int4_grouped import CHUNK, WIDEST
 
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # unless the configuration says how many
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # default of max_step_tokens
 # What the formula does not count: tensors of less than 1 % of a step, gaps of the allocator (up to 20 MB beside each
 # tensor), and what the driver and NCCL take when a kernel or a collective first runs. On a CPU: the whole step.
 SLACK_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
@@ -25,14 +25,14 @@ def workspace_bytes(
 
 
 def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: int, ranks: int) -> int:
-    """Bytes that a step allocates: those in use all the time (residual stream, features, qkv_a's output), and those of
-    the phase that needs most:
+    """Bytes that a step allocates: what is live throughout (residual stream, features, qkv_a's output), and the maximum
+    over these phases:
 
     experts    their input, the shared expert's result, and rows of all pairs (token, expert): hidden values and results
-               (moe_int4_grouped.py); float32 sums of more than CHUNK tokens. 1.8 GB of K2's 10,240 tokens on four GPUs
+               (moe_int4_grouped.py); float32 sums if T > CHUNK. K2, 10,240 tokens, four GPUs: 1.8 GB
     dense      input, output, and a dense layer's hidden values, gate and up
-    attention  queries, outputs of heads and their sum; keys and values, KEY_VALUE_BYTES at a time; the rows of the
-               cache that they are computed from, as stored and unpacked; where KV is sharded, those of all ranks
+    attention  queries, outputs of heads and their sum; up to KEY_VALUE_BYTES of keys and values; the latents from which
+               these are computed, as stored and unpacked; where KV is sharded, the latents of all ranks
     logits     the final states, features concatenated, and float32 logits, adjusted and sorted
     """
     c, T = model, config.max_step_tokens or STEP_TOKENS["cuda"]
@@ -49,7 +49,7 @@ def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: i
     key = heads * (c.qk_nope_head_dim + c.v_head_dim) * size
     rows = max(min(KEY_VALUE_BYTES // key, config.max_num_seqs * longest), longest)
     queries = T * heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + 2 * c.v_head_dim) * size
-    rounded = 1.5 if config.fp8_activations else 1.0  # keys and values exist in 8 bits, too
+    rounded = 1.5 if config.fp8_activations else 1.0  # plus a copy of keys and values in 8 bits
     attention = stream + queries + int(rounded * min(KEY_VALUE_BYTES, rows * key)) + rows * kv_row
     if kv_row != latent * size:
         attention += rows * latent * size

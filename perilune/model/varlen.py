@@ -1,4 +1,4 @@
-"""The model on many whole texts at a time, layer by layer."""
+"""Runs the model on batches of whole texts, one layer at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ def grids(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -
 
 
 class WholeTexts(KimiK2):
-    """The same model for texts from their first token on. Attention takes a few launches per grid of texts; the op
-    that reads a cache would take some for each text."""
+    """The same model for whole texts, without a cached prefix. Attention takes a few launches per grid; mla_prefill
+    would take a few per text."""
 
     def __init__(self, model: KimiK2) -> None:
         self.__dict__.update(model.__dict__)  # the same weights and tables
@@ -63,7 +63,7 @@ class WholeTexts(KimiK2):
         return rmsnorm(h, self.weights.norm, self.eps)
 
     def through(self, layer: Layer, h: Tensor, step: Step, pages: Tensor) -> None:
-        """Runs one layer, which `weights` need not hold, on the residual stream h [T, D], in place."""
+        """Runs one layer, not necessarily of `weights.layers`, on the residual stream h [T, D], in place."""
         rotary, latents = Rotary(self.cos[step.positions], self.sin[step.positions]), Latents(pages, step.slots)
         x = rmsnorm(h, layer.input_norm, self.eps)
         attended = self._attention(layer.attention, apply(layer.attention.qkv_a, x), rotary, step, latents)

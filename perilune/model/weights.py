@@ -54,7 +54,7 @@ class Int4CompactExperts(_Experts):
 
 @dataclass(slots=True)
 class Fp8Experts(_Experts):
-    """formats/fp8_block.py has the layout; gate and up keep blocks of their own, cut at their lower edges."""
+    """formats/fp8_block.py has the layout; gate and up have separate blocks, smaller at the bottom edge of each."""
 
     gate_up: torch.Tensor  # [E, 2I, D] float8_e4m3fn
     gate_up_scale: torch.Tensor  # [E, 2, ceil(I/128), ceil(D/128)] float32
