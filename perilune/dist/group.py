@@ -26,8 +26,8 @@ log = logging.getLogger("perilune.dist")
 # Limit of a wait for another rank. engine/ranks.py ends the group within 10 s of a rank's death; this bounds the waits
 # that it cannot see. It must exceed a step of a long prompt, and a build of kernels on one rank.
 TIMEOUT = timedelta(minutes=30)
-# CPU time between two calls of `progress` from which a rank on a CPU counts as computing. Smaller: threads that only
-# report do, too. Larger: a rank that gets a tenth of a core counts as hanging.
+# A CPU rank counts as computing if its process used at least this much CPU time between two calls of `progress` (1 s
+# apart). Smaller: its reporting threads alone suffice. Larger: a rank with a tenth of a core counts as hanging.
 BUSY_SECONDS = 0.1
 END_SECONDS = 3.0  # `close` waits at most this long for NCCL's connections to end
 
@@ -35,9 +35,9 @@ END_SECONDS = 3.0  # `close` waits at most this long for NCCL's connections to e
 class Group(Protocol):
     """Rank `slicing.rank` of `slicing.ranks`. RuntimeError from any call if another rank is gone.
 
-    name   how partial outputs are summed, as in rows of the ledger
-    peers  for ops that sum partial outputs over peer memory; None: `sum` does it
-    begun  calls of sum, gather, all_to_all and broadcast: a rank with fewer than the others keeps them waiting
+    name   how partial outputs are summed ("none", "gloo", "nccl", "peer"), as in the ledger
+    peers  for ops that sum partial outputs over peer memory; None: only `sum` does
+    begun  number of calls of sum, gather, all_to_all and broadcast; the others wait for the rank with the fewest
     """
 
     slicing: Slicing
@@ -57,7 +57,7 @@ class Group(Protocol):
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[ranks, ...]: every rank's x[r], in order, where x is [ranks, ...] and r this rank."""
+        """[ranks, ...] -> [ranks, ...]: result[s] is rank s's x[r] on rank r."""
         ...
 
     def broadcast(self, x: Tensor, rank: int = 0) -> Tensor:
@@ -73,7 +73,7 @@ class Group(Protocol):
         ...
 
     def check(self) -> None:
-        """ExchangeError if a sum over peer memory ended without another rank's part. It waits for nothing."""
+        """ExchangeError if a sum over peer memory ended without another rank's part. Does not block."""
         ...
 
     def abort(self) -> None:
@@ -86,15 +86,15 @@ class Group(Protocol):
 
 
 def total(group: Group, x: Tensor) -> Tensor:
-    """Sums x over ranks: [T, D] -> [T, D], or P addends float32 [T, P, D] -> [T, 1, D]. With one rank x itself."""
+    """Sums x over ranks: [T, D] -> [T, D], or float32 [T, P, D] over P too -> [T, 1, D]. With one rank: x itself."""
     if group.ranks == 1:
         return x
     return group.sum(x.sum(1, keepdim=True) if x.dim() == 3 else x.contiguous())
 
 
 def exchanged(group: Group, rows: Tensor) -> Tensor:
-    """All-to-all of rows [ranks, W], row j going to rank j, or all-gather of [1, W] -> [ranks, W], in the order of
-    ranks. Over peer memory where there is some and `takes` holds, else through a collective."""
+    """All-to-all of rows [ranks, W] (row j goes to rank j), or all-gather of [1, W] -> [ranks, W], ordered by rank.
+    Over peer memory if there is some and `takes` allows, else through a collective."""
     if group.peers is not None and group.peers.mailboxes is not None and takes(rows):
         return exchange_rows(rows, group.peers)
     return group.gather(rows[0]) if len(rows) == 1 else group.all_to_all(rows)
@@ -206,7 +206,7 @@ class _Process:
     def mark(self) -> None: ...
 
     def progress(self) -> int:
-        """Number of calls that found that the process had used BUSY_SECONDS of CPU time since the call before: a rank
+        """Number of calls before which the process had used BUSY_SECONDS of CPU time since the previous call: a rank
         that waits for others uses hardly any."""
         used = time.process_time()
         self._busy_calls += used - self._used_seconds >= BUSY_SECONDS
@@ -233,7 +233,7 @@ class Gloo(_Process):
     name = "gloo"
 
     def abort(self) -> None:
-        """Calls in flight end by themselves, because the other processes do."""
+        """Does nothing: calls in flight end when the other processes do."""
 
 
 class Nccl(_Process):
@@ -286,7 +286,7 @@ class Nccl(_Process):
     def close(self) -> None:
         """Aborts NCCL's connections, which needs no other rank: NCCL's orderly end is a collective, and may wait for
         ranks that have ended. A thread runs the destructor of torch's object, which waits for torch's own threads;
-        after END_SECONDS it is left to the end of the process."""
+        `close` waits at most END_SECONDS for this thread."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None

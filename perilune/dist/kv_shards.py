@@ -2,8 +2,7 @@
 
 A KV block of N L tokens is a stripe over N ranks: rank r holds its tokens r L to (r + 1) L - 1, L rows of the rank's
 memory. So all ranks have the same block tables, prefix digests and numbers of free blocks, like one rank with blocks of
-N L tokens, and every rank holds an equal share of every request's blocks. The rows of all ranks, in the order of ranks,
-make up the block.
+N L tokens, and every rank holds an equal share of every request's blocks.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Memory of each rank's GPU that the other ranks' GPUs write to, for kernels that exchange values themselves.
 
-Every rank allocates a mailbox on its GPU and gives the others its CUDA IPC handle: 64 bytes, over whatever carries
-bytes between the ranks (`Swap`). NVLink multicast is not used. The kernels on this memory wait for the peers' kernels,
-so each rank needs a GPU of its own: two processes on one GPU run in turns, and each would wait during its turn for the
-other, which cannot run then.
+Every rank allocates a mailbox on its GPU and sends its CUDA IPC handle (64 bytes) to the others through a `Swap`, any
+all-gather of bytes. NVLink multicast is not used. The kernels on this memory wait for the peers' kernels, so each rank
+needs a GPU of its own: two processes on one GPU are time-sliced, and each would spend its slice waiting for the other.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ class ExchangeError(EngineError):
 
 
 class Store(Protocol):
-    """The methods used of a store of torch.distributed."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -51,7 +50,7 @@ def over_store(store: Store, rank: int, ranks: int, name: str = "swap") -> Swap:
         turn += 1
         store.set(f"{name}/{turn}/{rank}", "+" + own.hex())  # a store cannot hold the empty value
         found = [bytes.fromhex(store.get(f"{name}/{turn}/{r}")[1:].decode()) for r in range(ranks)]
-        if turn > 2:  # every rank has written a value of turn - 1, so it has read all values of turn - 2
+        if turn > 2:  # every rank has written its value of turn - 1, so all have read the values of turn - 2
             store.delete_key(f"{name}/{turn - 2}/{rank}")
         return found
 

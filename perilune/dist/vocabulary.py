@@ -1,10 +1,10 @@
-"""Sampling from logits that are split by vocabulary: every rank has V / N columns. Every rank gets the same tokens,
-those that one rank would sample.
+"""Sampling from logits that are split by vocabulary: each of N ranks has V / N columns. Every rank gets the same
+tokens, those that one rank with all columns would sample.
 
-Ranks exchange whole rows of logits, 4 V / N bytes of a row to every other rank; then the ops of one rank sample.
-Exchanging candidates would take fewer bytes, but needs a first exchange for the largest logit of all ranks, and top_p
-without top_k needs all logits. If there are few rows, every rank gets them all. Else each rank gets a share of the rows
-and samples for it; a second exchange gives the tokens to all ranks.
+Ranks exchange whole rows of logits, 4 V / N bytes per row to every other rank, and then sample with the same ops as one
+rank. Exchanging candidates would take fewer bytes, but needs a first exchange for the largest logit of all ranks, and
+top_p without top_k needs all logits. If there are few rows, every rank gets and samples all of them. Else each rank
+gets and samples an equal share of the rows; a second exchange gives the tokens to all ranks.
 """
 
 from collections.abc import Callable
