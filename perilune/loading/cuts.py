@@ -9,7 +9,7 @@ from perilune.model.config import KimiConfig
 
 MAX_RANKS = 8  # the largest number of ranks that an error proposes
 
-# What ranks divide among them, for errors, by the first letter of the dimension in `names.Entry.shape`.
+# Names, for errors, of what is split over ranks, by the first letter of the dimension in `names.Entry.shape`.
 _UNITS = {"H": "heads", "I": "width of the MLPs or experts", "V": "tokens of the vocabulary"}
 
 

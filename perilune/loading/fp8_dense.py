@@ -22,7 +22,7 @@ PIECE_ROWS = 4096  # rows quantised at once. Larger: more memory for their float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Loss of the conversion. `sqnr_db`: 10 log10 of signal over error energy, all matrices; `worst_db`: of `worst`."""
+    """Loss of the conversion. `sqnr_db`: 10 log10 of signal over error energy; `worst_db`: of the matrix `worst`."""
 
     matrices: int
     saved_bytes: int
@@ -38,9 +38,9 @@ def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = 
     """Replaces the dense linear layers in place, one at a time, and returns the loss. If `to_fp8_latents` is wanted,
     call it before: it multiplies weights that are rounded here.
 
-    agree  the elementwise maximum over ranks, if there are several: so rows that are split over ranks get the scales
-           that they would have on one rank. Every rank calls this function
-    activations  prompts' activations may be rounded too, except for lm_head's
+    agree  all-reduce of the elementwise maximum, if there are several ranks: rows split over ranks then get the scales
+           that they would have on one rank. Every rank must call this function
+    activations  allows rounding prompts' activations, too, except the input of lm_head
     """
     signal = error = 0.0
     matrices = saved = 0
@@ -71,8 +71,8 @@ def to_fp8(weights: Weights, agree: Agree | None = None, *, activations: bool = 
 
 
 def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
-    """Rounds W_UV [H, R, v] in place; returns (its FP8 copy, with scale [H, v]; its sum of squares before; that of the
-    error)."""
+    """Rounds W_UV [H, R, v] in place; returns (FP8 copy with scale [H, v], sum of squares before rounding, sum of
+    squared errors)."""
     q, scale = quantize_exactly(w_uv, 1)
     rounded = q.float() * scale
     signal, error = w_uv.double().square().sum(), (rounded - w_uv).double().square().sum()
@@ -81,7 +81,7 @@ def round_values(w_uv: Tensor) -> tuple[Matrix, float, float]:
 
 
 def quantize(weight: Tensor, agree: Agree | None = None) -> tuple[Matrix, float, float]:
-    """(the matrix in FP8, its sum of squares, that of the error); `agree` as in `to_fp8`."""
+    """(the matrix in FP8, its sum of squares, sum of squared errors); `agree` as in `to_fp8`."""
     rows = weight.shape[0]
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(rows, dtype=torch.float32, device=weight.device)

@@ -1,4 +1,4 @@
-"""The latent cache in FP8, as an option at load: 640 bytes a token and layer where bfloat16 takes 1,152.
+"""The latent cache in FP8, as an option at load: 640 bytes per token and layer instead of bfloat16's 1,152.
 
 kv_a_norm makes every latent a vector with a mean square of 1, times the norm's weights. These weights move into the two
 halves of kv_b_proj, the only matrices that read latents. A constant takes their place: the largest power of two c with

@@ -34,7 +34,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Fills one destination; `at` orders jobs as their bytes lie in the files."""
+    """Fills one destination. `at`: (file, offset); in this order, files are read sequentially."""
 
     at: tuple[str, int]
     nbytes: int  # number of bytes that it reads

@@ -48,7 +48,7 @@ def load(
     threads   reading at once; default: one per CPU, at most 8
     progress  show a bar on stderr; or a function that is called with (bytes read, bytes to read), now and then
     slicing   what this rank holds: the same records, narrower. Bytes of other ranks' slices are not read
-    rounding  makes the scales of INT4 experts compact, and receives the error of this
+    rounding  if given, scales of INT4 experts become compact, and their errors are added to it
     apart     allocate dense linear layers in separate memory, because the caller will convert them (apart.py)
 
     Raises CheckpointError naming what is wrong with the directory, ConfigError if the weights do not fit the device or

@@ -102,7 +102,7 @@ def compare(
 ) -> tuple[Survey, list[str]]:
     """The survey, and one line for each kind of fault, worst first.
 
-    unread  names of tensors that exist, but not in `stored`: tensors of their layers are neither missing nor surplus
+    unread  names of tensors with unknown headers, not in `stored`; their layers have no missing or surplus tensors
     """
     tensors, faults = _usual(stored)
     unknown = {name.rpartition(".")[0] for name in unread}
@@ -166,7 +166,7 @@ class _FormatChoice:
 
     def __init__(self, tensors: Mapping[str, TensorInfo], prefix: str, looks: Mapping[str, str | None]) -> None:
         self._tensors, self._prefix, self._looks = tensors, prefix, looks
-        self._known: dict[tuple[str, tuple[int, ...]], Mapping[str, Part]] = {}  # 69,000 layers have about 12 shapes
+        self._known: dict[tuple[str, tuple[int, ...]], Mapping[str, Part]] = {}  # K2: 69,000 layers, about 12 shapes
         self._usual: dict[str, str] | None = None  # counted when first needed; a sound checkpoint never needs it
 
     def of(self, linear: str, shape: tuple[int, ...]) -> tuple[str, Mapping[str, Part]]:
@@ -184,7 +184,7 @@ class _FormatChoice:
                 faults = self._faults(linear, self._parts(form, shape), companions=True)
             except CheckpointError:
                 continue
-            # If as many faults: prefer the format that the same projection has in other experts, unless that is plain.
+            # On a tie: prefer the format that the same projection has in other experts, unless that is dense.
             if faults < least or (faults == least and form == usual != scheme.DENSE):
                 best, least = form, faults
         return best, self._parts(best, shape)
@@ -206,7 +206,7 @@ class _FormatChoice:
         return count
 
     def _usual_format(self, linear: str) -> str:
-        """The most frequent format of this linear layer in other layers of the model and other experts; else plain."""
+        """The most frequent format of this linear layer in other layers of the model and other experts; else dense."""
         if self._usual is None:
             counts: dict[str, Counter[str]] = {}
             for name, form in self._looks.items():

@@ -1,8 +1,8 @@
 """Random weights of any shape, for measuring speed without a checkpoint.
 
 Values are zero-mean and as large as real ones: routing is near uniform and activations stay finite. Bits are as random
-as those of real weights, because a GPU's clock depends on how many bits change. Matrices are made one at a time, each
-from a seed of its own and whole, and a rank then keeps its slice: so every slicing has the same model.
+as those of real weights, because a GPU's clock depends on how many bits change. Each matrix is made whole, from its own
+seed, and a rank then keeps its slice: the model is the same for any number of ranks.
 """
 
 import hashlib
@@ -188,14 +188,15 @@ class _Random:
 
 
 def random_draft(config: Eagle3Config, embed: Tensor, *, seed: int = 0, slicing: Slicing = WHOLE) -> Eagle3Weights:
-    """Weights of a draft with latent attention and a head of its own, in the type of `embed` [V, D], the target's."""
+    """Weights of a draft with latent attention and its own head. Dtype and embedding are `embed`'s [V, D], the
+    target's."""
     assert config.form == "mla" and config.draft_vocab_size == config.vocab_size, config
     assert embed.shape == (config.vocab_size // slicing.ranks, config.hidden_size), embed.shape
     c, d = config, config.hidden_size
     sizes = names.letters(c, 2 * d, c.intermediate_size)
     r = _Values(embed.dtype, embed.device, seed, slicing)
     attention, mlp = r.attention("draft.attention", sizes), r.mlp("draft.mlp", sizes)
-    for matrix in (attention.o, mlp.down):  # otherwise the state hardly changes, and a chain repeats one token
+    for matrix in (attention.o, mlp.down):  # otherwise the state hardly changes, and all drafts are one token
         matrix.weight.mul_(DRAFT_GAIN)
     fc_norms = [r.norm(f"draft.fc_norms.{k}", c.target_hidden_size) for k in range(c.num_aux)] if c.fc_norm else None
     return Eagle3Weights(
