@@ -1,4 +1,4 @@
-"""The SHA-256s that a checkpoint keeps of its files: in conversion.json, which `perilune convert` writes."""
+"""SHA-256 sums of a checkpoint's files, in its conversion.json, which `perilune convert` writes."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ def _ignore(_: int) -> None: ...
 
 
 def kept(path: Path) -> dict[str, str]:
-    """{file: SHA-256} as the record of the directory `path` has them, files relative to it; empty without a record.
+    """{file relative to `path`: SHA-256} from the RECORD of the directory `path`; empty without a RECORD.
 
     CheckpointError if the record cannot be read, or names a path outside the directory.
     """

@@ -2,8 +2,8 @@
 (docs/formats.md section 3.2).
 
 weight           [..., o, i] float8_e4m3fn
-weight_scale_inv [..., ceil(o/128), ceil(i/128)] float32, a factor in spite of its name; blocks at the lower and right
-                 edges end where the matrix does
+weight_scale_inv [..., ceil(o/128), ceil(i/128)] float32, a factor in spite of its name; blocks at the bottom and right
+                 edges may be smaller than 128 x 128
 W[o, k] = weight[o, k] * weight_scale_inv[o // 128, k // 128]. We write scale = max|w| / 448 of each block.
 """
 

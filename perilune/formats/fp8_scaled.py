@@ -3,7 +3,7 @@
 weight       [o, i] float8_e4m3fn
 weight_scale [o, 1] float32 per row, or [ceil(o/128), ceil(i/128)] float32 per block
 W[o, k] = weight[o, k] * weight_scale[o, 0], or * weight_scale[o // 128, k // 128]. We write scale = max|w| / 448.
-Per block it differs from fp8_block.py in the name of the scale alone.
+With a scale per block, only the scale's name differs from fp8_block.py.
 """
 
 from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
-# Public by its documentation; the package lists no exports.
+# The documentation calls these functions public; the package lists no exports.
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
 
 from perilune.core.errors import ConfigError, quoted, shown
@@ -104,7 +104,7 @@ def _fetch_headers(name: str, revision: str | None, endpoint: str | None, to: Pa
         url = huggingface_hub.hf_hub_url(name, file, revision=info.sha, endpoint=endpoint)
         start = _range(url, 0, min(size, _FIRST_BYTES))
         length = 8 + int.from_bytes(start[:8], "little")
-        # A longer header is damage, which the reader of the file reports.
+        # A longer header means damage, which SafetensorsFile reports.
         if len(start) < length <= min(size, 8 + MAX_HEADER):
             start += _range(url, len(start), length)
         with (to / file).open("wb") as out:
@@ -132,7 +132,7 @@ def _range(url: str, first: int, end: int) -> bytes:
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """What `request` returns, called again (_ATTEMPTS calls at most) where its connection is lost."""
+    """The result of `request`, retried if its connection is lost (_ATTEMPTS calls at most)."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return request()

@@ -86,10 +86,10 @@ class SafetensorsFile:
     def read_columns(self, offset: int, width: int, columns: slice, out: NDArray[np.uint8]) -> None:
         """Fills `out` [rows, columns] with the bytes `columns` of rows of `width` bytes each, the first at `offset`.
 
-        Any thread may call it. A checkpoint has millions of rows of a few hundred bytes. They are mapped during the
+        Any thread may call it. A checkpoint has millions of rows of a few hundred bytes. The file is mapped during the
         copy: one system call per row takes 15 times as long, and reading whole rows up to 3 times as long. If the file
-        shrinks during the copy, SIGBUS ends the process, and the process that started it says why
-        (core.errors.signal_note); if only its last page shrinks, CheckpointError.
+        shrinks during the copy, SIGBUS ends the process, and the parent process says why (core.errors.signal_note); if
+        only the last page shrinks, CheckpointError.
         """
         nbytes, file = len(out) * width, self._file.fileno()
         self._check_end(offset + nbytes)
@@ -174,5 +174,5 @@ class SafetensorsFile:
 
 
 def _naturals(values: list[Any]) -> bool:
-    """Whether all values are sizes, and small enough to compute and print a product of MAX_DIMENSIONS of them."""
+    """Whether all values are sizes so small that the product of MAX_DIMENSIONS of them can be computed and printed."""
     return all(type(v) is int and 0 <= v < _TOO_MANY for v in values)

@@ -1,7 +1,7 @@
 """Which quantisation a checkpoint's configuration declares. Imports no torch: planning needs only the name.
 
-The declaration decides what is refused before anything is read; which linear layers are quantised is decided tensor by
-tensor (registry.py), because `ignore` lists are not reliable.
+The declaration only serves to refuse a checkpoint before its tensors are read; which linear layers are quantised is
+decided tensor by tensor (served.py), because `ignore` lists are not reliable.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ _FP8_ARGS = {
 }
 _MODELOPT_ARGS = {"num_bits": (4, (4,)), "type": ("float", ("float",)), "group_size": (NVFP4_GROUP, (NVFP4_GROUP,))}
 
-# A key of the weights' description -> (what its absence means, what is accepted).
+# A key of the weights' description -> (default, accepted values).
 _Args = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
@@ -136,8 +136,8 @@ def _modelopt(block: Mapping[str, Any], where: str) -> str:
 
 
 def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: bool = True) -> str | None:
-    """The first entry of config_groups that `args` refuses. `activations`: whether it may declare quantised
-    activations."""
+    """The first entry of config_groups that `args` does not accept, as "key=value"; None if there is none.
+    `activations`: whether quantised activations are accepted."""
     for name, group in _table(block, "config_groups", where).items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise CheckpointError(f"{where}: quantization_config.config_groups.{shown(name)}.weights must be an object")

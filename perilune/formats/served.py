@@ -1,7 +1,7 @@
 """The formats that are read, and how the format of a linear layer is found from its tensors.
 
-A new format is a file with `parts` and `decode`, an entry in SERVED, and, if weights are to stay in it in memory, its
-record in model/weights.py and loading/load.py.
+A new format is a file with `parts` and `decode`, an entry in SERVED and, if experts stay in this format in memory, a
+record in model/weights.py with an entry in loading/weights_plan.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ class Format:
     """How a linear layer [o, i] is stored.
 
     parts   (o, i) -> its tensors by the suffixes of their names; CheckpointError if the format does not allow the shape
-    decode  (these tensors, or their part for consecutive rows of the layer; a dtype) -> [rows, i] in this dtype
+    decode  (these tensors, or the parts of them for consecutive rows of the layer; dtype) -> [rows, i] in `dtype`
     """
 
     parts: Callable[[tuple[int, ...]], Mapping[str, Part]]

@@ -28,9 +28,9 @@ class Part:
 
     covers      rows of the layer that share one row of this tensor; 0 if it belongs to the layer as a whole
     spans       columns of the layer that share one column of this tensor; 0 if all share it
-    fault       values -> what is wrong, worded to follow "tensor X", or None; without it nothing is checked
-    reciprocal  a number; the records of model/weights.py hold 1 / it
-    unread      used by other programs only: it may be absent and is not read
+    fault       values -> what is wrong, worded to follow "tensor X", or None; without `fault` nothing is checked
+    reciprocal  the part is one number; the records of model/weights.py hold its reciprocal
+    unread      the part is for other programs: it may be absent and is not read
 
     Shape () allows [1] too: writers differ in how they store a single number.
     """
@@ -47,7 +47,7 @@ class Part:
         return shape == self.shape or (self.shape == () and shape == (1,))
 
     def region(self, stored: tuple[int, ...], layer: tuple[int, ...], cut: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The part of this tensor, of shape `stored`, for the rows and columns `cut` of the layer [o, i]. ValueError
+        """The region of this tensor, of shape `stored`, for the rows and columns `cut` of the layer [o, i]. ValueError
         ("groups of 32 columns") if `cut` begins or ends inside a group."""
         if not self.covers:
             return tuple(slice(0, n) for n in stored)

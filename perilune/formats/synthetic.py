@@ -48,8 +48,8 @@ def write(path: Path, mark: Synthetic, config: Mapping[str, Any], vocabulary: Pa
     """Writes a directory that `load` makes random weights for.
 
     config      config.json; its vocab_size is at least that of the vocabulary
-    vocabulary  directory of the tokenizer: its tokens come first, then " w<id>" for every id it lacks, and its control
-                tokens last, as in the family's own vocabularies
+    vocabulary  directory of a tokenizer. The result has its base tokens, then " w<id>" for every missing id, then its
+                control tokens, as in Kimi's own vocabularies
     """
     lines = (vocabulary / VOCABULARY).read_bytes().splitlines()
     own, base = len(lines), config["vocab_size"] - CONTROL_SLOTS

@@ -62,8 +62,8 @@ def write(
     """Writes (name, tensor) pairs as a checkpoint with `config` as config.json.
 
     Floating-point tensors become bfloat16, the router's bias float32. A form other than "bf16" quantises the routed
-    experts' [o, i] weights, "fp8-block" every linear layer's but lm_head's, as each is published. config's
-    quantization_config is replaced by the one that holds for the result.
+    experts' [o, i] weights; "fp8-block" those of every linear layer but lm_head, as in published checkpoints. config's
+    quantization_config is replaced by the result's.
     """
     quantiser = _QUANTISERS.get(form)
     with Writer(directory, shard_bytes=shard_bytes) as out:
@@ -87,15 +87,14 @@ def write(
 
 
 def held(directory: Path) -> list[str]:
-    """Names of shards and index; none if a kill before config.json left them."""
+    """Names of shards and index; empty if an earlier write was killed before config.json."""
     killed = (directory / UNFINISHED).exists() and not (directory / "config.json").exists()
     return [] if killed else sorted(p.name for p in directory.glob("*.safetensors*"))
 
 
 def with_quantization(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of config.json's object in which the text model (text_config if nested) declares `block`, or nothing.
-
-    ModelOpt's blocks go to the outermost level.
+    """A copy of config.json's object with `block` as quantization_config of the text model (text_config if nested), or
+    without one. ModelOpt's blocks go to the outermost level.
     """
     result = {k: v for k, v in config.items() if k != "quantization_config"}
     text = result
