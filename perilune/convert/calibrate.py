@@ -2,10 +2,10 @@
 
 scales  the largest absolute input of a layer's experts, by projection, gives ModelOpt's input_scale. All experts of a
         layer share it, also those that got no token.
-often   the mean square of each input: an error of its weights changes the output in proportion. The search for block
-        scales weights squared errors by it. There is one set for gate and up of a layer, and one for down of each
-        expert, which has inputs of its own. Stored as 1 to 15, relative to the largest in a block of 16; all equal for
-        an expert that got no token.
+often   the mean square of each input channel: a weight's squared error changes the output's in proportion to it, so the
+        search for block scales weights squared errors by it. Gate and up of all experts of a layer share one vector;
+        down of each expert has its own. Stored as 1 to 15, relative to the largest in a block of 16; all equal for an
+        expert that got no token.
 
 The numbers are kept beside the result, so that a conversion that is stopped and continued uses the same ones.
 """
@@ -118,7 +118,7 @@ def measure(source: Path, texts: Texts, device: torch.device) -> Measured:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over all experts of one layer: squares of the inputs of gate and up; `largest` inputs by projection."""
+    """Of all experts of one layer: sums of squared inputs of gate and up; `largest` absolute inputs by projection."""
 
     tokens: int = 0
     squares: Tensor | None = None

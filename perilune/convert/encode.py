@@ -28,7 +28,7 @@ from perilune.ops.harness.workspace import Workspaces
 
 SCALE_NAMES = ".weight_scale"
 GRID = (scheme.INT4, scheme.INT4_COMPACT)  # formats with weights q * s
-KEPT_FACTORS = 64  # cached weight_scale_2 of matrices. Larger: more memory; smaller: some are computed more than once
+KEPT_FACTORS = 64  # cached weight_scale_2 values. Larger: more memory; smaller: some are computed more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Inputs:
     """Measurements of the routed experts' inputs (calibrate.py).
 
     scales  ModelOpt's input_scale by ("model.layers.3.mlp.experts", "gate_up" or "down")
-    often   [i] uint8, 1 to 15: weight of an error at each input, relative to the other inputs of its block. For gate
-            and up by "model.layers.3.mlp.experts", for one expert's down by "model.layers.3.mlp.experts.17"
+    often   [i] uint8, 1 to 15: weight of squared errors at each input, relative within its block of 16. Keys: gate and
+            up of a layer "model.layers.3.mlp.experts", one expert's down "model.layers.3.mlp.experts.17"
     """
 
     scales: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class Inputs:
 class Encoder:
     """Makes jobs. `scales`: the INT4 scales kept beside a bfloat16 source (`sidecar`), if there are some.
 
-    devices  where the work is done; each thread takes one of them
-    inputs   may be set until the first job runs; layers without a scale in it keep the source's, or get INPUT_SCALE
+    devices  where the work is done; each thread uses one of them
+    inputs   set it before the first job runs; layers that it has no scale for keep the source's, or get INPUT_SCALE
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Encoder:
         return self._job(name, (values, scale, *self._numbers()), piece, lambda: self._tail(name, self._factor(pair)))
 
     def _nvfp4_layout(self, name: str) -> Job:
-        """From one of the two layouts to the other."""
+        """Between ModelOpt's layout and compressed-tensors'; values and block scales are copied."""
         o, i = self._found.shapes[name]
         to_packed = self._target.layout == "compressed-tensors"
         old = ".weight" if to_packed else ".weight_packed"

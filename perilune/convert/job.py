@@ -36,8 +36,8 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a job's outputs: `rows` of the first one, written at once; `waiting` of the others, written at the
-    end. signal, error: sums of squares of the weights and of their error.
+    """Some rows of a job's outputs: `rows` of the first one, written immediately; `waiting`, of the others, written
+    after the last piece. signal, error: sums of squares of the weights and of their error.
     """
 
     rows: Tensor
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`outs`: the first output, the waiting ones, then those that `tail` returns, which is called after the last piece.
+    """`outs`, in order: the first output of pieces, their waiting outputs, then what `tail` returns after the last one.
 
     at      (file, offset) of what is read; in this order, files are read sequentially
     reads   bytes that are read

@@ -1,7 +1,7 @@
 """The finished shards of a conversion, one line of JSON each, so that a killed conversion can be continued.
 
 A line is appended only when its shard has its final name and is on the disk. The first line identifies source and
-target; a directory with the journal of another conversion is left alone.
+target; a directory with the journal of another conversion is refused.
 """
 
 import fcntl
@@ -89,8 +89,8 @@ class Journal:
 
 
 def require_job(directory: Path, job: Mapping[str, Any]) -> None:
-    """CheckpointError if the journal in `directory` is of another job, as far as the keys of `job` go. A damaged one is
-    the journal's own error when it is opened."""
+    """CheckpointError if the journal in `directory` differs from `job` in any key of `job`. A damaged journal passes:
+    opening it raises."""
     path = directory / NAME
     try:
         first = json.loads(path.read_bytes().partition(b"\n")[0])

@@ -1,11 +1,11 @@
-"""Weights to NVFP4: the block scale with the least squared error, under a power of two for the matrix.
+"""Weights to NVFP4: block scales with the least squared error, and a power of two as the matrix's scale.
 
 From INT4 the search is exact and runs on tables (ops/quantize/nvfp4_from_int4.py). From other weights it tries every
 e4m3 scale from the one that maps a block's largest value to 8 to the one that maps it to 4. `by_maximum` is the usual
 recipe, which maps the largest value to 6, for comparison.
 
-A power of two adds no error, because e4m3 scales have exponents of their own, and gate and up of an expert can share
-it: engines that fuse the two keep one number for both.
+A power of two adds no error, because e4m3 scales have exponents of their own. Gate and up of an expert share one,
+because engines that fuse the two keep one number for both.
 """
 
 import math

@@ -256,7 +256,7 @@ def compare_outputs(
     changed: set[str],
     dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """`changed` names the linear layers that differ; `dtype` is by default what the device serves in."""
+    """`changed` names the linear layers that differ; `dtype`: default bfloat16 on a GPU, float32 on a CPU."""
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     changed, layers = {name.removeprefix(NESTED) for name in changed}, []
     with Checkpoint.open(source) as one, Checkpoint.open(result) as other, torch.inference_mode():

@@ -1,7 +1,7 @@
 """A checkpoint in another format, written shard by shard in bounded memory, and resumable.
 
-Headers alone decide which bytes go where (`Conversion`). Threads then make pieces of at most 16 M weights, a few of
-them before they can be written; a shard is written under a temporary name, synced, renamed and entered in the journal.
+`Conversion` plans where all bytes go from headers alone. Threads then make pieces of about 16 M weights, a few of them
+ahead of the writer; a shard is written under a temporary name, synced, renamed and entered in the journal.
 Small files and the index follow, config.json comes last: until then no loader takes the directory for a checkpoint.
 Every step is deterministic, so a conversion that was killed and repeated has the same bytes as one that was not.
 """
@@ -44,7 +44,7 @@ from perilune.model.names import ROUTED
 
 CALIBRATION = ("calibration.json", "calibration.npz")  # written by calibrate.py before the conversion begins
 MAX_THREADS = 16
-AHEAD = 2  # pieces finished or queued, beyond the one that each thread makes. Larger: more memory
+AHEAD = 2  # pieces finished or queued, in addition to one in work per thread. Larger: more memory
 VERSION = 4  # increased when the written bytes change: a conversion begun by another version is not continued
 WORST = 10
 SMALL_FILE = 100_000_000
@@ -144,7 +144,7 @@ class Conversion:
             raise ConfigError(f"{directory} is the source: choose another directory for the result")
 
     def require_empty(self, directory: Path) -> None:
-        """CheckpointError if there are files of a checkpoint that no conversion has begun."""
+        """CheckpointError if `directory` has files of a checkpoint but no journal."""
         if (directory / journal.NAME).exists():
             return
         held = directory.iterdir() if directory.exists() else ()
@@ -169,7 +169,7 @@ class Conversion:
 
     @property
     def fingerprint(self) -> str:
-        """Of the source: its configuration, where each tensor lies, and the files of its draft model."""
+        """Hash of the source's configuration, tensor locations, and names and sizes of its draft model's files."""
         tensors = sorted(
             (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
         )
@@ -286,7 +286,7 @@ class Conversion:
 
     def _write(self, directory: Path, shards: list[Shard], done: Journal, threads: int, advance: Advance) -> None:
         before = torch.get_num_threads()
-        # Parallelism comes from pieces: with more threads inside each piece, they would only wait for one another.
+        # `threads` pieces run at once; more torch threads in each would exceed the number of cores.
         torch.set_num_threads(max(before // threads, 1))
         pool = ThreadPoolExecutor(threads, "convert", torch.set_grad_enabled, (False,))
         makers = (make for shard in shards for job in shard.jobs for make in job.pieces)
@@ -400,7 +400,7 @@ def _devices(device: torch.device) -> list[torch.device]:
 
 
 def summary(losses: list[tuple[str, float, float]]) -> Loss:
-    """Of (layer, energy of its weights, energy of the error)."""
+    """The Loss of layers (name, energy of its weights, energy of the error)."""
     each = sorted(((name, decibels(s, e)) for name, s, e in losses), key=lambda pair: pair[1])
     total = decibels(sum(s for _, s, _ in losses), sum(e for *_, e in losses))
     return Loss(len(losses), total, tuple(each[:WORST]))

@@ -13,8 +13,8 @@ To = Literal["nvfp4", "int4", "int4-compact", "bf16", "fp8-dense"]
 Layout = Literal["modelopt", "compressed-tensors"]
 Recipe = Literal["optimal", "max"]
 Scales = Literal["row", "block"]
-# Default input_scale: inputs up to 672 can be represented, and blocks of 16 inputs below 0.02 lose precision. It is a
-# power of two, so scaling is exact.
+# Default input_scale: represents inputs up to 672; blocks of 16 inputs below 0.02 lose precision. A power of two, so
+# scaling is exact.
 INPUT_SCALE = 0.25
 
 

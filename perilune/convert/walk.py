@@ -1,9 +1,9 @@
 """A checkpoint's model computed layer by layer straight from its files, for many tokens at once.
 
 Every expert is read once, used by all the tokens that chose it, and dropped: memory holds the activations, a layer
-without its experts and a few experts, however large the model. Calibration watches activations this way, and reports
-compare two checkpoints that need not fit the machine together. Attention, norms and router are those of the served
-model; experts are multiplied in the walk's dtype.
+without its experts and a few experts, however large the model. Calibration measures activations this way, and reports
+compare two checkpoints that need not fit the machine. Attention, norms and router are those of the served model;
+experts are dequantised to the walk's dtype.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
