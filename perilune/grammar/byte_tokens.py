@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-END_BYTE = 256  # what ends a text in the vocabulary of single bytes
+END_BYTE = 256  # end token of the vocabulary of single bytes
 
 
 class Tokens:
@@ -27,6 +27,6 @@ class Tokens:
 
 @functools.cache
 def over_bytes() -> LLTokenizer:
-    """Its tokens are the 256 bytes and END_BYTE."""
+    """The tokenizer with the 256 bytes and END_BYTE as tokens."""
     tokens = Tokens([*(bytes([b]) for b in range(256)), b"<end>"], [END_BYTE], END_BYTE, list)
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=END_BYTE + 1, slices=[])

@@ -19,12 +19,12 @@ _COUNT = re.compile(r'"min(?:Length|Items)": (\d+)|\{(\d+)[,}]')  # in the text 
 
 @dataclass(frozen=True)
 class Clues:
-    """Estimates, in bytes of JSON; the search finds out with a matcher whether each of them is right.
+    """Candidates as JSON bytes; the search checks each with a matcher before it uses one.
 
-    hints   texts worth trying inside strings: matches of the schemas' patterns
-    keys    names of required properties, as they are between their quotes, to be tried where an object cannot end
-    values  objects and arrays, shortest first; none where no schema refers to another
-    count   the highest number of characters or items that the grammar asks for
+    hints   texts to try inside strings: matches of the schemas' patterns
+    keys    names of required properties, escaped but without quotes, to try where an object cannot end
+    values  objects and arrays, shortest first; none if no schema has a reference
+    count   the highest minimum of characters or items in the grammar
     """
 
     hints: tuple[bytes, ...] = ()
@@ -46,7 +46,7 @@ def clues(grammar: str) -> Clues:
 
 
 def _hints(objects: list[Mapping[str, Any]]) -> tuple[bytes, ...]:
-    """A short match of each pattern in the schemas: the search by bytes does not find one of an unanchored pattern.
+    """A short match of each pattern in the schemas: the search by bytes finds no match of an unanchored pattern.
 
     For several patterns in one `allOf` also their matches joined, which often satisfy all of them.
     """

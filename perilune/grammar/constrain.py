@@ -35,20 +35,20 @@ from perilune.text.tokenizer import Tokenizer
 from perilune.text.tools import Tool, check_depth, depth, show
 
 MAX_CHOICES = 1024
-# Of a grammar, an expression, all choices or all expressions of a schema. 1,000,000 took a minute to compile.
+# Limit of a grammar, an expression, all choices, or all expressions of a schema. 1,000,000 took a minute to compile.
 MAX_GRAMMAR_CHARS = 65_536
-# Of one expression of a schema. The search for its shortest text holds the interpreter's lock: "x?" 4,000 times stopped
-# the event loop for 0.25 s, 30,000 times for 35 s.
+# Limit of one expression of a schema. The search for its shortest match holds the GIL: "x?" repeated 4,000 times
+# stopped the event loop for 0.25 s, 30,000 times for 35 s.
 MAX_PATTERN_CHARS = 8_192
-# Of a schema and of each of its definitions, added: as deep as the compiler may recurse, 6 KiB of its stack a level.
+# Limit of nesting depths, summed over a schema and its definitions: the compiler may recurse so deep, 6 KiB per level.
 MAX_LEVELS = 8_192
-# Schemas that one value may follow, by references and alternatives. llguidance keeps an item of each in every state and
-# fails beyond 2,000, also in the middle of an answer.
+# Limit of schemas that may apply to one value, by references and alternatives. llguidance keeps an item for each in
+# every parser state and fails beyond 2,000, even in the middle of an answer.
 MAX_SCHEMAS_OF_VALUE = 1_500
 _MAX_VISITED = 2_000_000  # references followed to count them: about a second
 _PLAIN_TYPES = ("string", "number", "integer", "boolean", "null")
 _FORMS: Mapping[str, Literal["grammar", "regex"]] = {"lark": "grammar", "regex": "regex"}
-# Leaps, see Constraint.leap. JSON: what closes the brackets and quotes that one token opens, and one or two numbers.
+# Values of Constraint.leap. JSON: enough to close the brackets and quotes that one token opens, and for two numbers.
 _JSON_LEAP = 96
 _FREE_LEAP = 256
 _OVERLAP = (
@@ -76,7 +76,7 @@ ToolChoice = Literal["auto", "none", "required"] | Named | Allowed
 
 
 def forces(choice: ToolChoice) -> bool:
-    """Whether the answer has to be a call."""
+    """Whether the answer must be a tool call."""
     return choice.required if isinstance(choice, Allowed) else choice not in ("auto", "none")
 
 
@@ -115,8 +115,8 @@ def constrain(
     with a large vocabulary (`warm_up` does that ahead): call it on a thread.
 
     `group`: only requests of one group share compiled grammars.
-    `begun` is content of the answer that the prompt already holds: the form applies to all of it. JSON may have any
-    white space there; what follows is compact.
+    `begun`: the beginning of the answer, if the prompt holds it; `answer` applies to the whole. JSON may have any white
+    space in `begun`; the rest is compact.
     """
     declared = {tool.name: tool for tool in tools}
     if isinstance(choice, Named):
@@ -146,7 +146,7 @@ def constrain(
     compile = functools.partial(known.compile, group=group)
     leaps = [0]
     grammars = []
-    steps = 0  # remainders of all tools: the answer holds all of their grammars
+    steps = 0  # remainders of multipleOf in all tools: an Enforcer holds the grammars of all
     for position, tool in enumerate(tools):
         if tool.name in declared:
             if tool.form is not None:
@@ -181,7 +181,7 @@ def constrain(
         param="tools" if forced else answer.param if answer is not None else None,
         group=group,
     )
-    # Whether the prompt opens the thought is not known here: if it does not, the answer has one token more.
+    # Assumes that the prompt ends inside <think>; if it does not, the answer has one token more.
     return dataclasses.replace(made, least=len(Enforcer(known, made, opened=True).shortest()))
 
 
@@ -291,8 +291,8 @@ def _of_object(tool: Tool, where: str) -> tuple[Any, int]:
 def _ready(schema: Any, where: str, what: str) -> tuple[Any, int]:
     """The schema as the compiler takes it, and its leap: bytes that a token can add to the shortest completion.
 
-    One token may open several values: the leap has room for two of the heaviest. A larger leap costs searches near the
-    end of the token budget; with a smaller one an answer could be cut off.
+    One token may open several values: the leap has room for two keys and minimal values of the largest size. Larger:
+    more searches near the end of the token budget; smaller: an answer could be cut off.
     """
     try:
         plain = resolved(schema)
@@ -325,7 +325,7 @@ def _check_schemas_of_values(schema: Any) -> None:
     known = {"#": _alternatives(schema)}
     for word in DEFINITIONS:
         known |= {f"#/{word}/{k}": _alternatives(part) for k, part in mapping(mapping(schema).get(word)).items()}
-    # References that one value follows first, and its multipleOf; and its other alternatives.
+    # {(references of a schema, its multipleOf): how many schemas apply to its value before these are followed}
     starts: dict[tuple[frozenset[str], frozenset[Fraction]], int] = {}
     for count, found, steps in map(_alternatives, nodes(schema)):
         starts[found, steps] = max(count, starts.get((found, steps), 0))
@@ -342,7 +342,7 @@ def _check_schemas_of_values(schema: Any) -> None:
             raise SchemaError(
                 f"one of its values may follow more than {MAX_SCHEMAS_OF_VALUE} schemas, by references and alternatives"
             )
-        if len(steps) > 1:  # the compiler combines them if they hold together
+        if len(steps) > 1:  # the compiler takes the common multiple of those that apply together
             least = Fraction(math.lcm(*(s.numerator for s in steps)), math.gcd(*(s.denominator for s in steps)))
             _check_remainders(remainders(least))
 
@@ -356,8 +356,8 @@ def _check_remainders(count: int) -> None:
 
 
 def _alternatives(schema: Any) -> tuple[int, frozenset[str], frozenset[Fraction]]:
-    """How many schemas a value may follow (alternatives that are plain values are compiled as one), those of them that
-    are references, and every multipleOf in them."""
+    """(Number of schemas that may apply to a value, without plain values: the compiler merges alternatives of these;
+    the references among the schemas; every multipleOf in them)."""
     count, found, steps, left = 0, set[str](), set[Fraction](), [schema]
     while left:
         part = left.pop()
@@ -374,7 +374,7 @@ def _alternatives(schema: Any) -> tuple[int, frozenset[str], frozenset[Fraction]
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Refuses minProperties above 1 and above the required properties: llguidance counts a repeated key twice.
+    """Refuses minProperties > max(1, number of required properties): llguidance counts a repeated key twice.
 
     Also refuses expressions that take long to compile.
     """

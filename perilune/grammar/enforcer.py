@@ -70,15 +70,15 @@ class Enforcer:
         self.phase = (Phase.THINK if opened else Phase.OPEN) if constraint.thinking else Phase.START
         self._thought_tokens = 0  # tokens of the thought
         self._calls = 0
-        self._next_calls: dict[int, list[int]] = {}  # by `_calls`: `_another_call`
+        self._next_calls: dict[int, list[int]] = {}  # cache of `_another_call` by `_calls`
         self._typed = b""  # text of the call header so far, functions.NAME:COUNTER
         self._matcher: Matcher | None = None
-        self._text_completion: list[int] = []  # of the matcher's text alone, as found last: perhaps some tokens ago
+        self._text_completion: list[int] = []  # last one found of the matcher's text alone, perhaps some tokens ago
         self._completion: list[int] | None = None  # of the answer from here; None: not searched yet
         self._shortest = False  # whether a full search has found nothing shorter than `_completion`
         self._completion_bound = 0  # upper bound on the tokens of the shortest completion
-        self._no_completion = False  # for the matcher's text none was found: the answer may be cut off
-        self._rest: list[int] = []  # tokens that must follow: llguidance has reached its limits
+        self._no_completion = False  # True: none was found for the matcher's text, so the answer may be cut off
+        self._rest: list[int] = []  # tokens that must follow, once llguidance has reached its limits
         self._vetted: tuple[int, list[int]] | None = None  # (token that `settle` accepted, the text's completion then)
         # (token, left - len(_completion)) that `settle` has refused
         self._refused: frozenset[tuple[int, int]] = frozenset()
@@ -122,7 +122,7 @@ class Enforcer:
                 return self._complete(_find_completion(self._matcher, self._text_completion))
 
     def fill(self, mask: Words, left: int) -> None:
-        """Writes the tokens that may come next, when `left` tokens at most are left for the answer, this one included.
+        """Sets the bits of the tokens that may come next; at most `left` tokens are left, the next one included.
 
         Raises GrammarError if nothing may come next.
         """

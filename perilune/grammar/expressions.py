@@ -38,9 +38,9 @@ def example(expression: str) -> bytes:
 
 
 def finder(expression: str) -> Callable[[str], bool]:
-    """A function that says whether the compiler finds the expression in a text, as `pattern` in a schema does.
+    """A function that says whether the expression is found in a text, with the compiler's semantics of `pattern`.
 
-    Python's `re` would hold the interpreter's lock while it backtracks: "^(a|a)*$" takes twice as long for each "a".
+    Python's `re` would hold the GIL while it backtracks: "^(a|a)*$" takes twice as long for each further "a".
     ValueError, from either, for an expression that Python or the compiler does not read, or that takes too long.
     """
     try:

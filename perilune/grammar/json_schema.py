@@ -21,7 +21,7 @@ _REMARKS = (
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
     "discriminator", "externalDocs", "xml",
 )  # fmt: skip
-# Keywords that count, each with the value above which it is dropped. Only upper limits are: the compiler's memory grows
+# Counting keywords; above its value here a keyword is dropped. Only maxima are dropped: the compiler's memory grows
 # with each counted character, and no answer has so many items.
 _UNBOUNDED = float("inf")
 _COUNTS: Mapping[str, float] = {
@@ -36,7 +36,7 @@ _COUNTS: Mapping[str, float] = {
 }
 _FARTHEST, _NEAREST = 10**18, 1e-30  # ends of number ranges farther from 0 are dropped, nearer ones become 0
 _ENDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-_GREATEST = 2**63 - 1  # maximum of an integer without one
+_GREATEST = 2**63 - 1  # maximum added to integers without one
 _DEEPEST = 16  # references and alternatives followed to distinguish two schemas
 _STARTS = 4  # the item that `contains` needs is one of the first 4; for several needed items see _heads
 _MAX_CONTAINED = 64  # largest minContains
@@ -60,7 +60,7 @@ class _Rewriter:
         self._root = root
         self._left = _MAX_VISITED
         self._negation = Negation(root)
-        # By id() of a schema with listed values: the schema, which keeps the id in use, and the values' kinds or texts.
+        # By id() of a schema with listed values: the schema, to keep its id in use, and the values' kinds or texts.
         self._known_kinds: dict[int, tuple[Any, set[str]]] = {}
         self._known_values: dict[int, tuple[Any, set[str]]] = {}
 
@@ -97,7 +97,7 @@ class _Rewriter:
     # ---- keywords
 
     def _counts(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Whole numbers written as fractions (2.0) become whole, and bounds that nothing reaches are left out."""
+        """Counts written as fractions (2.0) become whole; maxima above _COUNTS are dropped."""
         made = {}
         for word, value in node.items():
             if word in _COUNTS and isinstance(value, float) and value.is_integer():
@@ -108,8 +108,8 @@ class _Rewriter:
         return made
 
     def _one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`oneOf` as `anyOf` if no two alternatives can hold at once. Also if each alternative only requires a property
-        of its own: then as objects with exactly one of them (a value that is no object would satisfy all)."""
+        """`oneOf` as `anyOf` if no two alternatives can hold at once. Also if each alternative only requires one
+        distinct property: then as objects with exactly one of these (a non-object would satisfy all alternatives)."""
         choices = node.get("oneOf")
         if not isinstance(choices, list) or not choices:
             return node
@@ -128,7 +128,7 @@ class _Rewriter:
         return _and(rest, {"anyOf": made}) if "anyOf" in rest else rest | {"anyOf": made}
 
     def _condition(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`if` as two alternatives, where it tests whether a required property with listed values has some of them."""
+        """`if` as two alternatives, if it tests a required property with listed values for some of these values."""
         asked = node.get("if")
         if not isinstance(asked, Mapping) or asked.keys() - {"properties", "required"}:
             return node
@@ -432,8 +432,8 @@ class _Rewriter:
 
 
 def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list[Any]]:
-    """Lists for `prefixItems` with `wanted` at the end and `count` times in all. `apart`: there may be `other` ones
-    between them, not only before."""
+    """Lists for `prefixItems` that end in `wanted` and have it `count` times. `apart`: `other` items may be between the
+    wanted ones, not only before them."""
     if not count:
         yield []
     elif not apart:
@@ -444,7 +444,7 @@ def _heads(count: int, wanted: Any, other: Any, *, apart: bool) -> Iterator[list
 
 
 def _length(said: Mapping[str, Any]) -> str | None:
-    """An expression for texts of the length in `said`; None if `said` has other keywords, or none."""
+    """An expression for strings of the length in `said`; None if `said` is empty or has other keywords."""
     least, most = said.get("minLength", 0), said.get("maxLength", "")
     return rf"^[\s\S]{{{least},{most}}}$" if said and said.keys() <= {"minLength", "maxLength"} else None
 
@@ -516,7 +516,7 @@ def _values_apart(a: set[str] | None, b: set[str] | None) -> bool:
 
 
 def _all_values_apart(listed: Iterable[set[str] | None]) -> bool:
-    """Whether every two of these are apart, which is whether no value is in two of them."""
+    """Whether no value is in two of these sets; False if one is None."""
     found = set[str]()
     for values in listed:
         if values is None or not found.isdisjoint(values):

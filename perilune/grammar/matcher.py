@@ -1,8 +1,8 @@
 """Wraps llguidance: which tokens of a vocabulary a grammar allows next, and a short completion of the text.
 
-A matcher works on bytes, so any way of cutting a valid text into tokens is allowed. Control tokens are never part of
-what a grammar matches. Beside the matcher over the model's tokens runs a second one over single bytes: a search for
-the shortest completion takes hundreds of steps, each of which costs ten microseconds there.
+A matcher works on bytes, so any way of cutting a valid text into tokens is allowed. A grammar never matches control
+tokens. Each Matcher also has an llguidance matcher over single bytes: the search for a short completion takes hundreds
+of steps, at 10 us each over bytes.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from perilune.text.tokenizer import Tokenizer
 
 Words = NDArray[np.uint32]  # bit i of word w is token 32 w + i
 
-# Size of the cache of compiled grammars that no answer has used yet, in characters: 60 to 120 bytes of memory each. A
-# tool with six strings has 6,000. If the agents that are served at a time have more, each request compiles all its
-# tools again, 10 to 60 ms each.
+# Size of the cache of compiled grammars that no answer has used yet, in characters of 60 to 120 bytes of memory each. A
+# tool with six strings has 6,000 characters. If the tools of all agents in service exceed this size, each request
+# compiles its tools again, 10 to 60 ms per tool.
 MAX_FRESH = 4 << 20
-_REMAINDER_CHARS = 10  # what each remainder of a multipleOf counts in it
-MAX_GROWN = 64  # Size of the cache of grammars that answers use. One may take 120 MB once its states have been reached.
+_REMAINDER_CHARS = 10  # each remainder of a multipleOf counts as so many characters of MAX_FRESH
+MAX_GROWN = 64  # Size of the cache of grammars in use by answers. With all its parser states one may take 120 MB.
 MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for them
 # Stack of a thread that compiles a grammar. llguidance recurses along references between rules: a chain of 1,000
 # schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
 _compiling = threading.BoundedSemaphore(4)  # compilations at a time: one may take 10 s of CPU
-MAX_COMPILE_SECONDS = 2.0  # of CPU; the engine compiles it again, one at a time
+MAX_COMPILE_SECONDS = 2.0  # CPU time of a grammar; the engine process compiles it again, one grammar at a time
 PATIENCE_SECONDS = 10.0
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -61,7 +61,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
 _MAX_REPLACED_BYTES = 16  # bytes, blanks included, that a token without the blanks may replace
 _MAX_SPACED_BYTES = 4_096  # bytes of a completion that is tried with blanks
-_CHECKED_BYTES = 64  # after a replaced run: they must still be accepted
+_CHECKED_BYTES = 64  # bytes after a replaced run that must still be accepted
 _MAX_RUNS = 64  # runs of one character in a completion for which longer tokens are tried
 
 
@@ -258,7 +258,7 @@ class Matcher:
         return bool(self._single.is_accepting())
 
     def fill(self, mask: Words) -> None:
-        """Writes the tokens that may come next; control tokens, ends included, are never among them.
+        """Writes the tokens that may come next, never control tokens (end tokens included).
 
         Raises GrammarError once the grammar has more states than llguidance holds: only `escape` works from then on.
         """
@@ -285,7 +285,7 @@ class Matcher:
         return taken
 
     def begin(self, text: str) -> str:
-        """Consumes `text` before all tokens. Returns the rest that does not fit; only after "" is the matcher usable.
+        """Consumes `text` before any token. Returns the rest that does not fit; unless "", the matcher is unusable.
 
         Raises GrammarError if no completion is found.
         """
@@ -502,7 +502,7 @@ def _schemas(grammar: str) -> Iterator[Any]:
 
 
 def _choices(grammar: str) -> Iterator[bytes]:
-    """The texts of a grammar that is nothing but short alternatives."""
+    """The alternatives of a grammar of short texts only; none for other grammars."""
     if found := _ALTERNATIVES.search(grammar):
         for choice in found[1].split("|"):
             characters = _CODE.findall(choice)

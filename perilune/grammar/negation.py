@@ -17,9 +17,9 @@ from perilune.grammar.sizes import is_number
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_DEPTH = 16  # references and negations inside one another
 MAX_ALTERNATIVES = 128  # made for one schema document
-MAX_VISITED = 20_000  # schemas visited for them, again for each reference
-MAX_LISTED_CHARS = 2_000  # of strings that are excluded by name
-# Keywords that say nothing about a value, or only together with one that is handled.
+MAX_VISITED = 20_000  # schemas visited to make them, again through each reference
+MAX_LISTED_CHARS = 2_000  # total length of strings that one const or enum excludes
+# Keywords that do not constrain a value by themselves.
 _SILENT = {
     "$defs", "definitions", "$schema", "$comment", "$vocabulary", "then", "else", "minContains", "maxContains",
     "contentEncoding", "contentMediaType", "contentSchema",
@@ -159,7 +159,7 @@ def _unnamed(properties: Mapping[str, Any], patterns: Mapping[str, Any]) -> str:
 
 
 def _outside(word: str, value: Any) -> Iterator[Any]:
-    """Schemas of values that fail a keyword about sizes or names."""
+    """Schemas of values that violate a keyword about sizes or names."""
     if word in _ENDS and is_number(value):
         yield {"type": "number", _ENDS[word]: value}
     elif word in _LEAST and is_number(value) and value > 0:

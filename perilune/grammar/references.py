@@ -1,4 +1,4 @@
-"""References of a JSON schema, resolved inside the document (draft 2020-12), so that one plain form of `$ref` is left.
+"""Resolves a JSON schema's references inside the document (draft 2020-12); one plain form of `$ref` remains.
 
 `$id`, `$anchor` and JSON pointers to any place are understood; so is `#name` as an `$id`, as drafts 6 and 7 wrote
 anchors. Nothing is fetched: a reference to another document is refused by name.
@@ -28,8 +28,8 @@ _MAX_DIGITS = 9  # of an index in a JSON pointer
 MAX_PARTS = 200_000  # schemas in a document, with copies: a reference to a schema that has no name copies it
 _VALUES_OF_PART = 4  # values of an enum that count as one part, again in each copy
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,256}")  # each reference holds the name
-MAX_URI_CHARS = 2_048  # each $id is joined to those around it
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,256}")  # short, because each reference repeats the name
+MAX_URI_CHARS = 2_048  # an $id is joined to those of the enclosing schemas
 
 
 class SchemaError(ValueError):
@@ -82,7 +82,7 @@ def nodes(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def references(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The `$ref` of each of some schemas that has one."""
+    """The `$ref` of each schema in `parts` that has one."""
     return (reference for part in parts if isinstance(reference := part.get("$ref"), str))
 
 
@@ -205,7 +205,7 @@ class _Document:
 
 
 def _check_form(node: Mapping[str, Any]) -> None:
-    """Refuses values of a form that the code which rewrites schemas does not expect."""
+    """Refuses values of types that the rewriting code does not expect."""
     for word, value in node.items():
         if word in MAPS:
             fine, form = isinstance(value, Mapping), "an object"
@@ -227,7 +227,7 @@ def _check_form(node: Mapping[str, Any]) -> None:
 
 
 def _finite(value: Any) -> bool:
-    """Whether all numbers in JSON data are finite: the parsers of bodies take NaN, Infinity and 1e999."""
+    """Whether all numbers in JSON data are finite: parsers of request bodies accept NaN, Infinity and 1e999."""
     level = [value]
     while level:
         value = level.pop()
@@ -238,10 +238,10 @@ def _finite(value: Any) -> bool:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A client's value where a schema has a map; empty for anything else."""
+    """`value` if it is a map, else an empty one: clients may send anything."""
     return value if isinstance(value, Mapping) else {}
 
 
 def items(value: Any) -> list[Any]:
-    """A client's value where a schema has a list; empty for anything else."""
+    """`value` if it is a list, else an empty one: clients may send anything."""
     return value if isinstance(value, list) else []

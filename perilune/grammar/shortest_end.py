@@ -1,4 +1,4 @@
-"""Searches a short completion of a text that a grammar has begun to match, so that no token limit cuts it off.
+"""Searches for a short completion of a partly matched text, so that no token limit cuts the answer off.
 
 llguidance gives the bytes that may come next (the mask), not the distance to the end. The result is always a
 completion, likely but not certainly the shortest.
@@ -54,12 +54,12 @@ def completions(start: LLMatcher, clues: Clues) -> Iterator[bytes]:
 
 
 def _greedy(start: LLMatcher, clues: Clues, choices: int, deadline: float) -> bytes | None:
-    """One attempt without backtracking: writes a closer if one is allowed, else the first usual byte.
+    """One attempt without backtracking: writes a closing byte if one is allowed, else the first usual byte.
 
-    It suits ordinary documents and fails at patterns that count. Inside a string that may not end yet it tries in turn:
+    Works for ordinary documents, not for patterns that count. Inside a string that may not end yet it tries in turn:
     one character repeated up to clues.count times, the end of a hint, and (_MAX_NEW_MASKS times) a byte that leads to
-    a new mask. A text that it has written twice in a row, such as an array's item, it repeats while the masks along it
-    stay equal.
+    a new mask. After writing the same text twice in a row, such as an array's item, it repeats this text while its
+    masks stay equal.
     """
     state, text, count = start.deep_copy(), bytearray(), clues.count
     seen: set[bytes] = set()
@@ -120,7 +120,7 @@ def _run(state: LLMatcher, mask: bytes, count: int) -> bytes:
 def _repeated(state: LLMatcher, period: bytes, count: int, usual: list[tuple[bytes, bool]]) -> tuple[LLMatcher, int]:
     """(matcher, n) after n repetitions of `period`: as many as keep `_along` equal to `usual`, at most count + 1.
 
-    A count that was reached stays reached, so the step may double.
+    Masks that have changed do not change back, so the step may double (exponential search).
     """
     done, step = 0, 1
     while step:
@@ -146,8 +146,8 @@ def _along(state: LLMatcher, text: bytes) -> list[tuple[bytes, bool]]:
 
 
 def _key(state: LLMatcher, text: bytes, mask: bytes, keys: Sequence[bytes]) -> bytes:
-    """The rest of the first of `keys` that can be written here, with its colon; empty if none can, or if something may
-    end here without one."""
+    """The rest of the first of `keys` that can be written here, with its colon; empty if none can, or if a value may
+    end here without a key."""
     if not keys or _inside_string(mask) or any(_has(mask, closer[0]) for closer in _CLOSERS):
         return b""
     begun = text.rpartition(b'"')[2]
@@ -198,8 +198,8 @@ def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few:
 
     Yields the cheapest, and some that cost a little more, which may take fewer tokens.
 
-    States of equal length and equal continuations count as one. Of one cost _BEAM states are expanded, first those
-    with the most changes of the mask on the way: they are the furthest.
+    States of equal length and equal continuations are merged. Per cost, _BEAM states are expanded, those with the most
+    mask changes first: they have progressed furthest.
     """
     states: list[tuple[int, int, int, bytes, LLMatcher]] = [(0, 0, 0, b"", start)]
     looked_at: dict[int, int] = {}
@@ -248,7 +248,7 @@ def _search(start: LLMatcher, clues: Clues, bound: int, deadline: float, *, few:
 
 _QUOTE = ord('"')
 _CLOSERS = (b'"', b"}", b"]", b",")
-_SHORTER = b'"0123456789tfn}],'  # than an object or an array
+_SHORTER = b'"0123456789tfn}],'  # bytes of something shorter than an object or an array
 
 
 def _has(mask: bytes, byte: int) -> bool:

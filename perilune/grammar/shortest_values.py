@@ -1,5 +1,5 @@
-"""Short values of the schemas in a grammar, for the search for a completion: an object that refers to itself has keys
-that recurse for ever and keys that end, and the bytes that may come next do not show which.
+"""Short values of the schemas in a grammar, for the search for a completion: in an object that refers to itself, some
+keys recurse for ever and others end, and the mask does not show which.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from perilune.grammar.sizes import is_number, kind_of, kinds_of
 MAX_VALUES = 64  # each may be tried at every place of a text where a value begins
 MAX_VALUE_CHARS = 2_048
 _MAX_NODES = 20_000  # schemas visited in one definition, and for all values of one document; a few us each
-_DEEPEST = 64  # schemas inside one another: about 7 of the interpreter's 1,000 frames each
+_DEEPEST = 64  # nesting depth of schemas; a level takes about 7 of the interpreter's 1,000 frames
 _FORMATS = {"ipv4": "1.1.1.1", "ipv6": "::", "uri": "a:b", "uuid": "00000000-0000-4000-8000-000000000000"}
 
 
@@ -90,7 +90,7 @@ class _Values:
             return _shortest(json.dumps(v, ensure_ascii=False, separators=(",", ":")) for v in fitting)
         names = _listed(node.get("type", ["object", "null"] if "properties" in node else "null"))
         text = _shortest(self._of_kind(node, kind, depth + 1) for kind in names)
-        # Definitions that need the next one twice double a value's length at each: 40 of them would take terabytes.
+        # In a chain of definitions that each use the next one twice, lengths double: 40 would take terabytes.
         return None if text is None or len(text) > MAX_VALUE_CHARS else text
 
     def _of_kind(self, node: Mapping[str, Any], kind: Any, depth: int) -> str | None:

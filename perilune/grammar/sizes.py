@@ -1,8 +1,8 @@
-"""How long the shortest value of each part of a schema is, and schemas without the parts that have none.
+"""Computes the length of the shortest value of each part of a schema, and removes parts without a short enough one.
 
-A part that requires itself again has no value at all, and one with a huge `minLength` or `minItems` none that could
-be written. Where such a part may be left out it is forbidden, so that a model cannot begin what has no end; where it
-may not, the schema is refused. Expects schemas as `references.resolved` leaves them.
+A part that requires itself has no finite value; one with a huge `minLength` or `minItems` has none that could be
+written. Such a part is forbidden if it is optional, so that the model cannot begin a value that never ends; otherwise
+the schema is refused. Expects schemas from `references.resolved`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ MAX_PATTERN_COMPARISONS = 256 * 64**2  # of one value: 0.5 s where each referenc
 # Properties of one object. llguidance's time to compile grows with their square: 8,000 took 20 s, and no text was found
 # then, as for any schema that is such an object itself.
 MAX_PROPERTIES_OF_OBJECT = 2_000
-_MOST = 300_000  # measures taken of one schema's parts, a few microseconds each; a client chooses how many there are
+_MOST = 300_000  # parts measured per schema, a few microseconds each: clients choose how many there are
 _PAIRS_OF_MEASURE = 4  # a required name in a part of an allOf takes about a fourth of the time of a measure
 
 _ENFORCED = "that can be enforced"
@@ -42,7 +42,7 @@ NAMED: Mapping[str, frozenset[str]] = {
     "number": frozenset({"whole", "broken"}),
     **{name: frozenset({name}) for name in ("null", "boolean", "string", "array", "object")},
 }
-_FORMATS = {"ipv4": 7, "ipv6": 2, "uri": 8, "uuid": 36}  # characters of the shortest; the others are patterns by now
+_FORMATS = {"ipv4": 7, "ipv6": 2, "uri": 8, "uuid": 36}  # characters of the shortest; others have become patterns
 _NUMBER = 24  # characters, at most, of the shortest number in a range
 
 Sizes = tuple[float, ...]  # bytes of the shortest value of each kind; infinite: there is none
@@ -82,7 +82,7 @@ class _Bounded:
         return made, int(self._heaviest)
 
     def _settle(self) -> None:
-        """Iterates the sizes of all references' targets to a fixed point, from "no value" for each downwards."""
+        """Fixed-point iteration over the sizes of all references' targets, which start at infinity ("no value")."""
         users: dict[str, set[str]] = {}
         names = dict.fromkeys(references(nodes(self._root)))
         for name in names:
@@ -263,7 +263,7 @@ def _string(node: Mapping[str, Any]) -> float:
 
 
 def _number(node: Mapping[str, Any]) -> int:
-    """Characters of the shortest number in the range: 1 if it contains 0, else about those of its end nearer to 0."""
+    """Characters of the shortest number in the range: 1 if it contains 0, else about those of the end nearer to 0."""
     low = max((v for w in ("minimum", "exclusiveMinimum") if is_number(v := node.get(w))), default=0)
     high = min((v for w in ("maximum", "exclusiveMaximum") if is_number(v := node.get(w))), default=0)
     near = low if low > 0 else high
@@ -312,7 +312,7 @@ def pattern_names(schemas: Any) -> int:
 
 def pattern_comparisons(root: Any) -> float:
     """How many pairs of names in patternProperties the compiler compares for one value, at most: all names that hold
-    together, for each choice among the alternatives of the value. A reference inside itself adds nothing."""
+    together, for each choice among the alternatives of the value. A recursive reference adds nothing."""
     if not pattern_names(root):
         return 0.0
     known: dict[int, tuple[float, float]] = {}  # by id() of a schema: choices, and names that hold together
