@@ -6,9 +6,9 @@ is continued, as at Anthropic: a model that begins anew after an unfinished mess
 `continue_final_message: false` or `partial: false` asks for a new message.
 
 The answer holds only what is new: bounds on tokens, the thinking budget, stop strings and log-probabilities concern
-that alone, and the beginning counts as prompt. A form (a schema, a choice) applies to both together. The beginning is
-encoded by itself, control tokens disabled: if it ends inside a word or in a space, the model goes on from a cut between
-tokens that it rarely saw. A whole word without a trailing space is the safest end.
+only new text, and the beginning counts as prompt. A form (a schema, a choice) applies to both together. The beginning
+is encoded by itself, control tokens disabled: if it ends inside a word or in a space, the last token boundary is one
+that the model rarely saw in training. A whole word without a trailing space is the safest end.
 """
 
 import re
@@ -53,8 +53,8 @@ def beginning(
     """How the answer to `messages` begins. `turn`: the last of them, as history.read_turns reads it.
 
     `thinking`: the model will think unless the thought is over. `continued`: whether the request's fields ask to
-    continue the last message; None: they do not say, and the message's own field decides, or `default` for one of the
-    assistant's. RequestError for a message that cannot be continued.
+    continue the last message; None: the message's own field decides, or, for an assistant's message without one,
+    `default`. RequestError for a message that cannot be continued.
     """
     last = f"messages[{len(messages) - 1}]"
     if not _wanted(messages, last, continued, default):
@@ -124,9 +124,9 @@ _PUNCTUATION = '{}[],:"'
 
 
 def compact(text: str) -> str:
-    """The beginning of a JSON text without its white space outside of strings: what a grammar of compact JSON matches.
+    """The beginning of a JSON text without white space outside of strings, for grammars of compact JSON.
 
-    White space is kept where it separates: after a number or a word at the end, or between two of them.
+    White space is kept between two numbers or words, and after one at the end.
     """
     pieces = _JSON_PIECE.findall(text)
     made: list[str] = []

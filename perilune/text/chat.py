@@ -1,4 +1,4 @@
-"""Messages to prompt. Control tokens are pieces of their own; everything a client wrote is plain text between them.
+"""Turns messages into a prompt: control tokens as separate pieces; all client text is plain text between them.
 
 The grammar of a turn is the same in the whole family; what its members write differently is data (text/family.py,
 docs/formats.md section 5.4).
@@ -176,7 +176,7 @@ class ChatTemplate:
             body = _body(turn)
             if turn.role == "assistant":
                 if has_thoughts:
-                    # A client that keeps the raw text has the thought in it: a second one must not go in front.
+                    # Clients that keep the raw text send the thought inside the content: do not write it twice.
                     turn = turn.with_thought_apart()
                     body = [_THINK, turn.reasoning if thinking and i > finished else "", _THOUGHT, *_body(turn)]
                 body += _calls(turn)
@@ -214,7 +214,7 @@ class NoChatTemplate(ChatTemplate):
 
 
 def template_for(model_dir: Path, name: str | None = None) -> ChatTemplate:
-    """The chat template of a model directory: the one named (see family.MEMBERS), else that of the member it holds.
+    """The chat template of a model directory: the one named (see family.MEMBERS), else the recognised member's.
 
     ConfigError for an unknown name, CheckpointError if the files that show it cannot be read. For a checkpoint
     of another family the template itself raises when used.
@@ -266,7 +266,7 @@ def _media(word: str, tokens: int) -> list[Piece]:
 def with_videos(prompt: str, videos: Sequence[Video]) -> str:
     """A raw prompt with each video in the place of its VIDEO_PLACEHOLDER: one PLACEHOLDER for each chunk.
 
-    RequestError if there are not as many of the one as of the other.
+    RequestError if the numbers of videos and placeholders differ.
     """
     before, *texts = prompt.split(VIDEO_PLACEHOLDER)
     if len(texts) != len(videos):

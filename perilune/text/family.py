@@ -1,8 +1,8 @@
 """The members of the family, where their prompts differ, and how a checkpoint is recognised as one of them.
 
-A model directory's name says nothing reliable. What its files hold does: `model_type`, the vendor's own chat template
-(never executed, only searched for what sets members apart), names that converters leave behind, and whether the
-vocabulary has think tokens.
+The name of a model directory is not reliable, but its files are: `model_type`, the vendor's own chat template (never
+executed, only searched for what distinguishes members), names that converters leave behind, and whether the vocabulary
+has think tokens.
 """
 
 import json
@@ -23,7 +23,7 @@ _TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What sets a member's prompts apart. Samplings are (temperature, top_p) as the vendor recommends them."""
+    """What distinguishes a member's prompts. Samplings are (temperature, top_p), as the vendor recommends."""
 
     name: str
     default_system: str | None  # added when a conversation does not begin with a system message; None: nothing

@@ -1,7 +1,7 @@
-"""A conversation as clients send it, checked and made uniform: the turns that every chat template writes.
+"""Checks a client's messages and normalises them to the turns that every chat template writes.
 
-Clients keep histories of many origins. Parts of text in a row become one, the null content of an assistant message that
-has calls or reasoning instead becomes an empty one, and tool calls get ids of the form that the models were trained on.
+Adjacent text parts are joined, the null content of an assistant message that has calls or reasoning becomes empty, and
+tool calls get ids of the form that the models were trained on.
 """
 
 import itertools
@@ -23,8 +23,8 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A part of a message: a decoded picture, with its number of `tokens`. JSON has no such value, so that only the
-    program can put one into a message."""
+    """A part of a message: a decoded picture, with its number of `tokens`. Only the server makes one; clients' JSON
+    cannot."""
 
     tokens: int
 

@@ -28,8 +28,8 @@ class StopMatcher:
         self.armed = True
 
     def push(self, text: str) -> str:
-        """The text that is certainly wanted. After a match: what precedes it (with `keep`, and the match), and nothing
-        for later pieces."""
+        """The text that no stop string can take back. After a match: what precedes it (with `keep`, and the match), and
+        nothing for later pieces."""
         if self.matched is not None:
             return ""
         if not self.pending and self._firsts.isdisjoint(text):
@@ -48,7 +48,7 @@ class StopMatcher:
         return known[:cut]
 
     def flush(self) -> str:
-        """What was held back: no stop string came of it."""
+        """The text that was held back and did not become a stop string."""
         text, self.pending = self.pending, ""
         self._depths = [0] * len(self._stops)
         return text
@@ -65,7 +65,7 @@ class StopMatcher:
         return hit
 
 
-@functools.lru_cache(MAX_STOPS)  # the up to 128 answers of one request have the same strings
+@functools.lru_cache(MAX_STOPS)  # up to 128 answers of one request share the strings
 def _fallbacks(word: str) -> list[int]:
     """Knuth-Morris-Pratt: entry i is the length of the longest proper prefix of word[: i + 1] that also ends it."""
     table = [0] * len(word)

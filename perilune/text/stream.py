@@ -70,7 +70,7 @@ class TextStream:
 
     After each `feed`, `kept` holds the offsets of the fed ids that belong to the answer: not end tokens, and nothing
     after a stop string. `stopped` is true once a stop string was complete; the caller then cancels the request. The
-    text of the next `unarmed` ids completes no stop string; set it to a request's min_tokens before the first `feed`.
+    next `unarmed` ids cannot complete a stop string; set it to the request's min_tokens before the first `feed`.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class ChatStream:
 
     Reasoning loses trailing white space; content that is only white space is dropped if a tool section follows.
     A call's counter is the model's own unless it repeats one or is below first_tool_index. Arguments are passed
-    on as they arrive and cannot be taken back: a call without its end marker when the next one begins is left as it
-    is and its index is listed in `incomplete` (an answer sent whole leaves it out; `tool_calls` does not count it),
-    and a call cut off by the end of the output stays as far as it came. A call without a tool's name in its header gets
-    the declared one that its arguments fit; if none does, or its header cannot be read, it is dropped.
+    on as they arrive and cannot be taken back. If the next call begins before a call's end marker, the unfinished
+    call's index is listed in `incomplete`: an answer sent whole leaves it out, and `tool_calls` does not count it. A
+    call cut off by the end of the output is kept as far as it came. A call without a tool's name in its header gets the
+    name of the declared tool that its arguments fit; if none fits, or its header cannot be read, it is dropped.
 
     `kept` and `stopped` are as in TextStream. `reasoning_tokens` counts the ids of the reasoning, with the marker that
     ended it.
@@ -190,7 +190,7 @@ class ChatStream:
         self._stops = StopMatcher(stop, keep=style.keep_stop)
         self.unarmed = 0
         self._state = _State.REASONING if thinking else _State.CONTENT
-        self._held = ""  # text of this state that may yet turn out to be unwanted
+        self._held = ""  # text of this state that may still have to be dropped
         self._content_begun = begun
         self._header = ""
         self._counter: int | None = None  # of the call's id, as the header has it
@@ -217,7 +217,7 @@ class ChatStream:
         return self._started - len(self.incomplete)
 
     def feed(self, ids: Sequence[int]) -> list[Event]:
-        """The events that are now certain; neighbours of one kind are joined."""
+        """The events that are now certain; adjacent ones of one kind are joined."""
         if ids and not self._stops.active and self._tokenizer.all_ordinary(ids) and self._ends.isdisjoint(ids):
             self.kept = tuple(range(len(ids)))
             if self._state is _State.REASONING:

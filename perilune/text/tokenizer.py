@@ -137,8 +137,8 @@ class Tokenizer:
     def encode(
         self, text: str, *, allow_special: bool = False, check: Callable[[int], None] = lambda count: None
     ) -> list[int]:
-        """Ids of `text`; nothing is added before or after. `check` gets the number of ids after each part of a large
-        text, and may end the work by an error of its own.
+        """Ids of `text`; nothing is added before or after. `check` is called with the number of ids after each part of
+        a large text, and may raise.
 
         With `allow_special`, names of control tokens in the text become those tokens: only for text that was not
         written by a user. Unpaired surrogates become U+FFFD.
@@ -211,8 +211,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _may_have_long_run(block: str) -> bool:
-    """False if no run of (non-)whitespace has more than _MAX_RUN characters: such a run would fill one of the block's
-    pieces of half that length."""
+    """False only if no run of (non-)whitespace has more than _MAX_RUN characters: a longer run would fill one of the
+    block's pieces of _MAX_RUN / 2 characters."""
     half = _MAX_RUN // 2
     pieces = (block[at : at + half] for at in range(0, len(block) - half + 1, half))
     return any(piece.isspace() or len(piece.split(None, 1)[0]) == half for piece in pieces)

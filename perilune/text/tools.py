@@ -337,7 +337,7 @@ def _default(schema: Any, indent: str) -> list[str]:
     value = schema.get("default") if isinstance(schema, Mapping) else None
     if value is None:
         return []
-    # Numbers and booleans are spelled as in Python (True, not true): so the model saw them.
+    # Numbers and booleans are spelled as in Python (True, not true), as in the training data.
     written = repr(value) if isinstance(value, int | float) else json.dumps(value, ensure_ascii=False)
     return [f"{indent}// Default: {written}"]
 
