@@ -6,7 +6,7 @@ from perilune.media.decoder import MAX_FILE_BYTES
 from perilune.media.refusal import refused
 
 CHUNK_CHARS = 1 << 20  # base64 decoded per call, which holds the GIL
-MAX_HEAD_CHARS = 1000  # of a data: URL before its comma; some clients put the file's name there
+MAX_HEAD_CHARS = 1000  # of a data: URL up to its comma; some clients put the file's name there
 _ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
 _ESCAPED |= {written.lower(): meant for written, meant in _ESCAPED.items()}
 _READ_AS = {**dict.fromkeys("\n\r\t\f ", ""), "-": "+", "_": "/"}  # no line breaks; base64url
@@ -14,8 +14,8 @@ _PARTS = {"image": "an image part", "video": "a video part"}
 
 
 def of_data_url(url: str, is_video: bool = False) -> bytes:
-    """The file in a data: URL; RequestError if it is not one. Only the first half of the URL's type is checked:
-    clients often say image/jpeg for every picture, and the bytes say what it is.
+    """The file in a data: URL; RequestError for another URL. Only "image" or "video" of the URL's type is checked:
+    clients often say image/jpeg for every picture, and the bytes show the real type.
 
     Base64 is read as browsers read it, white space, missing padding and %2B included, and with - and _ for + and /.
 

@@ -1,5 +1,5 @@
-"""Decodes image and video files in a process of its own, so that a hostile one can neither fill this process' memory,
-nor crash or delay it. No thread or queue of its own: callers wait for their turn, for a bounded time."""
+"""Decodes image and video files in a worker process, so that a hostile file can neither fill this process' memory nor
+crash or delay it. There is no thread or queue: callers wait for their turn, for a bounded time."""
 
 import contextlib
 import dataclasses
@@ -36,12 +36,12 @@ REPLY_BYTES = 1 << 20  # largest answer of the worker: some 100 bytes per chunk 
 PART_BYTES = 1 << 16  # of the answer, read per call
 REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
 NO_PILLOW = 3  # exit code of a worker that cannot import it
-COPIED_BYTES = 1 << 20  # Fewer bytes of patches are copied, because a mapped file holds two descriptors.
+COPIED_BYTES = 1 << 20  # Below it patches are copied instead of mapped: a mapped file holds two descriptors.
 
 
 @dataclasses.dataclass(slots=True)
 class Picture:
-    """A decoded image, or a chunk of a video. From COPIED_BYTES on, `patches` are the pages that the worker wrote."""
+    """A decoded image, or a chunk of a video. `patches` of COPIED_BYTES or more are a mapping of the worker's file."""
 
     patches: NDArray[np.uint8]  # [frames * rows * columns, 3, P, P], read-only
     grid: tuple[int, int, int]  # frames, rows, columns; 1 frame of an image
@@ -179,7 +179,7 @@ class Decoder:
         ours, theirs = socket.socketpair()
         settings = json.dumps(dataclasses.asdict(self._limits))
         command = [sys.executable, "-m", "perilune.media.worker", str(theirs.fileno()), settings]
-        # Threads of numpy's BLAS, of which nothing is used, would reserve more address space than pictures need.
+        # Threads of numpy's BLAS, which is not used, would reserve more address space than pictures need.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
             self._worker = subprocess.Popen(
@@ -199,7 +199,7 @@ class Decoder:
         return ours
 
     def _died(self, what: str) -> RequestError:
-        """Ends a worker that broke off, and returns the error that says why."""
+        """Cleans up after a worker that closed its socket early, and returns the error that says why."""
         worker = self._worker
         assert worker is not None
         with contextlib.suppress(subprocess.TimeoutExpired):

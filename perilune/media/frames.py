@@ -1,8 +1,8 @@
 """From the bytes of a video file to chunks of frames, cut into patches. Runs in the worker process (worker.py), never
 in a server: files come from anyone.
 
-The format is chosen by the file's first bytes. Left to itself the library also takes playlists, which name other files
-and addresses. Frames are turned upright as the file says; sound is not read.
+The format is chosen by the file's first bytes: FFmpeg's own detection would also accept playlists, which name other
+files and addresses. Frames are turned upright as the file says; sound is not read.
 """
 
 import io
@@ -24,9 +24,9 @@ KINDS = "MP4, QuickTime, WebM, Matroska, AVI, GIF"
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mpeg2video", "mjpeg", "gif")
 MAX_FRAME_PIXELS = 16_000_000  # 4K has 8.3 million. More: a codec's reference frames would not fit the worker's memory
 MAX_PATCH_BYTES = 512 << 20  # of all frames taken: 105 s of 1920 x 1080 pixels, 19 minutes of 640 x 360
-MAX_FRAMES = 4096  # that are taken: 34 minutes
+MAX_FRAMES = 4096  # limit of frames taken: 34 minutes at 2 per second
 MIN_SHARE = 0.9  # of the frames that the file declares; with fewer it is truncated
-MAX_RATE_ERROR = 0.1  # relative; declared frames per second that are farther from the frames' times are wrong
+MAX_RATE_ERROR = 0.1  # relative; above it the declared frames per second give way to the frames' times
 VP8_SHOWN = 0x10
 MAX_MISSING = 2  # frames that a decoder may not deliver at the end; the last one before them is taken instead
 Chunk = tuple[Patches, tuple[int, int, int], str]  # patches, (frames, rows, columns), time of the first frame

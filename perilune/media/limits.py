@@ -20,7 +20,7 @@ MAX_FPS = 240
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A picture's size in pixels after shrinking, and its grid of patches, which padding fills."""
+    """A picture's size in pixels after shrinking, and its grid of patches after padding."""
 
     width: int
     height: int
@@ -91,7 +91,7 @@ class Limits:
 
     @property
     def _frame_limit(self) -> int:
-        """Most patches of a frame. Not more than of a picture: the engine's cache is sure to hold one picture only."""
+        """Most patches of a frame; at most a picture's, because the engine's cache is only sure to hold one picture."""
         return min(self.in_patch_limit_each_frame, self.in_patch_limit)
 
     def fit(self, width: int, height: int, *, frames: int = 0) -> Fit:

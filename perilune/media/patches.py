@@ -79,7 +79,7 @@ def _unread(data: bytes) -> str:
 def _decoded(data: bytes) -> Image.Image:
     """The file's picture, upright, as RGB.
 
-    A copy takes up to 400 MB: steps that change nothing make none, and no `with` keeps a step's input alive.
+    A copy takes up to 400 MB: steps that change nothing must not copy, and no `with` may keep a step's input alive.
     """
     # Opening reads the header alone. Formats that would start other programs (EPS) are not among these.
     image: Image.Image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))

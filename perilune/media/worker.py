@@ -1,10 +1,10 @@
 """The process that decodes images and videos: `python -m perilune.media.worker SOCKET LIMITS`, started by decoder.py.
 
 Its address space is bounded, and it ends by itself when a file takes longer than the parent waits, or the parent is
-gone. Over the Unix socket, which is inherited, come a REQUEST and the file; back go 4 bytes of length and JSON:
-{"error", "code"}, or {"grids", "digests", "times"} with the descriptor of a memory that holds the patches of all chunks
-one after the other, and "full": whether to start another process for the next file. A picture is a single chunk without
-a time.
+gone. It reads a REQUEST and the file from the inherited Unix socket, and answers with 4 bytes of length and JSON:
+{"error", "code"}, or {"grids", "digests", "times"} with the descriptor of a memory file of all chunks' patches,
+concatenated; both with "full": whether to start another process for the next file. A picture is one chunk without a
+time.
 """
 
 import json
@@ -25,7 +25,7 @@ from perilune.media.limits import Limits
 from perilune.media.refusal import refused
 
 ADDRESS_SPACE_BYTES = 2 << 30  # the interpreter's 0.2 GB and a picture of 100 megapixels; PyAV's libraries 0.3 GB
-FULL_BYTES = 1 << 30  # address space that ends the process between files; usual 0.3 GB. FFmpeg leaks with damaged ones.
+FULL_BYTES = 1 << 30  # With more address space the process ends after a file; usual: 0.3 GB. FFmpeg leaks memory.
 Patches = NDArray[np.uint8]
 SPARE_SECONDS = 2  # beyond the parent's time limit, for the case that the parent is gone
 
