@@ -12,9 +12,9 @@ and the outputs of the ranges it splits a long context into.
 "cuda" is two launches (see mla_decode.cu). Their grids depend only on T, B and the GPU, as a CUDA graph needs. The
 split of contexts into ranges, and whether four CTAs share a tile of query rows (short contexts), depend on the contexts
 of the whole batch. So a token's last bits depend on the batch, but the same batch always gives the same bits.
-Before its PDL wait (cuda/hopper.cuh) it reads the span, and the latents of positions before the step's queries. So
-their writers must have ended before `mla_absorb_query` starts, as have a copy, an earlier step, or a kernel that does
-not let its successor start early.
+Before its PDL wait (cuda/hopper.cuh) it reads the span, and the latents of positions before the step's queries. So the
+kernels that write these must end before `mla_absorb_query` starts; copies, earlier steps, and kernels that do not
+trigger their successor early do so.
 Packed rows are widened while they are copied to shared memory. `perilune bench decode --kernels` times it in a step.
 """
 
@@ -37,7 +37,7 @@ from perilune.ops.linear.per_head_matmul import FEW_TOKENS, per_head_matmul
 
 ROWS = 64  # query rows (token, head) of a tile, as in split_kv_schedule.cuh
 GROUP = 16  # positions that one TMA copy loads; a cache block is a multiple of it
-LEAST = 64  # min positions of a range: with fewer, a CTA of their own does not pay
+LEAST = 64  # min positions of a range: fewer are not worth a CTA
 # The next four are for `mla_attend_few` (split_kv_short.cuh): one token with a narrow block table.
 FEW = 48  # positions of the table per range
 MOST_RANGES = 128  # max ranges of a packed cache: mla_decode_output_mma.cu reads 32 at a time
@@ -302,7 +302,7 @@ def cpp(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -
     ),
 )
 def rows(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
-    """Every row gathers its whole table: no shape depends on the contexts' values, as a CUDA graph requires."""
+    """Each query row gathers all blocks of its table: no shape depends on contexts, as a CUDA graph requires."""
     (T, H, _), R, (_, size, width) = q_full.shape, w_uv.shape[1], pages.shape
     tables, query_start, context = span.tables, span.query_start, span.context
     if not T or not len(context):

@@ -1,6 +1,6 @@
 """MLA attention of all heads over one rank's part of a KV cache that is sharded along the sequence.
 
-Each row t attends the first context[t] >= 0 rows of its block table (dist/kv_shards.py):
+Each row t attends to the first context[t] >= 0 rows of its block table (dist/kv_shards.py):
 
     s = scale * q_full[t, h] . (c, k_pe);  o[t, h] = softmax(s) c;  lse[t, h] = log2(sum(exp(s)))
 
@@ -10,8 +10,8 @@ Each of `groups` groups of adjacent heads is sent to another rank: o [groups, T,
 T, H / groups] float32. If context[t] is 0, o is 0 and lse is -inf. Softmax and sums in fp32, o rounded once. Positions
 outside a row's context are never used: they may hold anything, nan included.
 
-A verify step is T rows of one token each, not requests of several tokens: with all 64 heads one row fills a tile of the
-kernel, so the cost is the same; and on a shard the context of a row need not be that of the row before it plus one.
+A verify step is passed as T rows of one token each, not as requests of several tokens: with all 64 heads one row fills
+a tile of the kernel, so the cost is the same; and on a shard, contexts of adjacent tokens need not differ by one.
 
 "cuda" computes ranges of each context with mla_decode.cu's kernel, then merges them in one launch; it also rounds
 probabilities and the outputs of ranges. Grids depend only on T, the table's width and the GPU. As in `mla_decode`, the

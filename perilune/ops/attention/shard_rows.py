@@ -3,7 +3,7 @@
 Of each block of ranks * tokens tokens, rank i holds tokens i * tokens .. + tokens - 1 (dist/kv_shards.py).
 
     own[t]     = the rank's cache row of slots[t]; -1 if another rank holds the token, or slots[t] < 0
-    context[t] = how many of the positions 0 .. positions[t] this rank holds; they are the first of its positions
+    context[t] = how many of the positions 0 .. positions[t] this rank holds, the first rows of its block table
 
 slots [T] int64, block * (ranks * tokens) + offset; positions [T] int64, not negative; own [T] int64, context [T] int32.
 

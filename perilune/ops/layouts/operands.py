@@ -22,7 +22,7 @@ def kind(t: Tensor | None) -> Hashable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A weight matrix (or a stack of them, with one more dimension in front) in one of the formats of weights.
+    """A weight matrix (or a stack of matrices, with one more dimension in front).
 
     weight      [o, i] as the activations; [o, i] float8_e4m3fn; or [o, i / 8] int32, INT4 as in layouts/int4.py
     scale       None; [o] float32 for FP8; [o, i / 32] for INT4
@@ -80,7 +80,7 @@ class Span:
 
     tables       [B, M] int32 block tables, padded with any valid block
     query_start  [B + 1] int32
-    context      [B] int32 tokens in the cache after those of this step are written; a request's rows are the last ones
+    context      [B] int32 tokens in the cache, this step's included; a request's rows are the last of them
     """
 
     tables: Tensor

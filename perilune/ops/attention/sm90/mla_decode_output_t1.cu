@@ -10,8 +10,8 @@
 //   Reuse: launch n writes half n % 2 of both mailboxes, where 0 means "not written", and zeroes the other half: the
 //   readers of launch n - 1 have ended.
 //
-// Two more warps, the askers, issue the copies of W_UV and of the first stages of w, from before attention has ended.
-// They keep just enough bytes in flight to saturate memory: more would delay loads of attention and of step 2.
+// Two producer warps (ASKERS) issue the copies of W_UV and of the first stages of w, before attention has ended. They
+// keep just enough bytes in flight to saturate memory: more would delay loads of attention and of step 2.
 // A CTA uses at most 166 KB and 48 registers per thread, so that an SM also has room for a CTA of attention
 // (split_kv_short.cuh), then for one of the router.
 //
@@ -28,7 +28,7 @@ namespace {
 constexpr int KS = 8, GROUPS = WARPS / KS;  // warps that share a tile; tiles at once
 constexpr int ASKERS = 2, ASKED = WARPS / ASKERS, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + ASKERS * 32;
 constexpr int LATENTS = mla::LATENT / WARPS;      // latents of a head that a warp combines
-constexpr int VALUES_OPEN = 4;                    // max copies of W_UV that an asker has in flight
+constexpr int VALUES_OPEN = 4;                    // max copies of W_UV that a producer has in flight
 constexpr int AT_ONCE = 5, SIDES = 8;             // loads in flight per lane, one range each; ranges per load of a warp
 constexpr int MOST_RANGES = 160;
 constexpr int ASIDE = LATENTS + MOST_RANGES + 4;  // floats of scratch per warp while a head is computed
@@ -177,7 +177,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   int tile = blockIdx.x + group * gridDim.x;  // evenly over SMs
   Next next{begin(tile, warp), tile, 0, 0};
 #pragma unroll 1
-  for (int s = 0; s < STAGES; s++) advance(next);  // the askers load these
+  for (int s = 0; s < STAGES; s++) advance(next);  // the producers load these
   // The warps of a tile take turns to add its sums. Scales are loaded early, because they come from memory.
   float scale = 1;
   const auto load_scale = [&](int of) {

@@ -33,7 +33,7 @@ struct Plan : Slots<W, SPLIT> {
   static_assert(S::ROWS_UK % (16 * KS_UK) == 0 && LEFT <= T * Q_PITCH * 2);
 };
 
-// A word is an inverted pair of values, or an inverted float. It is not 0, because no result is all ones.
+// A word has the inverted bits of a pair of values, or of a float. It is not 0, because no result is all ones.
 struct Mailbox {
   uint32_t launches, unused[31];
   uint32_t x[2][MOST_TOKENS][HIDDEN / 2];  // times the norm's weights, in stream::stage's order

@@ -1,6 +1,6 @@
 // Absorbed MLA for short contexts. attend_quarter: one tile of at most 64 latents, for 16 of its 64 query rows.
-// Contexts so short have few ranges, so that most SMs would idle, and a CTA's time is not that of loading latents but
-// of computing 64 rows (queries, products, outputs). So four CTAs share a tile.
+// Such contexts have few ranges, so most SMs would idle, and a CTA spends its time on 64 rows (queries, products,
+// outputs), not on loading latents. So four CTAs share a tile.
 //
 // attend_few: attention of one token with a narrow block table, at most 48 latents of a bf16 cache per range or 192 of
 // a packed cache (two passes of 96). On each SM, a CTA of the next kernel (mla_decode_output) is then co-resident and

@@ -68,7 +68,7 @@ __device__ __forceinline__ void compute(const Args& a, const Shared<GATE_UP>& ri
 #pragma unroll
     for (int i = 0; i < N / 2; i++) d[i] = 0.0f;
     multiply_tile<COMPACT, N>(d, rings, me, a.K / DEEP, low_factor, high_factor);
-    if (wanted != unit) continue;  // past the last unit: this CTA has repeated the other CTA's
+    if (wanted != unit) continue;  // past the last unit: this CTA only repeated the other CTA's work
     uint8_t* mine = rings.staged + me.group * STAGED<GATE_UP>;
 #pragma unroll
     for (int first = 0; first < N; first += 32) store_results<N>(d, first, a.to, mine, me, tile, unit);
