@@ -29,7 +29,7 @@ def step_bytes(model: KimiConfig, config: EngineConfig, kv_row: int, features: i
     over these phases:
 
     experts    their input, the shared expert's result, and rows of all pairs (token, expert): hidden values and results
-               (moe_int4_grouped.py); float32 sums if T > CHUNK. K2, 10,240 tokens, four GPUs: 1.8 GB
+               (moe_int4_grouped.py); float32 sums if T > CHUNK. K2, 10,240 tokens, four GPUs: 1.6 GB
     dense      input, output, and a dense layer's hidden values, gate and up
     attention  queries, outputs of heads and their sum; up to KEY_VALUE_BYTES of keys and values; the latents from which
                these are computed, as stored and unpacked; where KV is sharded, the latents of all ranks
