@@ -250,7 +250,7 @@ class Nccl(_Process):
         self._device = torch.device("cuda")
 
     def connect(self, device: torch.device, swap: peer_memory.Swap, refusal: str) -> None:
-        """From now on partial outputs are summed over peer memory; without it, one line of the log says why. Every rank
+        """From now on ops sum partial outputs over peer memory; if there is none, one log line says why. Every rank
         calls it. `refusal`: why this rank cannot use peer memory; "" if it can."""
         rank, ranks = self.slicing.rank, self.slicing.ranks
         device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)

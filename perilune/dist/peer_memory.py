@@ -1,4 +1,4 @@
-"""Memory of each rank's GPU that the other ranks' GPUs write to, for kernels that exchange values themselves.
+"""GPU memory that the other ranks' GPUs write to, for kernels that exchange values without a collective.
 
 Every rank allocates a mailbox on its GPU and sends its CUDA IPC handle (64 bytes) to the others through a `Swap`, any
 all-gather of bytes. NVLink multicast is not used. The kernels on this memory wait for the peers' kernels, so each rank
@@ -65,8 +65,8 @@ class PeerMemory:
         self.mailboxes = Mailboxes(rank, addresses, device, wait_seconds)
 
     def check(self) -> None:
-        """ExchangeError if a peer did not answer in time, or after `end`. It reads a word of host memory and waits for
-        no launch."""
+        """ExchangeError if a peer did not answer in time, or after `end`. Reads a word of host memory; does not wait
+        for the GPU."""
         peer = int(self.mailboxes.failed)
         if peer == ENDED:
             raise ExchangeError(f"exchanges of rank {self._rank} were ended, because another rank is lost")
@@ -134,7 +134,7 @@ def peers(rank: int, ranks: int, device: torch.device, swap: Swap, gather: Gathe
 
 
 def _create(ranks: int, device: torch.device) -> tuple[bytes, int, str]:
-    """(name of the GPU and handle, address, reason why there is none)."""
+    """(name of the GPU and handle, address, ""), or (b"", 0, why there is no memory)."""
     usable = build.on_hopper(SOURCE, device, (ranks in RANKS, "2, 4 or 8 ranks"))
     if usable is not True:
         return b"", 0, str(usable)
