@@ -58,14 +58,14 @@ _OVERLAP = (
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The choice of one declared tool, which has to be called."""
+    """The tool_choice of one declared tool, which must be called."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The choice among some of the declared tools; `required`: one of them has to be called."""
+    """The tool_choice of some of the declared tools; `required`: one of them must be called."""
 
     names: frozenset[str]
     required: bool = False
@@ -186,7 +186,7 @@ def constrain(
 
 
 def warm_up(tokenizer: Tokenizer) -> None:
-    """Builds what the first `constrain` with this tokenizer would have to build. Blocks for up to some seconds."""
+    """Builds the tokenizer's Vocabulary before the first `constrain` needs it. Blocks for up to some seconds."""
     vocabulary(tokenizer)
 
 

@@ -1,8 +1,8 @@
-"""What a JSON schema excludes, as schemas without `not`: for `not`, `if`, `oneOf` and `dependentSchemas`.
+"""Negates JSON schemas without using `not`, to rewrite `not`, `if`, `oneOf` and `dependentSchemas`.
 
-Every alternative given here holds only for values that fail the schema, so an answer made by one is always valid. Not
-every failing value has an alternative: a number with a fraction is missing where `integer` is negated, and an array or
-object of the same size where one is listed by `const`. A keyword that cannot be negated is refused by name.
+Every alternative returned here matches only values that violate the schema, so answers are always valid. Some violating
+values match no alternative: numbers with a fraction if `integer` is negated, and arrays or objects of the same size as
+one in `const`. A keyword that cannot be negated is refused by name.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Negation:
         self._visits_left = MAX_VISITED
 
     def alternatives(self, node: Any, depth: int = 0) -> list[Any]:
-        """Schemas each of which holds only for values that `node` refuses; none if there is no such value.
+        """Schemas that each match only values which violate `node`; empty if `node` allows every value.
 
         Raises SchemaError naming the keyword that cannot be negated.
         """

@@ -37,15 +37,15 @@ class SchemaError(ValueError):
 
 
 def resolved(schema: Any) -> Any:
-    """The same schema, each `$ref` of which is "#", "#/$defs/NAME" or "#/definitions/NAME"; no $id or anchor is left.
+    """The same schema, in which each `$ref` is "#", "#/$defs/NAME" or "#/definitions/NAME", without $id and anchors.
 
-    Raises SchemaError for a reference that leads nowhere, or to something that is no schema.
+    Raises SchemaError for a reference without a target, or with one that is no schema.
     """
     return _Document(schema).rewritten() if isinstance(schema, Mapping) else schema
 
 
 def target(root: Any, reference: Any) -> Any:
-    """What a reference that `resolved` has written leads to; None for any other."""
+    """The target of a reference in the form that `resolved` writes; None for any other value."""
     if reference == "#":
         return root
     steps = reference.split("/") if isinstance(reference, str) else ()

@@ -1,7 +1,7 @@
 """Grammar rules for objects with properties in any order: the compiler by itself allows only the schema's order.
 
-JSON knows no order, and a model that has to write its properties in another order than its own reasoning went through
-them makes mistakes: kimi-nano's exact tool calls fell from 99 % to 80 %. So an object that lists its properties is
+JSON objects are unordered, and a model makes mistakes if it must write properties in another order than it reasoned
+about them: kimi-nano's exact tool calls fell from 99 % to 80 %. So an object that lists its properties is
 written as an automaton over the set of properties written so far: 2^n states for n properties, hence the bounds. An
 object with more keeps the schema's order. Without `additionalProperties` it has only the properties it lists.
 """
