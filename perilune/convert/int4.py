@@ -6,7 +6,7 @@ from torch import Tensor
 from perilune.formats import int4
 from perilune.formats.scheme import INT4_GROUP
 
-NO_LATTICE = 0.01  # share of matching groups below which the weights were never INT4
+NO_LATTICE = 0.01  # if a smaller share of groups matches, the weights were never INT4
 
 
 def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
@@ -21,9 +21,9 @@ def onto(w: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
 def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     """[o, i] floats -> packed [o, i / 8] int32, scale [o, i / 32] bfloat16.
 
-    A group of bfloat16 weights that are rounded multiples of a scale gets this scale and their levels: with 7, then 8,
-    as the largest level, the resulting scale and its two bfloat16 neighbours are tried until one reproduces every
-    weight. Other groups get max|w| / 7 and the nearest levels. ValueError if w is not finite.
+    A group of bfloat16 weights that are rounded multiples of a scale gets this scale and their levels: max|w| / 7,
+    max|w| / 8 and the two bfloat16 neighbours of each are tried until one reproduces every weight. Other groups get
+    max|w| / 7 and the nearest levels. ValueError if w is not finite.
     """
     packed, scale = int4.quantize(w)
     if w.dtype != torch.bfloat16:

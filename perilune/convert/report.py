@@ -2,7 +2,7 @@
 
 Weights are compared as both checkpoints store them, so the report also shows that the result can be read. Both models
 then compute the same text layer by layer: each layer's experts get the source's activations in both, and the logits are
-compared token by token. For this neither model has to fit the machine; to answer problems, both must. Answers are
+compared token by token. So neither model has to fit the machine, except to answer problems. Answers are
 greedy.
 """
 

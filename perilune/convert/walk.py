@@ -31,7 +31,7 @@ from perilune.ops.pointwise.rmsnorm import rmsnorm
 from perilune.ops.pointwise.swiglu import swiglu
 
 BLOCK = 64
-TOGETHER = 4096  # tokens that attend, or pass a dense layer, at once; a longer sequence is a piece of its own
+TOGETHER = 4096  # max tokens of an attention step or a dense layer's call; a longer sequence is a step of its own
 READERS = 2  # threads that read and expand experts ahead of those in use
 
 # Called once for each routed expert with tokens: (expert, inputs of gate and up [n, D], inputs of down [n, I]).
@@ -40,7 +40,7 @@ Observer = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences with attention computed in one step, with `blocks` blocks of the cache."""
+    """Sequences that attend in one step, with `blocks` cache blocks in all."""
 
     rows: slice
     step: Step
