@@ -7,10 +7,10 @@ from perilune.core.sampling import MAX_STOPS
 
 
 class StopMatcher:
-    """Passes text on until a stop string is complete; what may still become one is held back.
+    """Passes text on until a stop string is complete; text that may still become one is held back.
 
-    With `keep` the text goes through the stop string's end instead. While `armed` is false, a stop string that becomes
-    complete is text like any other.
+    With `keep` the stop string is passed on, too. While `armed` is false, a stop string that becomes complete is
+    ordinary text.
 
     The stop string that is complete first wins (of several complete at the same character, the longest), so the
     result does not depend on how the text was cut. Time per character does not depend on the strings' lengths.

@@ -52,9 +52,9 @@ Event = Reasoning | Content | ToolStart | ToolArguments
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Which tokens give text, besides those of the answer proper.
+    """Which tokens give text, besides those of the answer itself.
 
-    keep_stop     what the request named to end the text, a stop string or `end_ids`
+    keep_stop     the stop string, or the token of `end_ids`, that ended the answer
     show_special  tokens flagged special, except the tokenizer's end tokens
     """
 
