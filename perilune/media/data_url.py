@@ -19,7 +19,7 @@ def of_data_url(url: str, is_video: bool = False) -> bytes:
 
     Base64 is read as browsers read it, white space, missing padding and %2B included, and with - and _ for + and /.
 
-    Takes 5 ms per MB: to be called on a thread if it is long.
+    Takes 5 ms per MB: call it on a thread for a long URL.
     """
     what, example = ("video", "video/mp4") if is_video else ("image", "image/png")
     head, comma, _ = url[:MAX_HEAD_CHARS].partition(",")

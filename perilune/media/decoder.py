@@ -32,9 +32,9 @@ DECODE_SECONDS = 15.0  # for one image; 100 megapixels of PNG take about 3 s
 VIDEO_SECONDS = 45.0  # for one video; a minute of 1920 x 1080 MPEG-4 at 30 frames per second takes 10 s of a core
 TURN_SECONDS = 30.0  # longest wait while files of other requests are decoded
 END_SECONDS = 0.2  # until a worker that does not end by itself is killed; closing a server waits for all workers
-REPLY_BYTES = 1 << 20  # largest answer of the worker: some 100 bytes per chunk of a video, of which 4,096 are read
+REPLY_BYTES = 1 << 20  # largest answer of the worker: about 100 bytes per chunk of a video, and at most 4,096 chunks
 PART_BYTES = 1 << 16  # of the answer, read per call
-REQUEST = struct.Struct("<?dQ")  # what comes before a file: whether it is a video, seconds to decode it, its bytes
+REQUEST = struct.Struct("<?dQ")  # header before a file: is it a video, seconds to decode it, bytes of the file
 NO_PILLOW = 3  # exit code of a worker that cannot import it
 COPIED_BYTES = 1 << 20  # Below it patches are copied instead of mapped: a mapped file holds two descriptors.
 
@@ -51,7 +51,7 @@ class Picture:
 
 
 class Decoder:
-    """One worker process, started at the first file and again after it had to be ended. Any thread may call it."""
+    """One worker process, started for the first file and restarted after it was ended. Any thread may call it."""
 
     def __init__(
         self,
