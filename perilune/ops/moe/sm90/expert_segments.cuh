@@ -120,10 +120,10 @@ __device__ __forceinline__ Range equal_part(int all) {
   return {static_cast<int>(c * all / G), static_cast<int>((c + 1) * all / G)};
 }
 
-// Ranges of `all` items, numbered from 0, that CTAs take one at a time. In each round every CTA takes an equal part of
-// QUARTERS quarters of the remaining items: long runs of one expert at first, short ranges at last, so that all CTAs end
-// together. Each CTA calls number() with increasing i. reciprocal: 2^32 / (4 CTAs), rounded up; a division would take
-// the thread that issues copies about 100 clocks.
+// Ranges of `all` items, numbered from 0, that CTAs take one at a time. In each round the CTAs share QUARTERS / 4 of
+// the remaining items equally: long runs of one expert at first, short ranges at last, so that all CTAs end together.
+// Each CTA calls number() with increasing i. reciprocal: 2^32 / (4 CTAs), rounded up; a division would take the thread
+// that issues copies about 100 clocks.
 template <int QUARTERS>
 class Ranges {
  public:

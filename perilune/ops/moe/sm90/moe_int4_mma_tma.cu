@@ -4,8 +4,8 @@
 // Two phases, as two launches or JOINED in one: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of
 // weights: the rows of the tensor core's A. (gate_up: 8 gate rows and their 8 up rows, so that one thread has both.)
 //   producer   One warp fills slots of the CTA's ring by TMA: GROUP chunks of 128 bytes of each of a tile's rows.
-//   consumers  Each warp multiplies the same chunk of every slot of its group. So its k are always the same: it keeps
-//              the activations in registers and reads only weights and scales.
+//   consumers  Each warp multiplies the same chunk of every slot of its group, always for the same k. So it keeps the
+//              activations in registers and reads only weights and scales.
 //   finish     One warp groups the pairs by expert, adds the consumers' sums of a tile, and writes the result. Other
 //              warps never wait for each other within a phase.
 //

@@ -10,7 +10,7 @@ enum Phases { GATE_UP = 1, DOWN = 2, BOTH = 3 };
 // after its wait, when the launch before has ended.
 struct Units {
   static constexpr int WORDS = MAX_PAIRS + 4;  // of a half
-  uint32_t ctas;  // CTAs started, modulo those of two launches: selects the half
+  uint32_t ctas;  // CTAs started, modulo the CTAs of two launches: selects the half
   uint32_t apart[3];  // with two launches: ranges taken in gate_up's, in down's; each launch clears the other's
   uint32_t half[2][WORDS];
   // Indices in a half: ranges taken after every CTA's first, of gate_up and of down; finished tiles of gate_up, of the

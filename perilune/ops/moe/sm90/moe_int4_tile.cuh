@@ -17,7 +17,7 @@ struct Matrix {
   const uint8_t* data;
   const uint8_t* scale;   // INT4: one for 32 k
   const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
-  int64_t rows;           // in all
+  int64_t rows;           // of all experts
   int expert;             // rows of an expert
   int second;             // gate_up: rows between a gate row and its up row
   int row;                // bytes of a row
