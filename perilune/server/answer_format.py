@@ -22,12 +22,12 @@ from perilune.text.tools import MAX_DEPTH, Tool, check_depth, check_text, show
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Most tokens of a thought, by `reasoning_effort`; None: no bound. "none" switches thinking off.
+# Token limit of a thought by `reasoning_effort`; None: no limit. "none" switches thinking off.
 EFFORTS: Mapping[Effort, int | None] = {
     "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None
 }  # fmt: skip
 PLAIN_TEXT = Beginning(given=False, thinks=False, opened=False)  # no thought; no part of the answer is in the prompt
-_threads = ThreadPoolExecutor(128)  # most may wait for slow grammars (matcher._compiling)
+_threads = ThreadPoolExecutor(128)  # so many, because most may wait to compile a grammar (matcher._compiling)
 _GUIDED: Mapping[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -149,7 +149,7 @@ def answer_format(
 ) -> AnswerFormat | None:
     """The form of the answer's text, None if it is free; RequestError if two fields ask for one.
 
-    `guided` has the fields guided_json, guided_regex, guided_choice and guided_grammar by their last word.
+    `guided`: the request fields guided_json, guided_regex, guided_choice and guided_grammar, without `guided_`.
     """
     found = [
         *_response_format(response_format),

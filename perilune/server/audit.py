@@ -29,8 +29,8 @@ HIDDEN = "[redacted]"
 _PICTURE = re.compile(rf"(?:{re.escape(PLACEHOLDER)})+")  # in a prompt a picture is thousands of placeholders
 log = logging.getLogger("perilune.server")
 
-# Python holds its lock while it searches: every pattern takes linear time on any text. This one, which reads a run of
-# characters to its end, matches only from the beginning of the run, and only if a dot follows.
+# `re` holds the GIL while it searches, so every pattern must take linear time on any text. This one scans a whole run
+# of characters, so it is tried only at the beginning of a run that a dot follows.
 _RUN = r"[A-Za-z0-9_-]"
 _TOKEN = rf"(?<!{_RUN})(?={_RUN}++\.){_RUN}*?\beyJ{_RUN}{{8,}}\.{_RUN}+(?:\.{_RUN}*)?"
 _KEY = r"(?:sk|pk|rk|plk|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|npm|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"

@@ -20,14 +20,14 @@ from perilune.server.errors import from_validation, not_json
 from perilune.server.fields import Fields
 
 MIN_VALUES = 500_000  # JSON values that a body may have with a model of any context (about 60 MB of memory)
-# A prompt is tokenized only up to so many times the model's context: 0.7 us of CPU and 36 bytes of memory per token.
+# Tokenization stops at this multiple of the model's context: a token takes 0.7 us of CPU and 36 bytes of memory.
 COUNTED_CONTEXTS = 2
 WHOLE_BYTES = 1 << 20  # Parsed in one call, up to 10 ms. More: longer pauses of all streams.
 _LEVELS = 4  # nesting levels decoded object by object: messages, message, parts, part. Each reads the bytes again.
 _OBJECT = re.compile(rb"\s*\{")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")  # a list of objects; lists of numbers would cost 60 bytes per element
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_MARKS = (b",", b"[", b"{")  # one comes before each value in an array or object: their number bounds that of values
+_MARKS = (b",", b"[", b"{")  # One precedes each value in an array or object: they are at least as many.
 _WINDOW_BYTES = 64 << 10  # bytes scanned per call: up to 3 ms, if all are quotation marks
 _LONGEST_ESCAPE_BYTES = 6  # the longest JSON of one byte of UTF-8: \u0041
 _Raw = bytes | bytearray | msgspec.Raw
@@ -136,7 +136,7 @@ def _check_values(raw: bytes | bytearray, max_values: int) -> None:
         if (len(window) - len(window.rstrip(b"\\"))) % 2:  # the last backslash escapes the byte after the window
             window = raw[at : at + _WINDOW_BYTES + 1]
         at += len(window)
-        texts = window.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # in strings and outside, by turns
+        texts = window.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # inside and outside of strings in turn
         outside = b"".join(texts[in_string::2])
         in_string ^= len(texts) % 2 == 0
         values += sum(outside.count(mark) for mark in _MARKS)

@@ -299,8 +299,8 @@ class Exchange:
         self._failure: RequestError | None = None
         self._gone = False  # whether the client has left
         self._status = 0
-        self._chunked = False  # the response is
-        self._complete = False  # the response is
+        self._chunked = False  # whether the response has chunked transfer coding
+        self._complete = False  # whether the whole response was sent
         self._news = asyncio.Event()
         self._begun = self._last_byte = time.monotonic()
         self._received = 0

@@ -15,8 +15,8 @@ ReadMedium = Callable[[Mapping[str, Any], str], dict[str, Any]]
 class Conversation:
     """Grows a list of chat messages, ready for the chat template.
 
-    Consecutive pieces of the assistant's (thoughts, text, tool calls) become one message, in that order, until `close`
-    or a message of another role.
+    Consecutive thoughts, texts and tool calls of the assistant become one message, in that order, until `close` or a
+    message of another role.
     """
 
     def __init__(self, before: Sequence[Mapping[str, Any]] = ()) -> None:

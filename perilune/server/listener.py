@@ -69,7 +69,7 @@ class Listener:
         self.address = (name, None) if unix else name[:2]
         create: Callable[..., Awaitable[asyncio.Server]] = loop.create_unix_server if unix else loop.create_server
         self._server = await create(lambda: Connection(self), sock=sock, ssl=tls, ssl_handshake_timeout=handshake)
-        sock.listen(BACKLOG_CONNECTIONS)  # as asyncio's `backlog` it would be accepted in one go
+        sock.listen(BACKLOG_CONNECTIONS)  # asyncio's `backlog` would also accept so many at once
         self._checking = asyncio.create_task(self._check())
 
     def admit(self, connection: Connection) -> bool:

@@ -139,10 +139,10 @@ def _added(scope: Scope, given: Iterable[tuple[bytes, bytes]], call: Call) -> It
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it, and counts the
-    request against the key's limits, unless it cancels.
+    """Asks for `Authorization: Bearer <key>`, or the key as `x-api-key` as Anthropic's clients send it, and counts POST
+    requests, except those that cancel, against the key's limits.
 
-    /health is open to all, as probes must reach it without secrets, and so is the page, which asks for the key itself.
+    Paths in OPEN need no key: probes must work without secrets, and the page asks for the key itself.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring) -> None:

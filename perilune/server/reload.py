@@ -42,7 +42,7 @@ class Watched:
             except OSError:
                 found.append(None)
             else:
-                # ctime: a file that this user could not read may get another owner or mode, which keeps the rest.
+                # ctime, because a change of owner or mode, which may make a file readable, changes nothing else here.
                 found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size))
         return found
 

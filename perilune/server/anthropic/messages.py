@@ -30,7 +30,7 @@ from perilune.text.stream import Content, Event, Reasoning, ToolStart
 
 PING = {"type": "ping"}
 VERSION = "anthropic-version"  # the header that every client of this API sends
-# The SDK's tool runner asks for a thread unasked. This error code makes it send the whole conversation instead.
+# The SDK's tool runner adds the field `thread` by itself; on this error code it sends the whole conversation instead.
 NO_THREADS = {"error_code": "thread_unsupported_request"}
 KINDS = {
     401: "authentication_error",
@@ -191,7 +191,7 @@ async def messages(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         with spelled(FIELDS):
             chat.check_supported()
-            if chat.tool_choice == "required" and not chat.tools:  # chat's error names this word
+            if chat.tool_choice == "required" and not chat.tools:  # chat's error would say 'required'
                 raise RequestError("tool_choice 'any' needs tools", param="tool_choice")
             turns = await begin(service, request, size, chat)
         held.callback(turns.release)

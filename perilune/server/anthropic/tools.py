@@ -47,7 +47,7 @@ class ToolSet:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tools that can be called. Without changes `head`, with duplicate names: chat's check refuses them."""
+        """The callable tools. `head` if none is deferred, added or removed: chat's check refuses duplicates in it."""
         return list(self.callable.values()) if self._changed else self.head
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -35,7 +35,7 @@ MAX_RECORDS = 1000  # batches per key, ended ones included; the oldest are delet
 MAX_ERRORS = 20  # errors that are reported about one input file
 POLL_SECONDS = 0.05  # between checks for room in the engine
 RETRY_SECONDS = 1.0  # after a 429 or 503
-MAX_LOST_RUNS = 3  # times that a request may be lost with an engine that ends: it may be what ends the engine
+MAX_LOST_RUNS = 3  # A request lost so often in a failing engine is not tried again: it may cause the failures.
 MAX_WAIT_SECONDS = 30.0  # longest wait until a key's limits are checked again
 ANSWERS = ("output", "errors")  # suffixes of the two files of a batch: answers, and errors
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -119,8 +119,8 @@ class Batch:
 
 
 class Seat:
-    """The place of one request among those of batches that are computed. Only a request that may begin keeps it: if one
-    waited for its key's limits with a seat, batches of other keys would wait too."""
+    """One of the slots for batch requests that are computed. A request that waits for its key's limits gives it back:
+    otherwise batches of other keys would wait too."""
 
     def __init__(self, seats: asyncio.Semaphore) -> None:
         self._seats = seats
@@ -259,7 +259,7 @@ class Batches:
                     account = await self._seated(batch, seat)
                     task = group.create_task(self._one(batch, line, account, seat))
                     task.add_done_callback(functools.partial(_ended, seat, begun))
-                    await asyncio.sleep(0)  # it takes its place in flight before room is looked for again
+                    await asyncio.sleep(0)  # lets the task begin, so that the next `_room` counts it as in flight
         batch.finish("expired" if batch.expired else "completed")
 
     async def _one(self, batch: Batch, line: Line, account: Account, seat: Seat) -> None:

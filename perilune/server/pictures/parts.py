@@ -11,7 +11,7 @@ from perilune.text.history import shown
 from perilune.text.tools import show
 
 DETAILS = ("auto", "low", "high", "original")
-_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # a `where` that `chat_part` made; chat clients could send any
+_PLACE = re.compile(r"[\w.\[\]]{1,200}")  # every `where` of `chat_part` matches; a chat client may send any text
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from perilune.server.pictures.fetch import Fetcher
 
 MAX_DECODERS = 4
-FETCHES = 8  # fetched files at a time, of up to 32 MB each, until they are decoded
+FETCHES = 8  # files that are fetched or decoded at a time, of up to 32 MB each
 TURN_SECONDS = 30.0  # longest wait to fetch a picture while those of other requests are fetched
 PER_REQUEST = 4  # pictures of one request in work at a time, so that requests share the decoders
 REQUEST_SECONDS = 60.0  # time limit for all pictures and videos of a request
@@ -120,7 +120,7 @@ class PictureReader:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """One of the FETCHES; RequestError 503 if those of other requests take too long."""
+        """Holds one of FETCHES slots; RequestError 503 if none is free within TURN_SECONDS."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._fetches.acquire()

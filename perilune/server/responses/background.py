@@ -17,7 +17,7 @@ from perilune.server.call import Call
 from perilune.server.service import Service
 from perilune.server.sse import named_event
 
-# Kept events of all jobs: beyond this, of the API key with the most bytes the largest job loses its first events.
+# Limit of the kept events of all jobs. Above it, the largest job of the key with the most bytes loses its first events.
 EVENT_BYTES = 64 << 20
 MAX_ENDED_JOBS = 256  # ended jobs with events kept for clients that reconnect
 
@@ -43,7 +43,7 @@ class Job:
         self.events: deque[bytes] = deque()
         self.first = 0
         self.bytes = 0
-        self.complete = False  # the answer is, and stored
+        self.complete = False  # whether the answer is complete and stored
         self.ended = False
         self.task: asyncio.Task[None]
         self.news = asyncio.Event()
@@ -171,8 +171,8 @@ class Jobs:
         job.notify()
 
     def _drop_ended(self) -> None:
-        """Forgets ended jobs without events and, beyond MAX_ENDED_JOBS, the first ones of the key with the most; their
-        responses stay in the store."""
+        """Drops ended jobs that keep no events. While more than MAX_ENDED_JOBS are left, drops the oldest of the key
+        with the most. Responses stay in the store."""
         ended: dict[str, list[str]] = {}
         for (owner, id), job in list(self._jobs.items()):
             if job.ended and job.keeps_events:

@@ -80,7 +80,7 @@ class InputBody(RequestBody):
             )
 
     def references(self) -> dict[str, str]:
-        """By the id of each stored item to which the input refers, where it does."""
+        """Item id -> path in the request, for each stored item that the input refers to."""
         places: dict[str, str] = {}
         for i, item in enumerate(self.input if isinstance(self.input, list) else ()):
             if _is_reference(item):

@@ -126,8 +126,8 @@ class ResponseStore:
         return turns[::-1]
 
     def holding(self, owner: str, places: Mapping[str, str]) -> list[Stored]:
-        """Responses in which the items are, for `found`. `places`: by an item's id, where the request names it;
-        RequestError 404 if the owner has no response with this item."""
+        """The responses that hold these items, as `found` takes them. `places`: item id -> path in the request, which
+        RequestError 404 names if the owner has no response with the item."""
         shelf, ids = self._shelves.get(owner, _Shelf()), dict[str, None]()
         for item, where in places.items():
             if item not in shelf.holders:
