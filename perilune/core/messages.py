@@ -142,7 +142,7 @@ class Shutdown:
 
 @dataclass(slots=True)
 class Delta:
-    """Engine -> front end: new tokens of a request. Not frozen for speed, as core/step.py's Work.
+    """Engine -> front end: new tokens of a request. Not frozen, because that is slower to make (core/step.py).
 
     tokens             the end token that ended the request is included
     logprobs           parallel to `tokens`, if asked for

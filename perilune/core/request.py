@@ -159,8 +159,8 @@ class Request:
         return sample
 
     def land(self, count: int, drafts: int, accepted: int, again: bool) -> None:
-        """Counts `count` more positions as computed, and those of `accepted` of the step's `drafts`; with `again` one
-        position less (see Output.again)."""
+        """Counts `count + accepted` more positions as computed, one less with `again` (see Output.again), and `drafts`
+        drafts as no longer in flight."""
         self.computed += count + accepted - again
         self.planned += accepted - again
         self.drafted -= drafts
@@ -174,7 +174,7 @@ class Request:
         self.drafted -= drafts
 
     def trim(self, blocks: int) -> list[int]:
-        """The blocks beyond the first `blocks`, which now belong to the caller."""
+        """Removes all blocks but the first `blocks` and returns them; the caller takes over their references."""
         surplus = self.blocks[blocks:]
         if surplus:
             del self.blocks[blocks:]

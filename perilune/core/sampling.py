@@ -136,7 +136,7 @@ class SamplingParams:
 
     @property
     def restricted(self) -> bool:
-        """Whether some tokens can never be chosen, or not after certain others."""
+        """Whether some tokens are never allowed, or not after certain others."""
         return self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
     @property

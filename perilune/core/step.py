@@ -80,7 +80,7 @@ class Work:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """As in Sample: a work's first token is sampled after no draft."""
+        """As in Sample; a work without drafts has none."""
         return ()
 
     @property
@@ -91,7 +91,7 @@ class Work:
 class Sample(Protocol):
     """One token to be sampled: a Work without drafts, or one Row of a Work with drafts. Fields as in Work.
 
-    `before` are the work's drafts before this token, which it is sampled after.
+    `before`: the work's drafts before this token. It is sampled as if all of them were accepted.
     """
 
     @property
