@@ -38,8 +38,8 @@ class EndpointError(PeriluneError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts by the server. `reasoning` is None where the server does not count thinking apart, `cached` where it
-    does not say how much of the prompt its cache had."""
+    """Token counts by the server. `reasoning` is None where the server does not count thinking separately, `cached`
+    where it does not report cached prompt tokens."""
 
     prompt: int
     completion: int
@@ -91,7 +91,7 @@ class Endpoint:
         self.marks: dict[str, Any] = {}
         self._timeout = timeout
         self._tokenizes = True
-        # A stream that a proxy or the transport compresses arrives in lumps, and its times mean nothing.
+        # A compressed stream arrives in large blocks: the times of its chunks would mean nothing.
         headers = {"accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"

@@ -106,6 +106,6 @@ async def _read(lines: asyncio.StreamReader, ready: asyncio.Future[str], last: d
 
 
 def _words(last: Sequence[str]) -> str:
-    """The reason of a server's end, from the last lines of its log."""
+    """Why the server ended, from the last lines of its log: the last "error: ", else the last line."""
     errors = (line.removeprefix("error: ") for line in reversed(last) if line.startswith("error: "))
     return next(errors, last[-1] if last else "no message")
