@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 FP8_BLOCK = 128 * 128
-# What a GPU's total loses to the CUDA context and to NCCL: an H200 of 150.7 GB lets a process take 147.0.
+# Taken by the CUDA context and NCCL: of an H200's 150.7 GB a process can allocate 147.0 GB.
 OVERHEAD_BYTES = 3.7e9
 # Activations, logits, graphs and the allocator's slack.
 WORKSPACE_BYTES = 2 << 30
@@ -31,7 +31,7 @@ COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Numbers of weights by how they are held, and the KV cache's width."""
+    """Numbers of weights, by how they are stored on GPUs, and numbers in the KV cache per token."""
 
     routed: int  # of routed experts
     routed_rows: int  # outputs of all their matrices
@@ -40,7 +40,7 @@ class Model:
     kv_b: int  # of kv_b_proj: split; if the rest is FP8, there is also an FP8 copy of its half for values
     whole_linear: int  # of linear layers that every GPU holds
     whole: int  # of anything else that every GPU holds
-    kv_values: int  # of one token, all layers
+    kv_values: int  # in all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Footprint:
     """The bytes of a model's weights in one format."""
 
     name: str
-    split: float  # over the GPUs
-    whole: float  # on each of them
+    split: float  # bytes that all GPUs share
+    whole: float  # bytes on each GPU
 
     def per_gpu(self, count: int) -> float:
         return self.split / count + self.whole
