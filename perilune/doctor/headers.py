@@ -1,4 +1,4 @@
-"""Checks every shard of a checkpoint against its index, by headers and sizes alone; a fault does not end it."""
+"""Checks every shard of a checkpoint against its index, by headers and sizes alone. A fault does not end the check."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ NAMED = 8  # damaged shards that are named, each with its fault; further ones ar
 @dataclass(frozen=True, slots=True)
 class Shards:
     tensors: Mapping[str, TensorInfo]  # of the shards that could be read
-    unread: frozenset[str]  # names that the index places in the others
-    shards: int  # that could be read
+    unread: frozenset[str]  # tensors that the index places in other shards
+    shards: int  # number that could be read
     nbytes: int  # of all tensors
     findings: tuple[Finding, ...]
 

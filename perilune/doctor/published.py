@@ -3,7 +3,7 @@
 from perilune.core.errors import quoted, shown
 from perilune.model.config import KimiConfig
 
-# A tuple lists what members differ in.
+# Several values in a tuple: published members differ.
 _TEXT = {
     "vocab_size": (163840,),
     "num_attention_heads": (64,),

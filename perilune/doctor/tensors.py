@@ -30,8 +30,8 @@ EXPERT_PIECES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    tensors: int  # checked
-    of: int  # with values that can be wrong
+    tensors: int  # number of tensors read
+    of: int  # number of tensors with values that can be wrong
     nbytes: int
 
 
