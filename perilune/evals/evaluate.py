@@ -29,7 +29,7 @@ Z = 1.959964  # of a 95 % interval
 FATAL = (None, 401, 403, 404)  # statuses after which every other request would fail alike
 REFUSED_MEDIA = (400, 415, 422)  # statuses with which servers refuse a picture
 MAX_ERRORS = 20
-CONSTANTS = 64  # tried on every problem of a file's family, 7 us each; all of 10,000 answers would take 11 minutes
+CONSTANTS = 64  # answers tried as constant baseline of a file's family, 7 us per problem: 10,000 would take 11 minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Cell:
 
     @classmethod
     def of_file(cls, asked: Sequence[Given]) -> Self:
-        """A cell of one family's problems. Constant: the best that one text or one list of calls gets for all, of the
-        CONSTANTS most frequent answers."""
+        """A cell of one family's problems. `constant`: the best score if all get the same answer, one of the
+        CONSTANTS most frequent ones."""
         answers = Counter(json.dumps(p.answer, sort_keys=True) for p in asked).most_common(CONSTANTS)
         constants = [_as_answer(json.loads(answer)) for answer, _ in answers]
         constant = max(sum(p.right(*answer) for p in asked) for answer in constants) / len(asked)
@@ -174,7 +174,7 @@ async def evaluate(
 
 
 async def _require_sight(endpoint: Endpoint, cells: Sequence[Cell]) -> None:
-    """Sends one picture, if a cell has any: a server of a model without vision refuses each of them alike."""
+    """Sends one picture, if a cell has any. ConfigError if it is refused: the model has no vision."""
     every = (p for cell in cells for p in cell.problems)
     if (shows := next(filter(_has_picture, every), None)) is None:
         return

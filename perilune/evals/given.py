@@ -5,8 +5,8 @@ judged:
 
 - a number: the last number of the answer is equal to it;
 - a string, or a list of strings of which one suffices: the answer, or a part of it with at most MAX_EXTRA_WORDS words
-  around, is equal to it apart from case, quotes, brackets and the spaces between items. An object is no such answer:
-  a tool's result handed on as it came is not an answer;
+  around, is equal to it apart from case, quotes, brackets and the spaces between items. An object is wrong:
+  an answer must not only repeat a tool's result;
 - an object: the answer is a JSON object (a code fence around it is ignored) equal to it;
 - a list of {"name", "arguments"}: the answer has exactly these calls, in any order; upper and lower case are alike in
   strings. An empty list: the answer calls nothing and says something.
@@ -27,7 +27,7 @@ from perilune.text.tools import depth
 
 SPLIT = "given"
 MAX_FILE_BYTES = 16 << 20
-MAX_LEVELS = 100  # of nested objects and lists in a problem: Python's own bound depends on what calls it
+MAX_LEVELS = 100  # of nested objects and lists in a problem, well below Python's recursion limit
 MAX_EXTRA_WORDS = 8  # around the wanted text: a sentence passes, the whole paragraph that was asked about does not
 MAX_DIGITS = 1000  # of a number that is compared exactly; int() refuses more than 4,300
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?")

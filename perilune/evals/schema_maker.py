@@ -1,8 +1,8 @@
-"""Awkward JSON schemas by a seed, as the tools of agents have them: the worst of many hands, all satisfiable.
+"""Awkward JSON schemas by a seed, like those of agents' tools; all are satisfiable.
 
-Each is an object with a few members, of which at least one is of the sort that its number picks, so that every sort
-comes up equally often. One in `ODD_ONE_IN` carries a keyword that engines often cannot enforce, in about the mix in
-which the usual generators (pydantic, zod, OpenAPI) and people write them.
+Each is an object with a few members. The schema's number decides the sort of at least one member, so that all sorts are
+equally frequent. One in `ODD_ONE_IN` has a keyword that engines often cannot enforce, with about the frequencies of
+schemas from pydantic, zod, OpenAPI and people.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Tool calls and structured answers over awkward schemas, asked of an OpenAI-compatible endpoint and judged one by one.
+"""Tests an OpenAI-compatible endpoint's tool calls and structured answers over awkward schemas, each judged exactly.
 
 An answer counts as valid only if everything about it is right: it ended before max_tokens, every call names a declared
 tool under the native id that comes next, its arguments (or its text) are JSON that satisfies the schema, and no
