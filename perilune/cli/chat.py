@@ -252,14 +252,14 @@ class Chat:
             except (EOFError, KeyboardInterrupt):
                 click.echo()
                 return
-            if lines[0].startswith("/"):  # not of the text: in triple quotes, a message may begin with a slash
+            if lines[0].startswith("/"):  # the line, not `text`: a message in triple quotes may begin with a slash
                 if not self.command(text):
                     return
             elif text.strip():
                 self.ask(readable(text))
 
     def command(self, text: str) -> bool:
-        """Carries out a / command; False means leave."""
+        """Carries out a / command; returns False if the chat should end."""
         name, _, rest = text.partition(" ")
         rest = rest.strip()
         match name:

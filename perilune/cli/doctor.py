@@ -98,7 +98,7 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
 
     values     whether its shards hold more than headers
     checksums  compare the SHA-256s that a conversion kept, which reads all bytes of its files
-    show       the progress of that on stderr
+    show       show the progress of this comparison on stderr
     """
     report = Report(model)
     shards = shards_examine.examine(path)
@@ -146,11 +146,11 @@ def diagnose(path: Path, model: str, *, values: bool = True, checksums: bool = T
 
 
 def _pictures(path: Path, raw: Mapping[str, Any], config: KimiConfig, *, sees: bool) -> None:
-    """CheckpointError if the server would refuse the preprocessor's file, or the tower beside it."""
+    """CheckpointError if the server would refuse the preprocessor's file, alone or together with the tower's config."""
     limits = Limits.from_directory(path)
     try:
         moonvit = MoonVitConfig.from_dict(raw) if sees and config.has_vision else None
-    except CheckpointError:  # found out before, and a warning: text is served without the tower
+    except CheckpointError:  # reported as a warning already: text is served without the tower
         return
     if moonvit is not None:
         require_alike(path, moonvit, limits, config.vocab_size)

@@ -108,7 +108,7 @@ def command(
         click.echo(remark)
     try:
         keep(rows, directory)
-    finally:  # rows are shown also where the disk has become full
+    finally:  # rows are shown even if the disk is full
         click.echo(json.dumps({"bench": "evaluate", "model": name, "rows": rows}))
     if failures is not None:
         try:

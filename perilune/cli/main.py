@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _with_key(e: click.NoSuchOption) -> click.NoSuchOption:
-    """The error; it names --set where the verb has it and the option would be an engine key that has no option."""
+    """The error; if the option's name is an engine key and the verb has --set, it proposes `--set KEY=VALUE`."""
     from perilune.core.config import EngineConfig
 
     key = e.option_name.lstrip("-").replace("-", "_")

@@ -26,7 +26,7 @@ from perilune.text.tokenizer import Tokenizer
 
 AGENTS = "agents"
 TIERS = ("kv_host_gb", "kv_disk", "kv_disk_gb")
-# Figures of the run without tiers that a row has too: (key, suffix of the unit).
+# Figures of the comparison run without KV tiers that the row keeps too: (key, suffix of the unit).
 COMPARED = (("ttft_p50", "_s"), ("tokens_per_s", ""), ("hit_share", ""), ("wall", "_s"), ("requests", ""), ("cut", ""))
 Measured = tuple[dict[str, Any], list[replay.Call]]
 

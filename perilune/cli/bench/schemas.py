@@ -86,7 +86,7 @@ def command(
         )
     try:
         keep(made, directory)
-    finally:  # rows are shown also where the disk has become full
+    finally:  # rows are shown even if the disk is full
         click.echo(json.dumps({"bench": "schemas", "model": name, "rows": made}))
     if failures is not None:
         try:

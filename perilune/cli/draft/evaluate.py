@@ -75,7 +75,7 @@ def command(
     if not set(chosen) <= set(report.SPLITS):
         raise click.BadParameter(f"choose from {', '.join(report.SPLITS)}", param_hint="--splits")
     path = resolve_model(model)
-    require_draft(draft, KimiConfig.from_directory(path))  # not after minutes of answers
+    require_draft(draft, KimiConfig.from_directory(path))  # checked now, because answering takes minutes
     # Texts do not depend on drafts; a large batch is faster without them.
     with LLM(path, **options.engine_values(engine, assignments, {"draft": "off"})) as llm:
         rows = {s: report.answers(llm, count, seed=seed, max_tokens=max_tokens, split=s) for s in chosen}
@@ -97,7 +97,7 @@ def command(
         "draft": "evaluate", "model": path.name, "seed": seed, "count": count, "max_tokens": max_tokens,
         "records": records, "speed": speeds,
     }  # fmt: skip
-    click.echo(json.dumps(result))  # shown also where no file can be written
+    click.echo(json.dumps(result))  # shown even if the file cannot be written
     if file is not None:
         write_output(file, spelled(result))
     if drawing is not None:

@@ -16,7 +16,7 @@ from perilune.core.errors import ConfigError
 
 
 class OutFile(click.Path):
-    """A file to write when the work is done: its directory is looked for before."""
+    """A file that is written after the work; that its directory exists is checked before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -26,7 +26,7 @@ class OutFile(click.Path):
 
 
 class FloatRange(click.FloatRange):
-    """click's own takes NaN, which is neither below nor above an end of the range."""
+    """click's range that also refuses NaN, which is neither below its start nor above its end."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

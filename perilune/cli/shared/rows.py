@@ -42,7 +42,7 @@ def finish(rows: Sequence[dict[str, Any]], directory: Path | None) -> None:
     """Keeps the rows and prints each on a line, the last row last."""
     try:
         keep(rows, directory)
-    finally:  # rows are shown also where the disk has become full
+    finally:  # rows are shown even if the disk is full
         for row in rows:
             click.echo(json.dumps(row))
 
