@@ -59,7 +59,7 @@ def measure(model: Path, *, tokens: int, rounds: int, report: Callable[[str], No
 
 
 def _model(model: Path, tokens: int, report: Callable[[str], None]) -> dict[str, Any]:
-    """KL of three NVFP4 conversions on the same texts, and the ratios of the first two to the last."""
+    """KL divergence of three NVFP4 conversions on the same texts; ratios of `optimal` and `calibrated` to `max`."""
     texts, device = gather(model, tokens), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row: dict[str, Any] = {"tokens": texts.tokens, "sequences": len(texts.sequences)}
     divergences = {}

@@ -2,7 +2,7 @@
 
 The ceiling of a step is the time to read its bytes once: every weight a token needs (for the experts: the expected
 number of distinct ones), and the KV of each request, at the read rate measured in the same run. On CPU that rate is
-measured on a buffer as large as the model's weights, because a small model lives in the processor's cache.
+measured on a buffer as large as the model's weights, because a small model fits the processor's cache.
 """
 
 import itertools
@@ -158,7 +158,7 @@ class _Timed:
     steps           their number: fewer than the tokens of a request if prompts took several steps, or with drafts
     step, tokens    median of a step, and mean of its tokens
     p99             99th percentile of a step; of up to 100 steps the longest
-    accepted        tokens per request and step with drafts
+    accepted        mean tokens per request in steps with drafts
     drafting        time of making suffix drafts, per step
     host            median, over steps, of the time in which the engine's thread did not wait for the device
     device          a replay of the step's graph; None where there is none

@@ -3,8 +3,8 @@
 The trace is the same for all, its seed fixed before there was a policy: problems with answers that are easy to predict
 (digits, forms), hard (stories at temperature 1), copied (values and calls from the prompt) and long (about a long
 prompt), first by one user, then by several at once. All settings run in one process on the same weights, round after
-round in changing order, without a prefix cache. Drafting forgets all it has learned before each play: else it
-would find the answers among stored texts. Every answer is compared with the one without drafts. drafts_replay.py
+round in changing order, without a prefix cache. Drafters' state is reset before each play: n-gram lookup would find the
+answers in stored texts. Every answer is compared with the one without drafts. drafts_replay.py
 computes the same from a table of costs, and what knowing the answers (hindsight) would gain.
 """
 
@@ -183,7 +183,7 @@ def measure(
 
 
 def _warm_up(engine: Engine, setting: Setting, asked: Sequence[Asked], users: Sequence[int]) -> None:
-    """Plays the trace; on a GPU until it captures no CUDA graph, WARM_UPS times at most: a policy may need new ones."""
+    """Plays the trace; on a GPU again until no CUDA graph is captured, at most WARM_UPS times. On a CPU a short one."""
     if engine.runner.graphs is None:
         asked, users = asked[: len(KINDS)], users[:1]
     for _ in range(WARM_UPS):

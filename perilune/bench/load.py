@@ -1,7 +1,7 @@
 """A client that costs little: streamed chat requests over plain sockets, with the time of every piece that arrives.
 
-An HTTP library and a JSON decoder cost 100 us a token and more, so that on a small machine one would measure the
-client. This client only searches a piece for a few marks: text, the end, the server's token count.
+An HTTP library and a JSON decoder cost 100 us a token and more: on a small machine, the client would be the limit. This
+one only searches each received piece for text, the end of the stream and the server's token count.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now, t = time.perf_counter(), self.timing
         before, self.at = self.at, now
-        seen = self._tail + data  # a mark may be cut in two
+        seen = self._tail + data  # what is searched for may be split between two pieces
         if not t.first_byte:
             t.first_byte = now - self._sent
         if not t.first_text:

@@ -378,9 +378,9 @@ def distinct_experts(engine: Engine, *, scattered: bool = True) -> float:
 
 
 def replays_ms(graphs: Sequence[Timed], vocab_size: int) -> list[float]:
-    """Milliseconds of a replay of each graph in a row of its replays, as steps follow each other: the median of DRAWS
-    rounds, in each of which every graph gets the same new random tokens: which experts are chosen changes a step's
-    time by some 2 %."""
+    """Milliseconds per replay of each graph, medians over DRAWS rounds. A round replays each graph REPLAYS times in a
+    row, as steps follow each other, all on the same new random tokens: the choice of experts changes a step's time by
+    about 2 %."""
     most = max(len(graph.step.tokens) for graph in graphs)
     device = graphs[0].step.tokens.device
     times: list[list[float]] = [[] for _ in graphs]

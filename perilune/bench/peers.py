@@ -120,7 +120,7 @@ def blocks(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the timed experts: the width of each, their number, and whether their scales are compact."""
+    """The timed experts: width of each, number, and whether their scales are compact."""
 
     width: int
     experts: int
@@ -256,7 +256,7 @@ def _by_turns(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[float
 
 
 def _clock() -> int | None:
-    """MHz of the multiprocessors just now; None without nvidia-smi."""
+    """Current SM clock of GPU 0, MHz; None without nvidia-smi."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"],

@@ -173,7 +173,7 @@ class Local:
             while self._incoming or self.engine.busy:
                 try:
                     at, deltas = await asyncio.get_running_loop().run_in_executor(self._pool, self._step)
-                except Exception as e:  # of any kind: every waiting request must get an end
+                except Exception as e:  # any exception: every waiting request must end
                     at, line = time.perf_counter(), f"the engine failed: {e!r}".splitlines()[0]
                     deltas = [Delta(rid, finish_reason="error", error=line) for rid in self._inboxes]
                 for delta in deltas:
@@ -499,8 +499,8 @@ def describe(row: dict[str, Any]) -> str:
 
 
 async def host_memory(stats: Callable[[], EngineStats], report: Report) -> None:
-    """Waits until the host memory of the KV tiers is pinned, or no more was pinned for STALLED_SECONDS. A server has
-    pinned all after about a minute; blocks evicted earlier would be dropped."""
+    """Waits until the host memory of the KV tiers is pinned (about a minute), or STALLED_SECONDS without progress.
+    Blocks that are evicted earlier would be dropped."""
     limit = next((most for name, _, _, most in stats().tiers if name == HOST), 0)
     ready, since, begin = stats().host_blocks_ready, time.perf_counter(), time.perf_counter()
     if ready < limit:

@@ -34,7 +34,7 @@ from perilune.loading.survey import read_linear, survey
 from perilune.model.config import KimiConfig
 from perilune.model.names import expected
 
-MAX_PARAMETERS = 4_000_000_000  # a float32 copy and three models of more do not fit the memory of a usual CPU machine
+MAX_PARAMETERS = 4_000_000_000  # More do not fit a usual CPU machine: a float32 copy and three models are in memory.
 NORM_EPS = 1e-6  # epsilon of the q and kv norms in transformers, which ignores the config's
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LLAMA_FILES = ("f32", "q8_0", "q4_0")

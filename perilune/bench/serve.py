@@ -1,4 +1,4 @@
-"""A server under load: tokens per second of each user against those of all, by the number of concurrent users.
+"""A server under load: tokens per second per user and in total, by the number of concurrent users.
 
 A request is good if its first text came within one limit and its mean time between tokens is within the other; good
 requests per second are the goodput. If the server's process id is known, the row has its CPU time, which is more

@@ -145,8 +145,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def begun(session: Session, turns: int) -> Session:
-    """The session after `turns` turns: its first prompt has their texts, with made-up answers, and asks for one token,
-    so that the prompt can be computed beforehand."""
+    """The session after `turns` turns. Its first prompt has their texts, with made-up answers, and asks for one token:
+    this prompt can be computed before the clock starts."""
     if turns < 1 or turns >= len(session.turns):
         raise ConfigError(f"{session.name} has {len(session.turns)} turns: it cannot begin after {turns}")
     said: list[Piece] = []

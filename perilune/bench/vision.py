@@ -34,7 +34,7 @@ ATTENTIONS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-SLICE_PATCHES = 1024  # patches of a half layer, the shortest slice on a GPU
+SLICE_PATCHES = 1024  # The shortest slice on a GPU takes so many patches through half a layer.
 PASSES = 7  # timed passes; the first two only warm up
 
 Report = Callable[[str], None]

@@ -138,7 +138,7 @@ def _replayed(engine: Engine) -> int:
 
 
 def _layer_difference(layers: int) -> int:
-    """How many layers the second engine has less."""
+    """How many fewer layers the second engine has."""
     if layers < 3:
         raise ConfigError(f"layers must be at least 3, not {layers}: the difference of two engines is measured")
     return min(STEP, (layers - 1) // 2)
