@@ -114,8 +114,8 @@ class Batch:
 
 
 def _totals(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """([LONGEST_UNROLL], likewise) float64: by chain step, the sum of weights of all chains that draft a token in it,
-    and the number of these chains with a weight; 1 instead of 0, because the dividend is then 0."""
+    """(totals, counts), [LONGEST_UNROLL] float64 each: by chain step, the sum of the weights of all chains that draft a
+    token in it, and how many of these weights are above 0. 1 instead of 0, to divide by: the dividend is then 0."""
     chains = torch.tensor([len(row.ids) - 1 - row.given for row in rows])
     reach = (chains[:, None] - torch.arange(LONGEST_UNROLL)).clamp_min(0).double()
     weights = torch.tensor([row.weight for row in rows], dtype=torch.float64)

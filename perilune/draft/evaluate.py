@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @dataclass(slots=True)
 class Tally:
     """Numbers of cycles and of their tokens. By position in the chain: drafts that were compared with the text
-    (`asked`; drafts after a wrong one are not compared), and those of them that were right (`stood`)."""
+    (`asked`; drafts after a wrong one are not compared), and accepted ones (`stood`)."""
 
     cycles: int = 0
     tokens: int = 0

@@ -108,7 +108,7 @@ def _parts(rows: Sequence[Row], chains: int) -> list[list[Row]]:
 
 
 def _cycled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
-    """The rows for ever, in a new order each time."""
+    """The rows endlessly, in a new order in each pass."""
     for turn in itertools.count():
         order = list(rows)
         Random(f"{seed}:windows:{turn}").shuffle(order)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-SHARPNESS = 3.0  # how fast `hybrid` turns from `kl` to `tv`: at an acceptance of 1/3 they weigh 0.37 and 0.63
+SHARPNESS = 3.0  # `hybrid` weighs `kl` by e^(-SHARPNESS acceptance): at an acceptance of 1/3 by 0.37, `tv` by 0.63
 LEAST = 1e-6  # lower bound of the acceptance in the logarithm of `nla`
 
 

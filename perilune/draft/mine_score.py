@@ -50,7 +50,7 @@ def score(
     """For each row, the losses of its chains of `length`, as mine.Scored.lost; () if an answer is too short.
 
     A chain's loss is the number of leading tokens of the text that are the target's likeliest, minus the number that
-    the draft gets right, at least 0: if at temperature 1 the draft gets more right than that, it is by chance.
+    the draft gets right. At least 0: if the draft gets more right, which needs temperature 1, that is by chance.
     """
     found: list[tuple[float, ...]] = [()] * len(rows)
     usable = [i for i, row in enumerate(rows) if row.given and len(row.ids) - row.given >= LEAST_ANSWER]

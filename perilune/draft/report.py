@@ -113,7 +113,7 @@ def questions(rows: Sequence[Row], count: int, *, max_tokens: int, ends: Iterabl
 
 def table(records: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]] = ()) -> Table:
     """A line per split and family; columns: tokens per verify step by temperature, drafter and chain length, the shares
-    accepted by position in the longest chain, and the speed-up over no drafts by way of drafting and users."""
+    accepted by position in the longest chain, and the speed-up over no drafts by drafting mode and number of users."""
     kinds = [
         (t, name, length)
         for t in dict.fromkeys(r["temperature"] for r in records)

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """ConfigError if another process writes to the directory: both would list their shards, each of them twice, and
-    replace the other's files. A file system that cannot lock is used without."""
+    """Locks the directory. ConfigError if another process writes to it: both would list their shards, under the same
+    names, and replace each other's files. On a file system without locks, nothing is checked."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

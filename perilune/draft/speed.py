@@ -18,7 +18,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the engine drafts: `tokens` of `source` in every step; None: as many as pay."""
+    """A drafting mode: `tokens` drafts of `source` in every step; None: the engine's policy decides how many."""
 
     name: str
     source: str
@@ -54,8 +54,8 @@ def measure(
     engine: dict[str, Any] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """A record per number of users and way, of all prompts and by family: seconds, tokens a second, and how many times
-    as fast as without drafts, by medians over the rounds. `different` counts answers that differ from those without."""
+    """A record per number of users and way, of all prompts and by family: seconds, tokens per second, and the speed-up
+    over no drafts, medians over the rounds. `different`: number of answers that differ from those without drafts."""
     asked = sorted({q.family for q in questions})  # a family may have none: every answer of it was too short
     config = {**(engine or {}), "drafter": str(draft), "draft": "hybrid", "draft_tokens": None, "prefix_cache": False}
     config["max_num_seqs"] = max(users)
@@ -72,7 +72,7 @@ def measure(
         different = dict(tokens)
         for number in range(rounds):
             for most in users:
-                # Rotate the order, so that no way always follows the same one. Statistics are kept over families.
+                # Rotate the order, so that no mode always follows the same one. Statistics are kept across families.
                 for i in range(len(chosen)):
                     way = chosen[(i + number) % len(chosen)]
                     own.use_drafts(way.source, way.tokens, shared=True)

@@ -253,7 +253,7 @@ LATER_SHARE: Final = 0.15
 def ask(domain: str, rng: Random) -> tuple[list[Message], tuple[Mapping[str, Any], ...], bool]:
     """(messages, tools, thinking) of a prompt of one of DOMAINS.
 
-    Some follow an earlier question. Its answer is a placeholder, because the target's own is not known when prompts are
+    Some have an earlier question. Its answer is a placeholder, because the target has not answered it when prompts are
     made.
     """
     text, tools = DOMAINS[domain](rng)

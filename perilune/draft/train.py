@@ -38,7 +38,7 @@ from perilune.model.names import DRAFT_HEAD
 
 STATE = "state.safetensors"
 LOG = "log.jsonl"
-WARMUP, FALL = 50, 0.5  # steps of warm-up; last share of the schedule, in which the learning rate falls to zero
+WARMUP, FALL = 50, 0.5  # steps of warm-up; share of the schedule, its last, in which the learning rate falls to 0
 CLIP = 1.0
 LOG_STEPS = 20  # steps between lines of the log, at which a run may also be saved
 

@@ -34,8 +34,8 @@ SCORES = 1 << 28  # attention scores that `recompute` holds at a time. Larger: m
 
 @dataclass(frozen=True, slots=True)
 class ChainStep:
-    """Step j of all chains. token [M]: the last known token, after which one is drafted; valid [M]: 1 where the text
-    goes on so far, else 0; normed [M, D] what the head [W, D] reads."""
+    """Step j of all chains. token [M]: the last known token, after which one is drafted, as an index of the batch;
+    valid [M]: 1 if the row has that next token, else 0; normed [M, D]: input of the head [W, D]."""
 
     token: Tensor
     valid: Tensor
@@ -50,7 +50,7 @@ class ChainStep:
 
 class Lesson(NamedTuple):
     """loss: weighted mean over chains and steps; agreement [J]: by step, the share of chains that draft the target's
-    likeliest token. Both are of this part of the batch, scaled: their mean over all parts is that of the batch."""
+    likeliest token. Both are scaled so that their mean over all parts of the batch is that of the whole batch."""
 
     loss: Tensor
     agreement: Tensor
