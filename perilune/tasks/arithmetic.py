@@ -72,7 +72,7 @@ _EITHER: Final = re.compile("difference|apart|gap|compare", re.IGNORECASE)
 
 
 def asked_in(rng: Random, form: str, kept: tuple[str, ...], **numbers: int) -> str:
-    """The form as people write it, its numbers in digits mostly."""
+    """The form, worded as people write (`phrase`) and filled with numbers, most of them in digits."""
     words = (1.0 if rng.random() < 0.08 and "}th" not in form else 0.06) if form[-1] in ".?" else 0.0
     return phrase(rng, form, kept).format(**{name: numeral(rng, n, words) for name, n in numbers.items()})
 
@@ -107,7 +107,7 @@ def sample_add_sub(rng: Random, split: str, thinking: bool) -> Problem:
             form = pick(rng, forms)
         again = split == "train" and (plus or a > b) and "\n" not in form and rng.random() < 0.12
         form = restated(rng, "+" if plus else "-", form) if again else form
-        turned = not plus and not again and _EITHER.search(form) and rng.random() < 0.4  # 75 is between 120 and 45 too
+        turned = not plus and not again and _EITHER.search(form) and rng.random() < 0.4  # either order
         question = asked_in(
             rng, form, _KEPT_ADD if plus else _KEPT_SUBTRACT, a=b if turned else a, b=a if turned else b
         )
@@ -171,7 +171,7 @@ def parted(pattern: str) -> list[str]:
 
 
 def drawn_numbers(rng: Random, pattern: str) -> dict[str, int]:
-    """A number for each letter of a pattern: k, m and j one digit, and what is divided by one a multiple of it."""
+    """A number for each letter of a pattern: k, m and j have one digit; a dividend is a multiple of its divisor."""
     found: dict[str, int] = {}
     tokens = parted(pattern)
     for c in tokens:
@@ -248,7 +248,7 @@ def _framed(rng: Random, shown: str) -> str:
 
 
 def _composed(rng: Random, split: str) -> Drawn:
-    """composed/expressions.py, in wide wordings only."""
+    """An expression of composed/expressions.py; only with wide wordings."""
     solved = None
     while solved is None:
         form, shown, worked = asked(rng)
@@ -309,12 +309,12 @@ def _quotient(rng: Random, split: str) -> Drawn:
 
 
 def _beside(rng: Random, split: str) -> Drawn:
-    """Parts, percentages, averages, remainders, letters; in wide wordings only."""
+    """A problem of composed/sums.py; only with wide wordings."""
     return more(rng)
 
 
 def _read(rng: Random, split: str) -> Drawn:
-    """Numbers with labels; in wide wordings only."""
+    """A text of composed/readings.py; only with wide wordings."""
     return reading(rng)
 
 
@@ -392,7 +392,7 @@ _BOTH: Final[dict[str, tuple[str, ...]]] = {
 
 
 def _upon_it(rng: Random, value: int, signs: str, below: int) -> tuple[str, int]:
-    """An operation on a value that is smaller than half of `below`, and by how much."""
+    """(sign, k): a random operation on a value; a product is less than `below`, which must exceed 2 * value."""
     while True:
         sign = pick(rng, signs)
         k = number(rng, pick(rng, (1, 2, 2, 3))) or 1
@@ -404,7 +404,7 @@ def _upon_it(rng: Random, value: int, signs: str, below: int) -> tuple[str, int]
 
 
 def _continued(rng: Random, family: str, signs: str, thinking: bool) -> Problem:
-    """An operation on what the assistant has said before, or (less often) one that has nothing to do with it."""
+    """An operation on the assistant's last result or, less often, on other numbers."""
     while True:
         value, history = number(rng, pick(rng, (2, 2, 3, 3, 4))), list[dict[str, Any]]()
         for turn in range(pick(rng, (1, 1, 1, 2))):

@@ -109,7 +109,7 @@ def sample_tool_call(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) -> Problem:
-    """Requests as colleagues write them; now and then none at all, a question or one without a declared tool."""
+    """Requests as colleagues write them. Some messages ask for no call, for a meaning, or for an undeclared tool."""
     while True:
         roll, question = rng.random(), ""
         if roll < 0.1 and count > 1:
@@ -133,7 +133,7 @@ def _errand(rng: Random, split: str, thinking: bool, family: str, count: int) ->
     known += [t for t in more if not question or not re.search("define|dict|mean|word|search|explain", str(t.spec))]
     if roll > 0.8 and count > 1:
         before, (first,), _ = errand(rng, 1)
-        if all(first.tool.noun != t.noun for t in known):  # its finished exchange goes before
+        if all(first.tool.noun != t.noun for t in known):  # another tool's finished exchange comes first
             known.append(first.tool)
             messages = (*finished(rng, before, first, {"status": "ok"}, "Done.", split), *messages)
     if question:
@@ -153,7 +153,7 @@ _CLOSE: Final = ("alarm", "currency", "weather")
 
 
 def _of_common(rng: Random, split: str) -> tuple[str, list[Request], tuple[dict[str, Any], ...]] | None:
-    """An everyday request and tools like the one that it asks for, which now and then is not declared."""
+    """An everyday request, and similar tools to declare; now and then without the requested one."""
     kit, other = pick(rng, kits(common=True)), pick(rng, kits(common=True))
     asked = request(rng, kit[int(rng.random() ** 2 * len(kit))], split)
     if kit[0].noun == other[0].noun or not belongs(("call", *call_key(asked.call)), split):
@@ -189,12 +189,12 @@ def _siblings(rng: Random, kit: tuple[Tool, ...]) -> tuple[dict[str, Any], ...]:
 
 
 def _of_kit(rng: Random, split: str, count: int) -> tuple[str, list[Request], tuple[dict[str, Any], ...]] | None:
-    """Requests for a kit's tools, each with its own values or with "it" for the last one's, and what is declared."""
+    """Requests for a kit's tools, each with its own values or with "it" for the last one's; and the declared tools."""
     kit = pick(rng, kits())
     asked = [request(rng, pick(rng, kit), split)]
     texts = [asked[0].text]
     made = together(rng, pick(rng, kit), 2) if count > 2 and rng.random() < 0.6 else None
-    if made and f", {made[1][1].opening}" not in made[0]:  # "now Ann, Tom leaves" may speak to Ann
+    if made and f", {made[1][1].opening}" not in made[0]:  # "now Ann, Tom leaves" may address Ann
         texts, asked = [made[0]], made[1]
     for _ in range(20):
         if len(asked) == count:
@@ -246,7 +246,7 @@ def sample_tools_multi(rng: Random, split: str, thinking: bool) -> Problem:
         ways = (_found, _found, _found, _found, _missing, _missing, _compared, _later, _later)
         return pick(rng, ways)(rng, split, thinking)
     roll = rng.random()
-    # In training fewer refusals: who refuses often also refuses what is asked for in other words.
+    # With wide wordings fewer refusals: a model that learns many refuses requests in unusual words too.
     parallel, result = (0.46, 0.74) if widely(split) else (0.36, 0.68)
     kind = _parallel if roll < parallel else _result if roll < result else _refusal if roll < 0.88 else _follow_up
     return kind(rng, split, thinking)
@@ -347,7 +347,7 @@ def _parallel(rng: Random, split: str, thinking: bool) -> Problem:
 def _calling(
     rng: Random, text: str, asked: list[Request], split: str, thinking: bool, declared: tuple[dict[str, Any], ...] = ()
 ) -> Problem:
-    # No numbers: who writes "1." or nothing says how many calls there will be before the second request is read.
+    # Not numbered: by writing "1." or not, a model would fix the number of calls before it reads the second request.
     trace = "\n".join([a.trace(text) for a in asked])
     reply = Reply(trace if thinking else "", "", tuple(a.call for a in asked))
     key = ("call", *call_key(asked[0].call))
@@ -356,7 +356,7 @@ def _calling(
 
 
 def _at_once(rng: Random, split: str, thinking: bool) -> Problem:
-    """Plain tools for several values each, or two of them for one place."""
+    """Everyday tools (chores.PLAIN): one for several values, or two for one place."""
     while True:
         if rng.random() < 0.25:
             asked = there(rng)
@@ -375,7 +375,7 @@ def _at_once(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 def _stepwise(rng: Random, split: str, thinking: bool) -> Problem:
-    """Something is to be done with a result, or all has been done (chores.py)."""
+    """A wish of several steps (chores.py), before, between or after its calls."""
     while True:
         roll = rng.random() if split == "train" else 1.0
         text, past, thought, due, answer, asked = (counted if roll < 0.12 else handed if roll < 0.4 else chore)(rng)
@@ -394,7 +394,7 @@ def _result(rng: Random, split: str, thinking: bool) -> Problem:
     """Results are there: the reply says what was asked for, from each of them; or that the tool failed."""
     asked = _several(rng, split, 1 if rng.random() < 0.6 else 2)
     if asked[-1].tool is not asked[0].tool:
-        asked = asked[:1]  # one question cannot be put to two kinds of results
+        asked = asked[:1]  # one question cannot fit two kinds of results
     new = split == "structural"
     keys = fields(rng, 1 + int(rng.random() * 4), 0.5 if new else 0.0)
     if split == "train" and rng.random() < 0.4:
@@ -532,7 +532,7 @@ _IS_THERE: Final = ("is there a ", "do we have a ", "which is the ", "what about
 
 
 def _sought_before(rng: Random, split: str, thinking: bool) -> Problem:
-    """A thing was found, and its code was said or something else; then something is to be done with "it"."""
+    """After a search for a thing and an answer about it, a request calls that thing "it"."""
     while True:
         (text, first, key, data), (wish, last), known = sought(rng)
         if belongs(made := ("call", *call_key(last.call)), split):

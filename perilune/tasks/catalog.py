@@ -1,7 +1,8 @@
 """Tools as people declare them, asked for in everyday words that need not hold the tool's name or its parameters'.
 
-data/kits.txt has groups of tools of one noun, below an empty line of everyday tools, by name or a row each:
-`name | description | requests`, with `(one/other)`, `{name:kind}` and `<tank {tank}>` for what "it" may stand for.
+data/kits.txt has groups of tools with one noun; after an empty line, groups of everyday tools. A tool is the name of a
+catalog tool or a row `name | description | requests`, where `(one/other)` is a choice, `{name:kind}` a parameter and
+`<tank {tank}>` a part that "it" may replace.
 
 data/catalog*.txt have a block per tool: `# verb noun | other names | descriptions`, then
 `= parameter kind descriptions` (`!` after a required one; kinds are those of records.py and of this file, a list of
@@ -54,7 +55,7 @@ class Entry:
     descriptions: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     requests: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]
-    marked: tuple[str, ...] = ()  # of a kit's tool: its requests with all their marks
+    marked: tuple[str, ...] = ()  # of a kit's tool: its requests with <...>, which "it" may replace
 
 
 def _given(pair: str) -> tuple[str, Any]:
@@ -95,7 +96,7 @@ _REFERRED: Final = re.compile(r"<[^<>{]*\{(\w+)\}>")
 
 
 def _spread(form: str) -> list[str]:
-    """The form with one of the alternatives at each of its places, in every way."""
+    """All forms that the choices `(one/other)` of a form give."""
     if not (found := re.search(r"\(([^()]*/[^()]*)\)", form)):
         return [form]
     return [made for one in found[1].split("/") for made in _spread(form.replace(found[0], one, 1))]
@@ -239,7 +240,7 @@ cur: ISO 4217 code, e.g. EUR|three letter currency code
 lang: two letter language code|ISO 639-1 code, e.g. en
 land: two letter country code|ISO 3166 code, e.g. FR
 """)
-# Other names begin with their codes.
+# Names that do not begin with their codes.
 _CODES: Final = dict(name.split(":") for name in listed("""
     German:de Spanish:es Polish:pl Dutch:nl Greek:el Turkish:tr Portuguese:pt Chinese:zh Japanese:ja
     Spain:ES Poland:PL Japan:JP Chile:CL Nepal:NP Portugal:PT Turkey:TR Vietnam:VN Ireland:IE Iceland:IS Morocco:MA
@@ -376,7 +377,7 @@ def declared_fields(entry: Entry) -> tuple[list[Field], list[Field]]:
 
 
 def specification(rng: Random, entry: Entry, name: str, iso: bool) -> dict[str, Any]:
-    """The tool as declared: described mostly, and its parameters now and then. `iso`: see tools.Tool."""
+    """The tool as a prompt declares it: most have a description, some parameters too. `iso`: see tools.Tool."""
     properties = {}
     described = pick(rng, (0.0, 0.3, 0.9))
     known = {f.name: f for group in declared_fields(entry) for f in group}
@@ -418,8 +419,8 @@ def asked(rng: Random, entry: Entry, iso: bool) -> Asked:
 
 
 def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | None:
-    """A request that has a word in place of a value ("close it"): one of the values `known`; if there are none, a
-    value is left open ("close a ticket")."""
+    """A request with a word in place of a value: "close it" for one of the values `known`, or, if there are none,
+    "close a ticket", which leaves the value open. None if the tool has no such request."""
     form = pick(rng, entry.marked) if entry.marked else ""
     found = _REFERRED.search(form)
     if not found or (known and found[1] not in known):
@@ -440,7 +441,7 @@ def asked_shortly(rng: Random, entry: Entry, known: dict[str, Any]) -> Asked | N
 
 
 def fresh(rng: Random, p: Parameter, iso: bool, values: dict[str, Any]) -> Shown:
-    """A value and how it is written, other than those given if it is a text."""
+    """A value and how it is written; a text differs from all of `values`."""
     while True:
         value, text = _drawn(rng, p)
         if iso and p.kind == "clock24":
@@ -473,8 +474,8 @@ _SHARED: Final = frozenset(listed("""
 def asked_together(
     rng: Random, entry: Entry, count: int, iso: bool, joined: bool = True
 ) -> tuple[Asked, list[tuple[str, dict[str, Any]]]] | None:
-    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and of each call that
-    parameter as shown and its arguments; None if it cannot be said."""
+    """One request for `count` calls that differ in one parameter ("in Oslo and in Rome"), and for each call that
+    parameter as written and the arguments; None if the tool has no suitable parameter."""
     form, shown, arguments = asked(rng, entry, iso)
     names = [
         p.name for p in entry.parameters if p.kind in _SHARED and p.name in shown and not (iso and p.kind == "lang")
@@ -526,8 +527,8 @@ _ROW_JOINS: Final = parted(". |, | and |; |\n|\n- |, and | / |, then ")
 def asked_in_rows(
     rng: Random, entry: Entry, count: int, iso: bool
 ) -> tuple[str, list[tuple[str, dict[str, Any]]]] | None:
-    """`count` calls as a few words each behind a common head ("Reminders please. Monday: dentist. Friday: rent"), and
-    of each call its words and arguments; None if the tool needs no parameter, more than two, or two of one kind."""
+    """A request for `count` calls: a head and a few words for each ("Reminders please. Monday: dentist. Friday: rent").
+    Also each call's words and arguments. None if the tool needs no parameter, more than two, or two of one kind."""
     needed = [p for p in entry.parameters if p.required]
     kinds = {p.kind or p.name for p in needed}
     if len(kinds) != len(needed) or len(needed) not in (1, 2) or any(k == "bool" or k.endswith("+") for k in kinds):
@@ -574,17 +575,17 @@ _NEXT: Final = parted(" Also | And | Then | Oh, and | Next: |\nand | ")
 
 
 def asked_on(rng: Random, entry: Entry, count: int, iso: bool) -> tuple[Asked, list[dict[str, Any]]] | None:
-    """A request for `count` calls, the further ones naming one or two values ("and 17 in the hall") behind a null
-    character, and their arguments; None if it cannot be said."""
+    """A request for `count` calls, and their arguments. Each further call names only one or two values, after a null
+    character ("and 17 in the hall"). None if the tool has no suitable parameter."""
     form, shown, arguments = asked(rng, entry, iso)
     given = [p for p in entry.parameters if p.name in shown and p.kind[-1] != "+"]
     shared = [p for p in given if p.kind in _SHARED]
     if not shared or "\n" in form:
         return None
     changed = [pick(rng, shared)]
-    # "I only know pounds and 19 yen" names no new amount of the old money.
+    # "I only know pounds and 19 yen" gives no new amount in the first currency.
     more = [p for p in given if p not in changed and changed[0].kind != "cur2" and p.kind not in ("cur", "cur2")]
-    counted = [p for p in more if p.kind in ("count1", "phone", "email")]  # two have two numbers
+    counted = [p for p in more if p.kind in ("count1", "phone", "email")]  # each call needs its own
     if counted or (more and rng.random() < 0.75):
         changed.append(pick(rng, counted or more))
     spans = [m.span() for p in changed if (m := re.search(f"{_LEAD}\\{{{p.name}}}{_TRAIL}", form))]

@@ -19,7 +19,7 @@ from perilune.tasks.tools import VERBS, random_noun
 from perilune.tasks.wordings import lined
 from perilune.tasks.words import any_word, listed, made_up
 
-# Enough that questions can be asked without any file; written for this project.
+# The default passages, for callers that name no files; written for this project.
 BUILT_IN: Final = tuple(lines("scenes.txt").strip().split("\n\n")[3:])
 
 _MIN_CHARS: Final = 80

@@ -130,7 +130,7 @@ _NEW_PROMPTS: Final = (
 )
 
 
-# Makers that training draws from beside the others, each with the number that a random one must be below.
+# For half of training's problems, makers with cumulative probabilities.
 _TRAINED: Final = ((0.18, unnamed), (0.27, loose), (0.32, worked), (0.43, related), (0.465, table), (0.5, nested))
 
 
@@ -184,7 +184,7 @@ def prompt_messages(prompt: str) -> tuple[dict[str, Any], ...]:
 
 
 def _labelled(rng: Random, new: bool) -> tuple[Facts, list[Field], dict[str, Any], bool]:
-    """What a text is to state, the keys in order, the object, and whether values may be missing."""
+    """The facts for a text, the keys in order, the expected object, and whether values may be missing."""
     stated = fields(rng, 2 + int(rng.random() * 5), 0.6 if new else 0.0, camel=rng.random() < 0.15)
     wanted = stated if rng.random() < 0.6 else stated[: 1 + int(rng.random() * len(stated))]
     optional = rng.random() < 0.15
@@ -203,7 +203,7 @@ def _labelled_prompt(rng: Random, facts: Facts, wanted: list[Field], split: str)
     if not widely(split) or rng.random() < 0.5:
         schema = _numbered(rng, wanted) if how == 2 else pick(rng, _SCHEMAS)(rng, wanted)
         return pick(rng, _NEW_PROMPTS if how == 3 else RULES["prompts"]).format(text=text, schema=schema)
-    # A list of keys does not say which numbers are texts.
+    # A bare list of keys would not say that "12" is a string.
     plain = not any(isinstance(v, str) and v.isdigit() for _, v in facts)
     return wide_prompt(rng, text, wanted, typed=not plain)
 
@@ -228,7 +228,7 @@ def _record_prompt(rng: Random, new: bool) -> tuple[str, list[Field], dict[str, 
             v = iso
         expected[f.name] = bare(v)
         wanted.append(f)
-    if note:  # then every date must be one that can be so written
+    if note:  # Then every date must be one that can be written as YYYY-MM-DD.
         wanted = [
             f
             for f in wanted

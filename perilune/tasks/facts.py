@@ -1,5 +1,5 @@
-"""What a word problem gives and asks, as the first lines of a thought: every number with the words beside it, and the
-question. A model that has copied all numbers leaves none out of the expression that follows.
+"""The first lines of a thought about a word problem: every number with the words beside it, and the question. A model
+that has copied all numbers leaves none out of the expression that follows.
 """
 
 import re
@@ -49,7 +49,7 @@ def facts(text: str) -> str:
 
 
 def with_facts(sample: Callable[[Random, str, bool], Problem]) -> Callable[[Random, str, bool], Problem]:
-    """The same problems; a thought begins with the facts of the last message."""
+    """The sampler, with `facts` of the last message at the beginning of thoughts."""
 
     @wraps(sample)
     def sampled(rng: Random, split: str, thinking: bool) -> Problem:
@@ -59,7 +59,7 @@ def with_facts(sample: Callable[[Random, str, bool], Problem]) -> Callable[[Rand
 
 
 def noted(problem: Problem) -> Problem:
-    """The problem, the facts of its last message before its thought, if it has one."""
+    """The problem; if it has a thought, this begins with `facts` of the last message."""
     reply, said = problem.reply, problem.messages[-1]["content"]
     if not reply.reasoning:
         return problem

@@ -71,7 +71,7 @@ def build_families(passages: Iterable[str] = BUILT_IN) -> dict[str, Family]:
 
 
 FAMILIES: Final = build_families()
-# Of a picture and a question each. Not every model has eyes, so they are evaluated where they are named.
+# A picture and a question each. Only evaluated if asked for by name, because not every model takes pictures.
 PICTURES: Final = {
     name: Family(name, 0.0, 90, False, sampler(name), same_number if name in NUMBERS else same_words) for name in MAKERS
 }
@@ -84,7 +84,7 @@ def family(name: str, families: Mapping[str, Family] = FAMILIES) -> Family:
     return found
 
 
-_REPEATS: Final = 300  # this many known problems in a row: there are hardly any others
+_REPEATS: Final = 300  # After so many known problems in a row, hardly any new ones are left.
 
 
 def problems(
@@ -125,7 +125,7 @@ def check(problem: Problem, answer: Answer) -> bool:
 
 @lru_cache(maxsize=32)
 def constant_baseline(name: str) -> Answer:
-    """The family's most frequent answer in training: what always saying the same would get."""
+    """The baseline of always giving the family's most frequent answer in training."""
     drawn = problems(name, "train", 400, thinking=False)
     return Counter(answer_of(p.reply) for p in drawn).most_common(1)[0][0]
 

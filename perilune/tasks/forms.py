@@ -1,8 +1,8 @@
 """Wordings of whole-number questions (sums, differences, products, quotients, comparisons, conversions) and, as MORE by
 kind, of small programs; programs.py has those that structural problems may show besides.
 
-Imperatives end with a full stop, so that `wordings.phrase` may make them polite. Nothing here holds a form of `NEW_*`
-in arithmetic.py (`wordings.phrase` sees to that for what it puts together).
+Imperatives end with a full stop, so that `wordings.phrase` may make them polite. No form here is one of `NEW_*`
+in arithmetic.py; `wordings.phrase` makes none of those either.
 """
 
 from typing import Final

@@ -1,5 +1,5 @@
-"""Letters and signs beyond ASCII in problems of the training: names with accents, signs of money, typographic
-apostrophes, emoji. The words of the generators have none of them, people's texts do.
+"""Adds characters beyond ASCII to training problems, because users' texts have them: accents in names, currency signs,
+typographic apostrophes, emoji. The generators' words are ASCII.
 
 The same word is changed everywhere in a problem, so that copying stays right. Programs ask for letters one by one and
 are left out.

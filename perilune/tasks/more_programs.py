@@ -186,7 +186,6 @@ def _built(rng: Random) -> Made:
 
 
 def _text(rng: Random) -> Made:
-    """Programs over a few words."""
     found = list(
         dict.fromkeys(
             [pick(rng, PLAIN) if rng.random() < 0.6 else made_up(rng) for _ in range(3 + int(rng.random() * 3))]
@@ -256,7 +255,6 @@ def _two_dates(rng: Random) -> Made:
 
 
 def _calendar(rng: Random) -> Made:
-    """Weekdays and months."""
     roll = rng.random()
     first, n = int(rng.random() * 7), 1 + int(rng.random() * 27)
     if roll < 0.45:

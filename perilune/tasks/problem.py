@@ -60,7 +60,7 @@ class Answer:
 
 
 def partition(key: tuple[Any, ...]) -> str:
-    """The split in which a problem with this key may occur; that of `heldout` may occur in `wide` too."""
+    """The split in which a problem with this key may occur; `heldout` keys may also occur in `wide`."""
     digest = blake2b(f"{SEED}:{key!r}".encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "big") % (2 * HELD_OUT_SHARE)
     return "heldout" if place == 0 else "structural" if place == 1 else "train"

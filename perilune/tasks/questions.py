@@ -25,7 +25,7 @@ from perilune.tasks.records import record
 from perilune.tasks.wordings import careless, lined, phrase, small
 
 Asked = tuple[tuple[Any, ...], str, str, str]  # what the question is about, question, trace, answer
-Asker = Callable[[Random, str, bool], Asked | None]  # None: this paragraph cannot be asked that
+Asker = Callable[[Random, str, bool], Asked | None]  # None: this kind of question does not fit the paragraph
 
 _HEAD: Final = re.compile(r"([A-Za-z_][\w.]*)\((.*)\)")
 _DEFAULT: Final = re.compile(r"(\w+)=('[^']*'|[^,()\s]+)(?=,|$)")
@@ -166,7 +166,7 @@ _AMOUNT: Final = re.compile("how (long|much|heavy|warm|far|big|high)|(what|how) 
 
 
 def _with_unit(text: str, question: str, answer: str) -> str:
-    """12.50 -> 12.50 euros, if an amount is asked for and the text has it so."""
+    """12.50 -> 12.50 euros, if the question asks for an amount and the text has the unit there."""
     if not answer.replace(",", "").replace(".", "").isdigit() or not _AMOUNT.search(question):
         return answer
     found = re.search(

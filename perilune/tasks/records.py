@@ -237,7 +237,7 @@ def _whole(rng: Random, low: int, high: int, words: float = 0.0) -> Shown:
 
 
 def _date(rng: Random) -> Shown:
-    """As the text has it, which `iso_of` puts in digits."""
+    """A date as the text writes it; `iso_of` gives YYYY-MM-DD."""
     y, m, d = 1995 + int(rng.random() * 40), 1 + int(rng.random() * 12), 1 + int(rng.random() * 28)
     month = _MONTHS[m - 1]
     form = pick(rng, ("{y}-{m:02d}-{d:02d}",) * 4 + ("{d} {M} {y}", "{M} {d}, {y}", "{M} {d}", "{d} {M}",
@@ -355,7 +355,7 @@ _NUMBER: Final = re.compile(r"\d+(\.\d+)?")
 
 @lru_cache(maxsize=4096)
 def _choices(kind: str) -> tuple[Shown, ...]:
-    """Of "early,very_late" or "1.5,3": the values are numbers where all of the text is one."""
+    """The choices of "early,very_late" or "1.5,3"; texts that are numbers become numbers."""
     texts = kind.replace("_", " ").split(",")
     return tuple([(json.loads(text) if _NUMBER.fullmatch(text) else text, text) for text in texts])
 

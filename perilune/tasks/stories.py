@@ -145,7 +145,7 @@ KINDS: Final = (*(changes,) * 4, *(groups,) * 2, *(fixed,) * 4, single, *(more,)
 
 
 def wide(rng: Random, thing: str) -> Story:
-    """A story of the training side; some have a sentence that does not matter."""
+    """A story in wide wordings; some have an irrelevant sentence."""
     kind = pick(rng, KINDS)
     pattern, text, unit = kind(rng, thing in _EDIBLE)
     if kind not in (more, account) and rng.random() < 0.1:  # an age or a price could matter there

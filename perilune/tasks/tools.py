@@ -111,10 +111,10 @@ currency:  in {s}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool: `verbs` is the index of its verb's class; parameters stand in the order in which they are declared.
+    """A tool. `verbs`: index of its verb's class. Parameters are in the order in which they are declared.
 
-    `entry`: where it comes from if it is one of the catalog: its verbs need not have a class (then `verbs` is -1);
-    `iso`: its dates must be YYYY-MM-DD, times HH:MM, languages and the like codes.
+    `entry`: the entry of a catalog tool; if its verb has no class, `verbs` is -1.
+    `iso`: dates must be YYYY-MM-DD, times HH:MM, languages, countries and currencies codes.
     """
 
     name: str
@@ -197,7 +197,7 @@ def random_noun(rng: Random, new: bool) -> str:
 
 @lru_cache(maxsize=6)
 def _pool(plain: bool, split: str) -> tuple[Tool, ...]:
-    """Tools that stand by while another one is meant; making them anew each time would take most of the time."""
+    """Tools to declare beside the one that is meant. Cached, because making them takes most of the time."""
     new = split == "structural"
     rng = Random(f"{SEED}:tools:{plain}:{split if widely(split) else new}")
     return tuple([tool(rng, split, plain=plain) for _ in range(600 if new else 5000)])
@@ -278,7 +278,7 @@ def confusable(one: Tool, other: Tool) -> bool:
 
 
 def how_many(rng: Random, split: str) -> int:
-    """How many tools a prompt declares: 5 to 8 mostly, up to 15, in training sometimes fewer."""
+    """How many tools a prompt declares: mostly 5 to 8, at most 15; with wide wordings often 1 to 4."""
     roll = rng.random()
     if roll < 0.36 and widely(split):
         return 1 + int(rng.random() * 4)
@@ -311,8 +311,8 @@ class Request:
     def trace(self, prompt: str) -> str:
         """The opening, the tool, and every parameter in declared order: its type and value, or `-` if not given.
 
-        Why no name for what is needed in place of the opening: a model that was trained so named tools of its training
-        data ("get definition" for a translation), of which none was declared, and refused.
+        Not a name for the need instead of the opening: a model trained so named tools of its training data ("get
+        definition" for a translation), found none of them declared, and refused.
         """
         lines = [self.quoted(prompt), self.tool.name]
         given = self.call.arguments

@@ -1,4 +1,4 @@
-"""Two-step word problems: the family `word_problems`.
+"""Word problems of one or more steps: the family `word_problems`.
 
 The trace first writes the story as one expression and then works it as an arithmetic problem is worked. Stories are
 put together from sentences, so that names, things, verbs, order and question vary independently.

@@ -170,13 +170,13 @@ def careless(rng: Random, form: str) -> str:
     return form
 
 
-# Not after "You should".
+# Sentences that begin so are no imperatives.
 _STATED: Final = re.compile(r"(I|We|My|Our|The|An?|There|It|They|Th[ai][st]|Who|What|Please|Now|F(or|rom)|[IO]n|If|Of"
     r"|Today|Only|Paragraph|Without)\b")  # fmt: skip
 
 
 def phrase(rng: Random, form: str, kept: tuple[str, ...] = (), asking: float = 0.25) -> str:
-    """A form as people write it. `kept`: forms, `bare`, that it must not begin with; then it stays as it is.
+    """The form as people vary it; unchanged if the result would begin with one of `kept` (`bare` forms).
 
     `asking` is the share of imperatives (forms that begin with a verb and end with a full stop) made polite.
     """

@@ -152,7 +152,7 @@ def invents_more() -> bool:
 
 
 def compound(rng: Random) -> str:
-    """A thing in two or three words, so that copies do not end after the first: "garden hose"."""
+    """A thing in two or three words, e.g. "garden hose": a model must not copy the first word only."""
     words = [any_word(rng), pick(rng, PLAIN)] if rng.random() < 0.8 else [pick(rng, ADJECTIVES), any_word(rng)]
     return " ".join([*words, pick(rng, PLAIN)] if rng.random() < 0.2 else words)
 

@@ -175,7 +175,7 @@ def compared(rng: Random) -> Account | None:
         kind, ask = pick(rng, ((where, "where"), (when, "when")))
         found = [kind(rng) for _ in who]
         answers = [part for _, part in found]
-        if len({part.split(" ")[0] for part in answers}) > 1:  # "until" and "for" do not answer one question
+        if len({part.split(" ")[0] for part in answers}) > 1:  # "until" and "for" answer different questions
             return None
         ask = found[0][0] if len({words for words, _ in found}) == 1 else ask
         if rng.random() < 0.4:

@@ -1,9 +1,9 @@
 """Stories of prices, amounts and comparisons for `word_problems`, put together from rows or clauses.
 
 A bill has things at a price each, perhaps a fee or a discount, and perhaps what is paid; it is in sentences, a list or
-a note. A comparison has two or three of a kind (people, days, shops, colours), of which one is said by the other ("29
-fewer"), and asks for one of them, for all or for the difference. The pattern is that of arithmetic.py, the text has
-its letters as places.
+a note. A comparison has two of a kind (people, days, shops, colours), the second given relative to the first ("29
+fewer"), and asks for the second or for both together. Patterns are those of arithmetic.py; the text has their letters
+as places.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,6 @@ _DIFFERENT: Final[dict[str, tuple[str, ...]]] = {
 
 
 def comparison(rng: Random) -> Story:
-    """Two of a kind, the second by the first."""
     one, two = pick(rng, _KINDS)
     two = two.replace("{h}", pick(rng, ("his", "her", "their")))
     thing, kind = _thing(rng), pick(rng, tuple(_DIFFERENT))
@@ -145,7 +144,7 @@ def _shared(rng: Random, thing: str, who: str, past: str, unit: str) -> str:
 
 
 def steps(rng: Random) -> Story:
-    """Something that comes or goes in equal parts by time, with some there before or added, in any order."""
+    """An amount that grows or shrinks at a constant rate, with a start or an addition; or a quotient."""
     thing, unit = _thing(rng), pick(rng, ("day", "week", "month", "hour", "year", "night", "trip", "round"))
     verb, past, _ = pick(rng, ACTS)
     noun = pick(rng, PLAIN) if rng.random() < 0.5 else made_up(rng)
@@ -179,5 +178,5 @@ _ALL: Final[tuple[Callable[[Random], Story], ...]] = (bill, bill, comparison, co
 
 
 def account(rng: Random, edible: bool) -> Story:
-    """One of the above; whether the thing can be eaten does not matter."""
+    """A bill, a comparison or a rate; `edible` is ignored."""
     return pick(rng, _ALL)(rng)

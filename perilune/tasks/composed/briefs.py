@@ -2,8 +2,8 @@
 
 A block of data/briefs.txt begins with forms: `text|text => question^answer^label|... => begin of the
 thought`. The thought ends with `label: answer`; `;` begins a new line of it. Then there are rows: the kind of A to D,
-the kind of X to W, cells. <2,A,X> is cell 2 (one of those with # between them) with A for {l} and X for {p}. {Q} asks
-for A. Of [a/b] one is taken. Clauses with & between them may come in any order. In the last block they stay in order,
+the kind of X to W, cells. <2,A,X> is cell 2 (or one of those with # between them) with A for {l} and X for {p}. {Q}
+asks for A. [a/b] is a choice. Clauses with & between them may come in any order. In the last block they stay in order,
 because those after the first have no verb ("the red bike is for Ann, the blue one for Bo").
 
 The file begins with common knowledge, `question|...^answer^label=>data` (a/b: {a} and {b}; a=b: both ways; a+b+...: a
@@ -66,7 +66,7 @@ def _value(rng: Random, form: str) -> str:
 
 
 def _values(rng: Random, kind: str, taken: list[str]) -> list[str]:
-    """Four values, none of which is a part of another one or of those taken; one other than the rest for a state."""
+    """Four values, none part of another or of `taken`. A kind in _STATES: one value, and three times its opposite."""
     if kind in _STATES:
         usual, odd = pick(rng, _STATES[kind]).split(",")
         return [odd, usual, usual, usual]
@@ -83,7 +83,7 @@ def _values(rng: Random, kind: str, taken: list[str]) -> list[str]:
 
 
 def _domain(rng: Random) -> tuple[str, list[str], list[str], list[str]]:
-    """A row of facts that data/subjects.txt has: what asks for the subject, four subjects, their values, cells."""
+    """Four facts from data/subjects.txt: the question word for the subject, four subjects, their values, cells."""
     while True:
         domain = pick(rng, subjects.DOMAINS)
         at, many = pick(rng, domain.attributes), list[subjects.Subject]()

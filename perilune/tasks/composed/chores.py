@@ -1,9 +1,9 @@
-"""Wishes of several steps, for `tools_multi`: a call needs what another one returned, or is due only if that is so.
+"""Wishes of several steps, for `tools_multi`: a call needs an earlier result, or is due only on a condition.
 
-In errands.txt's groups of tools about one thing it is found by one of its data, and what is to be done has its code; or
-a value that was found goes into the next call; or what a question's tool returned has more keys than the asked one.
+With tools of data/errands.txt, a thing is searched for by one of its values and the next call takes its code; a value
+that was found goes into the next call; or a result has more keys than the one that is asked for.
 
-`_ROWS` are as in kits.txt; `_STATES` has things, conditions, states in which they hold, others, and what is done then.
+`_ROWS` are as in kits.txt; `_STATES` has things, a condition, states that meet it, others, and what is done if met.
 """
 
 import re
@@ -55,7 +55,7 @@ PLAIN: Final = (*map(_entry, _ROWS.strip().split("\n")),
 
 
 def _due(rng: Random, *kinds: str) -> tuple[Any, ...]:
-    """A tool, a plain request with {} in place of a value of one of the kinds, its arguments, that parameter."""
+    """A tool, a request with {} in place of a value of one of `kinds`, the arguments, and that value's parameter."""
     known = [e for e in (PLAIN[:2] if "message" in kinds else PLAIN[2:]) if any(p.kind in kinds for p in e.parameters)]
     while True:
         form, shown, given = catalog.asked(rng, entry := pick(rng, known), False)
@@ -84,10 +84,10 @@ def _carried(rng: Random, got: Any, *words: str) -> Request:
 
 
 def _found(rng: Random) -> tuple[Any, ...]:
-    """What a question finds is passed on, or decides as a number.
+    """A question's result is passed on, or a number in it decides whether the next call is due.
 
-    The text, the first tool and its arguments, the key and value found, more of the thought, whether and which calls
-    are due.
+    Returns the text, the first tool and its arguments, the key and value found, a further line of the thought, whether
+    calls are due, and these calls.
     """
     found = finding(rng)
     got, note, then, holds = found.value, "", "Then", True
@@ -115,7 +115,7 @@ def _state(rng: Random) -> tuple[Any, ...]:
 
 
 def _record(rng: Random) -> tuple[Any, ...]:
-    """In place of a value: a person's, the one of a thing with a title, or every one of a list."""
+    """A wish with a value to look up: of a person, of a titled thing, or each one of a list."""
     act = _due(rng, "city", "place", "phone", "email", "path", "company", "port")
     kind, name, got = act[3].kind, act[3].name, act[2][act[3].name]
     key, who, word, tool = _KEYS.get(kind, kind), pick(rng, NAMES), "{0}", "find_contact"
@@ -144,9 +144,10 @@ def _record(rng: Random) -> tuple[Any, ...]:
 
 
 def chore(rng: Random) -> tuple[Any, ...]:
-    """A wish before its first call, after that, or at its end; or with more to do.
+    """A wish, at some point before, between or after its calls.
 
-    The text, the steps (calls and results), the thought about the last, the calls due, or an answer; all calls.
+    Returns the text, the past steps (calls and results), the thought about the last result, the calls that are due, the
+    answer if none is, and all calls.
     """
     text, name, given, key, got, note, holds, due = pick(rng, (_found, _found, _state, _record, _record, _record))(rng)
     calls, stage, thought = [_call(rng, name, given, text), *due], rng.random(), f"{key}: {written(got)}{note}"
@@ -235,7 +236,7 @@ def _steps(
 
 
 def _desk_of(rng: Random) -> tuple[str, list[Ask], Ask, Any, str]:
-    """The noun of a thing, its tools, one of them with a request about "it", the thing's code, and that request."""
+    """The noun of a thing, its tools, the one with a request about "it", the thing's code, and that request."""
     while True:
         head, *rows = pick(rng, DESKS)
         tools, noun = [Ask(rng, row) for row in rows], head.split(" ")[0]
@@ -247,8 +248,8 @@ def _desk_of(rng: Random) -> tuple[str, list[Ask], Ask, Any, str]:
 
 
 def sought(rng: Random) -> tuple[tuple[str, Request, str, dict[str, Any]], tuple[str, Request], list[Request]]:
-    """A search for a thing (its text, its call, the key of what was found and its result), what is then to be done with
-    "it" in words of its own, and all calls."""
+    """A search for a thing (text, call, key of its code, result); a request to do something with "it" (text, call); and
+    all calls, also of tools that are only declared."""
     noun, tools, act, code, wish = _desk_of(rng)
     name, kind, form = pick(rng, _BY)
     value, said_so = _fresh(rng, name, kind)
@@ -278,7 +279,7 @@ def _sought(rng: Random) -> Steps:
 
 
 def _same(rng: Random) -> Steps:
-    """What a first call returns goes into the next one: the version of one place is for the other one."""
+    """A value that the first call returns is the argument of the second, which is about another thing."""
     while True:
         head, *rows = pick(rng, [g for g in DESKS if g[0].split(" ")[0] in ("service", "article")])
         tools = [Ask(rng, row) for row in rows]
@@ -305,7 +306,7 @@ _MONEY: Final = tuple([g for g in GROUPS if any("convert_currency" in row for ro
 
 
 def _looked_up(rng: Random) -> Steps:
-    """A result repeats what was asked with, and has one value more."""
+    """One call: its result repeats some arguments and has the value that is asked for."""
     while True:
         rows = pick(rng, _MONEY if rng.random() < 0.12 else GROUPS)[1:]
         tools = [Ask(rng, row) for row in rows]
@@ -347,5 +348,5 @@ _NOT_YET: Final = ("Don't {v} the {o} yet.", "No {o} for now.", "Nothing more ye
 
 
 def handed(rng: Random) -> Steps:
-    """As `chore`: a thing is found, then used; a value is passed on; or one of several keys is said."""
+    """As `chore`: a thing is found, then used; a value is passed on; or one of a result's keys is the answer."""
     return pick(rng, (_sought, _sought, _same, _looked_up, _looked_up))(rng)

@@ -140,7 +140,7 @@ def doer(rng: Random) -> Noun:
 
 
 def deed(rng: Random) -> Noun:
-    """What is done something to."""
+    """A noun phrase as object of a verb."""
     roll, noun = rng.random(), bare_noun(rng)
     if roll < 0.2:
         number, many = quantity(rng), f"{pick(rng, ADJECTIVES)} {pick(rng, OBJECTS)}"

@@ -374,7 +374,7 @@ def _words(domain: Domain) -> tuple[str, ...]:
 
 
 def _plain(w: Wanted, one: Subject) -> bool:
-    """Whether the key says what it is."""
+    """Whether the key's meaning is clear from its words."""
     words = re.sub(r"([a-z])([A-Z])", r"\1 \2", w.key).lower().replace("-", " ").replace("_", " ")
     return words.endswith(_words(one.domain))
 
@@ -480,7 +480,7 @@ def _by_name(rng: Random) -> Made:
 
 
 def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
-    """The keys as an example has them: another text with its object."""
+    """Asks by an example: another text of the same form, and its object."""
     other = subjects.subject(rng, one.domain, list(one.facts), [one])
     by_value: list[tuple[Any, Any]] = [(one.name[0], other.name[0])]
     by_value += [(one.facts[at][0], other.facts[at][0]) for at in one.facts if at in other.facts]

@@ -4,10 +4,10 @@ verb, several in one message.
 data/errands.txt has rules for sentences, then groups of tools; `%` begins a group with its nouns. A row is a tool:
 names | descriptions | parameters | requests. A parameter is `names:kind:descriptions`, with a `+` if one request may
 give several values of it; {a} is the first one. Requests begin with `=` if they are no imperatives, with `?` if they
-are questions, with `>` if they are the result: `keys:kind`; what follows `~` is said again for further calls. `<...>`
-may become "it" or "there", `*` is a plural, `(x/y)` one of the two.
+are questions, with `>` if they are the result: `keys:kind`; what follows `~` is repeated for further calls. `<...>`
+may become "it" or "there", `*` is a plural, `(x/y)` a choice.
 
-In a text that is not finished, 0 and 1 (as characters) are around the words of a call, 2 before what keeps its case.
+In unfinished texts, chr(0) and chr(1) enclose the words of a call, and chr(2) precedes a word that keeps its case.
 """
 
 import re
@@ -31,7 +31,7 @@ _OF_CALL: Final = re.compile("\0([^\0\1]*)\1")
 _LEAD: Final = re.compile(r" ?(in|into|to|for|on|of|with) ")
 Known = tuple[str, Any, str]  # a kind, a value and how it is written
 Given = dict[str, tuple[Any, str]]
-# Groups of tools about one thing with a code or a name of its own, {a}; and those that have results as well.
+# Groups of tools about one thing with a code or a name of its own, {a}.
 DESKS: Final = tuple([g for g in GROUPS if re.match(r"[^;]*:(tag|own)_", g[1].split("|")[2])])
 _THINGS: Final = {g[0].split(" ")[0]: g[1].split("|")[2].split(":")[1].rstrip("+") for g in DESKS}
 _LAST: Final = ("delete", "cancel", "close", "seal", "empty", "release", "block")
@@ -68,7 +68,8 @@ class Ask:
         self.tool = catalog_tool(rng, catalog.Entry(self.verb, self.noun, called, notes, declared, ()))
 
     def say(self, count: int = 1, it: Known | None = None, short: bool = False, given: Given | None = None) -> bool:
-        """`count` calls, or one about what is called "it" or, if `short`, not named; whether there is a request for it.
+        """Makes a request for `count` calls. With `it`, for one call about a known value, which is called "it" or, if
+        `short`, left out; False if the tool has no such request.
 
         `given`: values of other parameters, and how they are written.
         """
@@ -137,7 +138,7 @@ class Ask:
         )
 
     def it(self) -> Known | None:
-        """What a next request may call "it"."""
+        """A value that the next request may call "it"."""
         kinds = [*[p.kind for p in self.places.values()], "bool"]
         found = [
             (p.kind, self.calls[-1][p.name], self.texts[-1][x])
@@ -169,7 +170,7 @@ def _brand(rng: Random) -> str:
 
 
 def thing_of(rng: Random, noun: str, place: catalog.Parameter) -> tuple[Known, str]:
-    """A new value of the parameter, and a thing with this code or name as a sentence names it."""
+    """A new value of the parameter, and the thing with this code or name as a sentence names it."""
     value, text = catalog.fresh(rng, place, False, {})
     forms = (
         ("the {o} {t}", "the {o} called {t}", "\2{t}") if place.kind[:3] == "own" else ("{o} {t}", "{o} {t}", "\2{t}")
@@ -225,7 +226,7 @@ def _in_rows(rng: Random, noun: str, ask: Ask, less: str, count: int) -> str:
 
 
 def _desk(rng: Random, noun: str, tools: list[Ask], count: int) -> tuple[list[Ask], str]:
-    """The tools that are asked for and a message about one thing, or with the values in sentences of their own."""
+    """The tools that are asked for, and a message: about one thing, with values in clauses of their own, or in rows."""
     roll, ask = rng.random(), pick(rng, tools)
     if count == 1 and (roll < 0.5 or noun not in _THINGS):
         return [ask], _apart(rng, ask)
@@ -241,7 +242,7 @@ def _desk(rng: Random, noun: str, tools: list[Ask], count: int) -> tuple[list[As
 
 
 def puzzle(rng: Random) -> tuple[str, str, list[Tool]]:
-    """A message that asks what something means, the words of the question, and tools that cannot say it."""
+    """A message that asks what a word means, the question's first words, and tools that cannot answer it."""
     head, *rows = pick(rng, DESKS)
     asks = [Ask(rng, row) for row in rows]
     noun = pick(rng, (head.split(" ")[0], pick(rng, asks).noun.split(" ")[-1], pick(rng, PLAIN)))
@@ -358,7 +359,7 @@ def errand(rng: Random, count: int) -> tuple[str, list[Request], list[Tool]]:
             elif "it" in (said := ask.text[1:-1]).split():
                 said = f"{said}?" if ask.mood == "?" else framed(rng, said)
                 ask.text, ask.mood = f"\0{pick(rng, _RULES['intro']).format(_WORDS[it[0]] + it[2], said)}\1", "="
-        if not asks or any(len(a.calls) > 1 and "volume" in a.names for a in asks):  # only the last would count
+        if not asks or any(len(a.calls) > 1 and "volume" in a.names for a in asks):  # only the last volume would count
             continue
         text = text if desk else _message(rng, asks)
         if flag and asks[0].meant:

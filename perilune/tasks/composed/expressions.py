@@ -1,7 +1,7 @@
 """Longer expressions, operations in sentences, and equations, for arithmetic.py.
 
-Each comes with the expression to work on: 3^2 as 3*3, a letter as its value, an equation turned round (3x + 5 = 20 as
-(20-5)/3), and operations that follow each other with parentheses.
+Each comes with the expression that the trace computes: 3^2 as 3*3, a letter as its value, an equation solved for x
+(3x + 5 = 20 as (20-5)/3), and a sequence of operations with parentheses.
 """
 
 import ast
@@ -14,7 +14,7 @@ from perilune.tasks.problem import pick
 from perilune.tasks.wordings import capital, enumerated, expand
 from perilune.tasks.working import DIVISORS
 
-Asked = tuple[str, str, str]  # a form with {e} ("": any that an expression has), e, what to work on
+Asked = tuple[str, str, str]  # a form with {e} ("": any form), the text for {e}, the expression to compute
 Ops = list[tuple[str, int]]
 
 _FORMS: Final = {kind[1:]: forms for kind, forms in FORMS.items() if kind[0] == "@"}
@@ -50,7 +50,7 @@ def _literal(rng: Random, kind: str) -> Asked:
     if kind:
         value, count = value * pick(rng, (1, -1 if kind == "-" else 1)), pick(rng, (2, 2, 3, 4))
     text, form = _drawn(rng, value, count, kind), ""
-    shown = ast.unparse(ast.parse(text, mode="eval"))  # the parentheses that it needs
+    shown = ast.unparse(ast.parse(text, mode="eval"))  # only the parentheses that are needed
     worked = re.sub(r"(?<!/ )(\b\d+|\([^()]*\)) \*\* (\d)", lambda m: "*".join([m[1]] * int(m[2])), shown)
     if kind == "-" and rng.random() < 0.9:
         shown = re.sub(r"(?<=[-+*/] )-\d+", r"(\g<0>)", shown)
@@ -83,7 +83,7 @@ def _sentences(rng: Random, start: str, ops: Ops, styles: tuple[str, ...]) -> li
         it = ("it", "that", f"the {name}", f"that {name}", "the result", "what comes out")[: 6 if before else 3]
         if start and not said:
             it, forms = (start,), tuple([f.replace("that", "<it>") for f in forms if "that" in f or "<it>" in f])
-        elif before in ("+", "-"):  # "times 3" would be of the last number alone
+        elif before in ("+", "-"):  # "times 3" could mean the last number alone
             forms = tuple([f for f in forms if f not in ("times {k}", "divided by {k}")])
         said.append(expand(rng, {"it": it}, pick(rng, forms)).format(k=k))
         before = sign
@@ -101,7 +101,7 @@ def _folded(text: str, ops: Ops) -> str:
 
 
 def _operations(rng: Random, kind: str) -> Asked:
-    """Two to five operations, each on the value so far; kind `=`: one or two, and the first value is asked."""
+    """Two to five operations, each on the last result; kind `=`: one or two, and the start is asked for."""
     value = 2 + int(rng.random() * pick(rng, (9, 20, 60) if kind else (20, 100, 400)))
     start, count, ops = str(value), pick(rng, (1, 2, 2) if kind else (2, 3, 3, 4, 4, 5)), Ops()
     while len(ops) < count:
@@ -134,7 +134,6 @@ def _operations(rng: Random, kind: str) -> Asked:
 
 
 def asked(rng: Random) -> Asked:
-    """One of the above."""
     kind = pick(rng, (*[""] * 7, *["ops"] * 8, *"--^xx="))
     return _operations(rng, kind.strip("ops")) if kind in ("ops", "=") else _literal(rng, kind)
 

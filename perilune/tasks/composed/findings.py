@@ -1,8 +1,8 @@
 """Questions about tools' results in everyday words, for `tools_multi`: "do I need a coat in Oslo" reads a temperature.
 
 A row has the tool's names, what it does, its parameter and the parameter's kind; then, for each key of its result, the
-key's names, the kind of its value and questions with {v} in the place of the parameter's value; a row may
-go on in the next line.
+key's names, the kind of its value and questions with {v} for the parameter's value. A row may go on in
+the next line.
 """
 
 import json
@@ -114,7 +114,7 @@ LOOKUPS: Final = _read()
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A request, its call's tool and arguments, the tool's specification, its result, and what of it is asked for."""
+    """A request, its call's tool and arguments, the specification, the result, and the key and value asked for."""
 
     text: str
     name: str

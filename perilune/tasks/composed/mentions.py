@@ -155,7 +155,7 @@ def _flag(rng: Random) -> Mention:
 
 
 def _state(rng: Random) -> Mention:
-    """True or false by what is said, in other words than the key."""
+    """A boolean, stated in other words than its key."""
     key, yes, no, also, never, nor = pick(rng, _STATES)
     held = rng.random() < 0.5
     text = pick(rng, (yes, also) if held else (no, never, nor))
@@ -216,7 +216,7 @@ def _called(rng: Random) -> Mention:
     return Mention(pick(rng, ("{k}", "{k}", "{k} name")).format(k=key), name, made.text, made.whole)
 
 
-# What a word is one of: the key is not in the text.
+# Values that imply their key, which is not in the text.
 _SORTS: Final = {key: tuple(found.split(",")) for key, found in (row.split(":") for row in """
 species:herons,otters,red foxes,seals,barn owls,storks,bats,wild boars,deer,swans,moles,crayfish,lynxes,toads
 fruit:pears,plums,red apples,figs,cherries,limes,quinces,peaches
@@ -247,7 +247,7 @@ def _sort(rng: Random) -> Mention:
 
 
 def _measured(rng: Random) -> Mention:
-    """Of a thing so much: the key has the thing and the unit."""
+    """A quantity of a thing; the key names the thing and the unit."""
     thing = pick(rng, _GRAMS) if rng.random() < 0.6 else any_word(rng)
     unit, names = pick(rng, (("g", "g"), ("kg", "kg"), ("ml", "ml"), ("grams", "g"), ("litres", "l"), ("cups", "cups")))
     n = 1 + int(10 ** (rng.random() * 2.9))
@@ -266,7 +266,7 @@ _OPENINGS: Final = ("Here are the details: ", "Hi, ", "Note: ", "For the file: "
 
 
 def mentions(rng: Random) -> list[Mention]:
-    """Two to seven with different keys, no value twice, no key part of another one."""
+    """Two to seven mentions: keys share no word, no value occurs twice."""
     found: list[Mention] = []
     words: set[str] = set()
     for _ in range(2 + int(rng.random() * 6)):

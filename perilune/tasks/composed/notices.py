@@ -13,7 +13,7 @@ _REMARK: Final = re.compile(r":? \(?\{r\}\)?")
 
 
 def _as_wanted(rng: Random, text: str, value: Any, kind: str) -> tuple[Any, str, bool]:
-    """The value as it is wanted, a remark that says how, and whether it must be made."""
+    """The value in the wanted form, a remark that describes this form, and whether the request needs the remark."""
     if kind == "port" or (kind == "code" and value.isdigit()):
         return *pick(rng, ((str(value), "a string"), (int(value), "number"))), True
     if kind[0] == "~" and isinstance(value, str):

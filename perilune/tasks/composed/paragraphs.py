@@ -89,7 +89,7 @@ _Asked = tuple[str, str, str]  # question, trace, answer
 
 
 def scene(rng: Random, taken: set[str], forms: tuple[_Scene, ...] = SCENES) -> tuple[str, list[_Asked]]:
-    """One or more sentences, and what can be asked about them. `taken`: values that it must not use, and then its own.
+    """One or more sentences, and what can be asked about them. Uses no value of `taken` and adds its own to it.
 
     {v} is a value of {sort}, the kind that the questions name.
     """
@@ -198,7 +198,7 @@ def _of_scenes(rng: Random) -> Paragraph:
 
 
 def _of_reports(rng: Random) -> Paragraph:
-    """A scene of REPORTS, with others around it only if the question names something of it."""
+    """A scene of REPORTS. Other scenes surround it only if the question has one of its values."""
     taken: set[str] = set()
     text, found = scene(rng, taken, REPORTS)
     question, trace, answer = pick(rng, found)

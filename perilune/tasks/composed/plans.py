@@ -1,8 +1,7 @@
 """Stories for `word_problems` from a plan of operations: what each does is said by the meaning of a verb or a state.
 
 A plan is a start (a number, groups, or groups of which each loses some), changes, and an end: what is left, packs of
-so many, equal shares. Each is put in words apart, in short sentences of its own at times. {C} is {c}
-with a capital.
+equal size, equal shares. Each part is worded separately, at times in a sentence of its own. {C} is {c} with a capital.
 """
 
 from random import Random
@@ -65,7 +64,7 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
         "Every second one of <it> is new. How many are new?", "How many are half of <it>?"),
     "f": ("neighbours", "people", "schools", "friends", "towns", "helpers"),
 }  # fmt: skip
-_STATES: Final = ("are ", "have ", "do ", "need ", "stay ")  # such ones are still there, and nothing may be added
+_STATES: Final = ("are ", "have ", "do ", "need ", "stay ")  # losses that leave the things in place: no gain may follow
 
 
 def counted(rng: Random) -> Story:
@@ -99,7 +98,7 @@ def counted(rng: Random) -> Story:
         ask = "<half>" if end > 0.9 else "<pack>" if end > 0.7 else "<split>"
         small = "2" if end > 0.9 else str(2 + int(rng.random() * 8))
         unit = "{I}" if ask == "<pack>" else unit
-        if pattern == "a*k":  # as arithmetic.py makes what is divided long
+        if pattern == "a*k":  # arithmetic.py would make the dividend long
             many = str(2 + int(rng.random() * 8))
             pattern, said = f"a*{many}", [one.replace("{k}", many) for one in said]
         pattern = f"({pattern})/{small}" if len(pattern) == 3 and count else f"{pattern}/{small}"
@@ -187,5 +186,4 @@ def fees(rng: Random) -> Story:
 
 
 def plan(rng: Random) -> Story:
-    """One of the above."""
     return pick(rng, (counted, counted, counted, counted, level, level, fees))(rng)

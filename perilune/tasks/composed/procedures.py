@@ -26,7 +26,7 @@ def apply(x: int, op: Op) -> int:
 
 
 def _op(rng: Random, x: int, signs: str = "+-*/") -> Op:
-    """An operation that leaves a small number; divisions leave no rest."""
+    """An operation with a small result; divisions have no remainder."""
     while True:
         sign = pick(rng, signs)
         k = 2 + int(rng.random() * (4 if sign in "*/" else 12 if rng.random() < 0.8 else 60))

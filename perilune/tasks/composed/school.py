@@ -1,9 +1,9 @@
 """Everyday stories for `word_problems` with numbers of everyday size, from the grammar in data/school.txt.xz.
 
 A line there is `symbol: form|form`. A form has <symbols>, choices [this/that], choices of tense [now//then], and places
-for numbers, with letters for their size (`_SIZES`); ${a} is an amount of money. What is between backquotes is not
-shown: `=pages` is the answer's unit, all else goes on with the expression (`:` divides, `~` is what was there before,
-`!u` goes before it). {U} is the unit. Sentences with & between them may come in any order, but for the last one.
+for numbers, with letters for their size (`_SIZES`); ${a} is an amount of money. Text in backquotes is not shown:
+`=pages` is the answer's unit, all else is appended to the expression (`:` divides, `~` is the expression so far, `!u`
+is put before it). {U} is the unit. Sentences with & between them may come in any order, but for the last one.
 """
 
 import re
@@ -28,7 +28,7 @@ _MONEY: Final = (("dollars", "$"), ("euros", "€"), ("pounds", "£"), ("bucks",
 
 
 def _joined(before: str, piece: str) -> str:
-    """The expression so far and what goes on with it."""
+    """The expression so far, continued by a piece."""
     if piece[0] == "!":
         return piece[1:] + "+" * (before[0] != "-") + before
     if "~" in piece and re.search("[-+]", re.sub(r"\([^)]*\)", "", before)):
@@ -38,7 +38,7 @@ def _joined(before: str, piece: str) -> str:
 
 
 def _drawn(rng: Random, money: str, kind: str) -> Story:
-    """A story of a symbol with names for numbers: their size and the number of their form, as k3."""
+    """A story of a symbol. Its numbers are named by size and number of the form, e.g. k3."""
     now, seen = rng.random() < 0.5, set[str]()
 
     def chosen(m: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ Found = list[tuple[tuple[str, ...], Any, bool, str]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slip:
-    """`parts`: of each its values' names and kinds, and its forms, for each choice."""
+    """`parts`: (names and kind of each value, forms for each choice)."""
 
     heads: list[str]
     joins: list[str]
@@ -62,7 +62,7 @@ def drawn_slip(rng: Random, kind: str) -> Shown:
 
 
 def slip(rng: Random, kind: Slip, manner: Random) -> tuple[str, Found]:
-    """A slip and its values; `manner` decides all but the values."""
+    """A slip and its values; `manner` draws the layout."""
     draw, log = manner.random, kind is SLIPS[0]
     parts, join, last = list(kind.parts), pick(manner, kind.joins), pick(manner, (", ", " and "))
     casual = not log and draw() < 0.3

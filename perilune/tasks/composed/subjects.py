@@ -3,7 +3,7 @@
 data/subjects.txt has a block per domain: `# name | pronouns | forms of the subject | kind keys`, then a line per
 attribute: `slot kind keys||predicates||notes||questions`. {v} is the attribute's value, {s} the subject; what
 is in brackets beside {v} is its unit. A kind is one of records.py, choices with commas included, or of this
-file. Any attributes in any order, joined in any manner, make a text, so that no text is one of a list.
+file. Texts combine any attributes in any order and manner.
 """
 
 import re
@@ -197,7 +197,7 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
     found: list[Sentence] = []
     person = one.domain.person
     which = "who" if one.domain.pronouns != ("It",) else "which"
-    style = rng.random()  # with or without pronouns, relative clauses and so on
+    style = rng.random()  # the higher, the fewer sentences of two clauses
     stated: dict[Attribute, str] = {}
 
     def clause(noted: bool = False) -> str:
@@ -251,7 +251,7 @@ def _mine(text: str) -> str:
 
 
 def confessed(rng: Random, one: Subject) -> str:
-    """A person about himself or herself."""
+    """The facts about a person in the first person."""
     parts = [_said(pick(rng, at.predicates), shown) for at, (_, shown) in one.facts.items()]
     rng.shuffle(parts)
     first = pick(rng, _FORMS["me"]).format(one.name[1])

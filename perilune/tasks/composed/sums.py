@@ -172,7 +172,7 @@ def remainder(rng: Random) -> Drawn:
 
 
 def shared(rng: Random) -> Drawn:
-    """A quotient, also by two digits."""
+    """A quotient; the divisor has one or two digits."""
     k = pick(rng, pick(rng, ((10, 12, 14, 15, 16, 18, 20, 24, 25), DIVISORS, range(2, 10), range(2, 10))))
     a = k * (2 + int(rng.random() * pick(rng, (12, 40))))
     question = phrase(rng, pick(rng, FORMS["whole"])).format(a=a, k=k, o=pick(rng, OBJECTS))
@@ -226,7 +226,6 @@ def ordered(rng: Random) -> Drawn:
 
 
 def more(rng: Random) -> Drawn:
-    """One of the above."""
     kinds = (square, root, power, power, part, part, part, part, average, average, remainder, shared, shared, ahead)
     return pick(rng, kinds)(rng)
 

@@ -1,8 +1,8 @@
 """Stories of several steps for `word_problems`, put together from what there is, what happens to it and what is asked.
 
-What there is may be a number, groups, or two parts of which one is said by the other ("twice as many later"); what
-happens may come in groups or by the day; what is asked may be what is left, what is missing to a goal, a price or a
-share of it. Relations go from one person to the next, rates by the time and its times. Every step is worded by itself,
+The start may be a number, groups, or two parts, one given relative to the other ("twice as many later"); changes may
+come in groups or by the day; the question may be about what is left, what is missing to a goal, a price or a share.
+Relations go from one person to the next; rates are amounts per time. Every step is worded by itself,
 so that steps, order and wordings vary. The text has the letters of its pattern (arithmetic.py) as places.
 """
 
@@ -27,7 +27,7 @@ _TIMES: Final = (("on Monday", "on Tuesday"), ("in the morning", "in the afterno
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Forms by what they do to the amount; `#` is a number, `@` another one, `%` a small one. `unit`: of the answer."""
+    """Forms by their effect on the amount; `#` is a number, `@` another one, `%` a small one. `unit`: of the answer."""
 
     unit: str
     starts: tuple[tuple[str, str], ...]  # the expression of # @ %, and the form
@@ -295,7 +295,7 @@ THIRD: Final = ("{t}", "{t}", "a friend", "the trainer", "{r}'s uncle", "the nei
 
 
 def relations(rng: Random, thing: str) -> Story:
-    """Two or three people, each said by the one before; asked is the last or all."""
+    """Two or three people, each relative to the one before; the question is about the last or all."""
     unit, has, more, less, times, ask, both = pick(rng, _SCALES)
     who = ["{r}", pick(rng, KIN), pick(rng, THIRD)]
     values, said, letters, small = ["a"], [has.format(who[0], "{a}")], iter("bc"), iter("kj")
@@ -311,7 +311,7 @@ def relations(rng: Random, thing: str) -> Story:
             letter, up = next(letters), rng.random() < 0.55
             values.append(before + ("+" if up else "-") + letter)
             form = (more if up else less).format(who[i + 1], f"{{{letter}}}", who[i])
-            short = i == 0 and rng.random() < 0.3  # of three it may be either
+            short = i == 0 and rng.random() < 0.3  # only for the second person: later, two could be meant
             said.append(form.removesuffix(f" than {who[i]}") if short else form)
             elided = elided or short
     if rng.random() < 0.2 and not elided:
@@ -377,5 +377,4 @@ _ALL: Final[tuple[Callable[[Random, str], Story], ...]] = (*(happenings,) * 5, *
 
 
 def tale(rng: Random, thing: str) -> Story:
-    """One of the above."""
     return pick(rng, _ALL)(rng, thing)

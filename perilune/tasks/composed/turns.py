@@ -1,4 +1,4 @@
-"""Paragraphs of facts side by side, for `doc_questions`: what was and what is, wish and deed, one and the other.
+"""Paragraphs of contrasting facts, for `doc_questions`: past and present, plan and action, one person and another.
 
 A row is a sentence, then questions, each with the letter of the part that answers it: {w} {u} {t} {v} are people,
 {x} {y} {z} things, {b} {d} {p} {s} forms of a verb, {k} a quality of {o} with the values {i} and {j}.

@@ -1,13 +1,13 @@
-"""JSON objects with keys that the request does not name, or names as people talk; training draws of `json_extract`.
+"""JSON objects with keys that the request does not name, or names as people talk: training data of `json_extract`.
 
 A server can force keys that a model has not read (`response_format`). So keys are drawn from synonyms that the prompt
 does not have, and the thought says only that none are named: the model learns which value goes with any key.
 
-Two like things in one sentence (who paid whom, which town is in which country) are in `related`, with keys named in
-other ways: explained, before the request, or not at all. `table` has a row and its columns, `nested` objects in one.
+`related` has two like things in one sentence (who paid whom, which town is in which country); its keys are explained,
+listed in a run of words, or not named. `table` has a row and its columns, `nested` objects in an object.
 
 data/facts.txt: requests; slots (name, kind, keys); texts, with {slot or kind, more keys}. A clause in [] is repeated,
-its values `+` are a list. A kind `forms/forms` is yes or no, `forms=value` a choice. Then kinds of values; relations
+its `+` values form a list. A kind `forms/forms` is yes or no, `forms=value` a choice. Then kinds of values; relations
 (`kind keys; kind keys = forms`, with A, B for the first and the second; `+`: a day may follow); more texts; objects
 (`keys; kind keys = forms`); columns.
 """
@@ -187,7 +187,7 @@ def loose(rng: Random) -> Made:
 
 
 def worked(rng: Random) -> Made:
-    """Sums: beside their numbers, alone, or under a key not named."""
+    """A sum or difference: beside its numbers, alone, or under a key that is not named."""
     y, x = sorted([2 + int(rng.random() ** 2 * 400) for _ in "yx"])
     how, (a, b) = pick(rng, (0, 0, 1, 2)), pick(rng, _RULES["pairs"]).split(" ")
     made, said = {} if how else {a: x, b: y}, []
@@ -253,7 +253,7 @@ def _related(rng: Random) -> tuple[str, list[Wanted], dict[str, str]]:
 
 
 def _parted(rng: Random, wanted: list[Wanted], kinds: dict[str, str]) -> tuple[list[Wanted], dict[str, str]]:
-    """Some names of people only in part, and the remarks that say so, by key."""
+    """Replaces some names of people by first or last names; also the remarks that ask for this, by key."""
     made, remarks = [], {}
     for w in wanted:
         kind, words, roll = kinds.get(w.key, ""), str(w.values[0]).split(" "), rng.random()
@@ -278,7 +278,7 @@ def _remarks(rng: Random, numbers: Sequence[str], lower: bool) -> str:
 
 
 def _run(rng: Random, text: str, wanted: list[Wanted], kinds: dict[str, str]) -> Made:
-    """Keys as a run of words, with remarks on how they are written, which are no keys."""
+    """Keys as a run of words, with remarks on their spelling among them."""
     wanted, remarks = _parted(rng, wanted, kinds)
     shown = [f"{w.key} ({remarks[w.key]})" if w.key in remarks else w.key for w in wanted]
     upper = rng.random() < 0.15

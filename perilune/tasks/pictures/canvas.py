@@ -21,13 +21,13 @@ from perilune.tasks.problem import SEED, pick
 Colour = tuple[int, int, int]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-SMALLEST_TEXT: Final = 14  # pixels of a line of text, times `unit`
-CONTRAST: Final = 80  # of luminance, of 255
+SMALLEST_TEXT: Final = 14  # height of a line of text: pixels times `unit`
+CONTRAST: Final = 80  # least difference of luminance, 0 to 255
 BUILT_IN: Final = ""  # Pillow's own scalable font
 BITMAP: Final = "bitmap"  # Pillow's own font of 11 pixels, enlarged
 BITMAP_HEIGHT: Final = 11
 NEW_FONT_SHARE: Final = 5  # one font file in five is never in training
-OWN_SHARE: Final = 0.35  # of texts: written in Pillow's own fonts although there are font files too
+OWN_SHARE: Final = 0.35  # share of texts in Pillow's own fonts, even if there are font files
 
 # By whether the font is kept from training.
 OWN_FONTS: Final = {False: (BUILT_IN, BUILT_IN, BITMAP), True: (BUILT_IN,)}
@@ -55,8 +55,8 @@ class Frame:
 
 
 def add_fonts(directory: Path) -> int:
-    """From now on text is also in the upright TrueType fonts below `directory`; returns their number. Pictures are
-    then no longer those of a process without them."""
+    """Adds the TrueType fonts below `directory` that draw ASCII to this process's fonts; returns their number. The same
+    seeds then give other pictures."""
     files = [str(f) for f in sorted(directory.rglob("*.ttf")) if _draws_ascii(f)]
     for file in files:
         digest = blake2b(f"{SEED}:{Path(file).name}".encode(), digest_size=4).digest()

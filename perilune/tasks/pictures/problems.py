@@ -25,10 +25,10 @@ MAKERS: Final[dict[str, Make]] = {
     "picture_text": text_scene,
 }
 NUMBERS: Final = ("picture_sums",)  # families with answers that are judged as numbers
-# Of pictures that show several things beside each other.
+# Grids with room for several things beside each other.
 ROOMY: Final = tuple(grid for grid in GRIDS if grid[0] >= 8 and grid[0] * grid[1] >= 128)
 GRIDS_OF: Final = {"picture_shapes": tuple(g for g in GRIDS if g[0] >= 6), "picture_charts": ROOMY}
-FIRST_SHARE: Final = 0.85  # of questions after their picture
+FIRST_SHARE: Final = 0.85  # share of problems with the picture before the question
 
 
 def scene_of(name: str, rng: Random, split: str, grid: tuple[int, int]) -> Scene:

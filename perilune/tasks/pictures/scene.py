@@ -34,14 +34,14 @@ Make = Callable[[Random, str, Frame], Scene]  # (rng, split, size) -> scene
 
 
 def shrinking(width: int, height: int) -> float:
-    """By what a picture is made smaller, as the preprocessor of a model with these limits does."""
+    """The factor, at most 1, by which the preprocessor of a model with these limits shrinks a picture."""
     patches = max(1, width // PATCH) * max(1, height // PATCH)
     side = MOST_ON_ONE_SIDE * PATCH
     return min(1.0, math.sqrt(MOST_PATCHES / patches), side / width, side / height)
 
 
 def frame(rng: Random, grid: tuple[int, int]) -> Frame:
-    """Some size of a picture with this grid of patches; up to 2.5 times as large where shrinking leads to it."""
+    """A random size that the preprocessor turns into this grid; some are up to 2.5 times as large and are shrunk."""
     while True:
         large = 1.0 if rng.random() < 0.4 else 1.0 + 1.5 * rng.random()
         height, width = (int(large * (PATCH * n - rng.random() * (2 * PATCH - 1))) for n in grid)

@@ -143,7 +143,7 @@ def _window(rng: Random, new: bool, size: Frame, title: str, heads: list[str], l
 
 
 def text_scene(rng: Random, split: str, size: Frame) -> Scene:
-    """Words and numbers to be read: what the other kinds are made of."""
+    """A picture of words and numbers, the elements of the other kinds."""
     new = split == "structural"
     words = NEW_ITEMS + NEW_BUTTONS if new else ITEMS + BUTTONS
     parts = []
