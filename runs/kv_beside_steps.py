@@ -39,7 +39,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[list[float]]:
-        """Gives a list that gets GB/s out and in at the end."""
+        """Runs the copies. The list that it gives is filled at the end: GB/s out, GB/s in."""
         threads, speeds = [threading.Thread(target=self.work, args=(self, way)) for way in self.ways], list[float]()
         begin = time.perf_counter()
         for thread in threads:

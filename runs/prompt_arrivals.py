@@ -37,7 +37,7 @@ from perilune.model.moonvit import MoonVit
 CONTEXT_TOKENS = 1024
 SETTLE_SECONDS = 1.0  # of decoding before the first prompt arrives
 BESIDE_TOKENS = 16  # of text before a picture
-LONG_MEDIANS = 2.0  # An interval above this many medians counts in `long_share`. Above 0.01, it decides the p99.
+LONG_MEDIANS = 2.0  # Intervals above this many medians count in `long_share`; above 0.01, they decide the p99.
 
 
 def see(engine: Engine) -> None:

@@ -37,7 +37,7 @@ def texts() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    """Markdown pages that speak of today's tree."""
+    """Markdown pages that describe the current tree."""
     return [p for p in texts() if p.suffix == ".md" and "bundled" not in p.parts and p != ROOT / LOG]
 
 

@@ -43,7 +43,7 @@ def _layers(engine: Engine) -> int:
 
 
 def _decode(engine: Engine, batch: int, context: int, name: str, **more: Any) -> Row:
-    engine.runner.zero(engine.info.num_blocks)  # the KV that is treated as cached: fresh memory may hold NaN
+    engine.runner.zero(engine.info.num_blocks)  # KV that is treated as cached: uninitialised memory may hold NaN
     timed = over_ranks.timed(engine, batch, context)
     least = timed.nbytes / CEILING_TB_S / 1e9
     return {

@@ -1,8 +1,8 @@
 """The mean of kimi-nano's weights and those of the stage before: python -m runs.kimi_nano.average --with DIR
 
 A training may move weights far (experts by 0.70 of their norm, the rest by 0.48) and still stay in the same basin of
-the loss: the mean answers other people's wordings better than either end (Wortsman et al., "Robust fine-tuning of
-zero-shot models"). Experts are rounded to INT4 anew, which changes 9.5 % of their norm. The tower is averaged alike.
+the loss. The mean may then answer other people's wordings better than either end (Wortsman et al., "Robust fine-tuning
+of zero-shot models"). Experts are rounded to INT4 anew: 9.5 % of their norm changes. The tower is averaged, too.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from runs.kimi_nano import card
 from runs.kimi_nano.export import SHARD_BYTES, add_eyes, read_back, spread
 from runs.kimi_nano.state import EYES_FILE, TRAINING_FILE
 
-# Weight of the stage before in the mean. With 0, 0.15 and 0.3 one stage had 191, 192 and 196 of 248 problems of other
-# authors right, the next 141, 138 and 136 of 250.
+# Weight of the stage before in the mean. With 0, 0.15 and 0.3, one stage answered 191, 192 and 196 of 248 problems of
+# other authors correctly, the next one 141, 138 and 136 of 250.
 SHARE = 0.15
 
 
@@ -35,7 +35,7 @@ def mean(new: Mapping[str, Tensor], old: Mapping[str, Tensor], share: float) -> 
 def average(model: Path, before: Path, share: float) -> None:
     """Replaces the weights in `model`, and notes the mean in its training.json."""
     text = mean(read_back(model).state_dict(), read_back(before).state_dict(), share)
-    seeing = (model / EYES_FILE).is_file()  # not between the export and the training of the eyes
+    seeing = (model / EYES_FILE).is_file()  # False between export and the training of the tower
     eyes = mean(load_file(model / EYES_FILE), load_file(before / EYES_FILE), share) if seeing else {}
     config = json.loads((model / "config.json").read_text())
     del config["text_config"]["quantization_config"]  # the writer adds it

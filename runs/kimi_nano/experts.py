@@ -1,8 +1,8 @@
 """Routed experts of a layer in training: each token's chosen experts as products over groups of rows.
 
 A row is a token for one of its experts; rows are sorted by expert, and `torch._grouped_mm` multiplies each expert's
-rows by its matrices. This takes a quarter of the arithmetic of the dense form (`model.moe_block`), but sorted copies of
-the activations.
+rows by its matrices. This takes a quarter of the arithmetic of the dense form (`model.moe_block`), but needs sorted
+copies of the activations.
 """
 
 import functools

@@ -6,12 +6,12 @@ of the answers; the losses of reading get a smaller and smaller weight.
 
 With --tower, training begins with an exported tower; the first part is then short, and --guide small.
 
-Without --words the text model is frozen, so whatever it does with text stays as it is, and the finished tower is added
-to the checkpoint of --model. With --words RUN the text model learns too, at a low rate, from pictures and from the text
-that it was trained on (RUN is the directory of that training); --model is then exported anew, with the tower. A token
-of text counts as one of pictures does, so --word-tokens also is the weight of text. A share
---words-kept of its weights are those of before, the rest what they became. Right of in-distribution text problems with
-shares 0, 0.15, 0.5 and 1: 96.9, 97.7, 97.9 and 97.7 %; of pictures with 0, 0.15, 0.3 and 0.5: 91.2, 90.8, 83.8, 47.1 %.
+Without --words the text model is frozen, and the finished tower is added to the checkpoint of --model. With --words RUN
+the text model learns too, at a low rate, from pictures and from the text that it was trained on (RUN is the directory
+of that training); --model is then exported anew, with the tower. The loss of text has the weight --word-tokens /
+--tokens. Exported weights of the text model are K before + (1 - K) after, K = --words-kept. Right answers to
+in-distribution text problems with K = 0, 0.15, 0.5 and 1: 96.9, 97.7, 97.9 and 97.7 %; to problems with pictures with
+K = 0, 0.15, 0.3 and 0.5: 91.2, 90.8, 83.8 and 47.1 %.
 
 Progress is elapsed time over --minutes, compiling included. The checkpoints of --out are written whole, then renamed;
 --resume goes on from them, elapsed time kept. Each line of `eyes.jsonl`, printed too, is a JSON record.
@@ -76,7 +76,7 @@ class EyesProgress:
 
 @dataclass
 class Rates:
-    """What changes from step to step, as float32 tensors [] on the device; `through`: also through the text model."""
+    """What changes from step to step, as float32 tensors [] on the device; `through`: the text model takes part."""
 
     through: bool
     tensors: dict[str, Tensor]
@@ -98,7 +98,7 @@ class Run:
 
     text: KimiNano
     eyes: Eyes
-    optimizer: Optimizer
+    optimizer: Optimizer  # of the tower
     words: Optimizer | None  # of the text model, if it learns
     graphs: Graphs
     blocks: Blocks
@@ -108,7 +108,7 @@ class Run:
     words_weight: float  # of the loss of text beside that of pictures' answers
 
     def losses(self, block: dict[str, Tensor], through: bool) -> dict[str, Tensor]:
-        """Mean losses of a block on the device; `through`: also through the text model."""
+        """Mean losses of a block on the device; `through`: with the text model's, "answers"."""
         rows, columns = block["grid"].tolist()
         made, read = self.eyes(block["pixels"], (rows, columns))
         marks = block["marks"].long().view(-1, 2)
@@ -291,7 +291,7 @@ def train(args: argparse.Namespace) -> None:
         export.export(args.out, args.model)
         export.add_facts(args.words / state.LOG_FILE, args.model)
     export.add_eyes(args.model, {name: p.detach().bfloat16().cpu() for name, p in run.eyes.stored()})
-    # With thoughts alone: what is in training's fonts only, perilune evaluate cannot ask (eyes_card.py).
+    # With thinking only. perilune evaluate cannot measure this, because it has no font files (eyes_card.py).
     codec = Codec(args.model)
     for split in ("heldout", "structural") if args.score_count else ():
         exact = score(run, codec, split, args.score_count, thinking=True)

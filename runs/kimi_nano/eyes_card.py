@@ -60,7 +60,7 @@ def trained(log: Path, model: Path) -> Row:
         scores = [row for row in rows if row["kind"] == "score" and row["mode"] == "thinking"]
         finished = stop["finished"]
         begun = max((i for i, row in enumerate(rows) if row["kind"] == "start" and not row["step"]), default=0)
-        stops = [row for row in rows[begun:] if row["kind"] == "stop"]  # a process each, which counts blocks from 0
+        stops = [row for row in rows[begun:] if row["kind"] == "stop"]  # one per process; each counts blocks from 0
         fresh, again = sum(row["fresh"] for row in stops), sum(row["again"] for row in stops)
     except OSError as e:
         raise SystemExit(f"cannot read the eyes' log {log}: {e.strerror}") from e
@@ -86,7 +86,7 @@ def trained(log: Path, model: Path) -> Row:
 
 
 def newest(ledger: Path, model: str = "kimi-nano") -> dict[tuple[str, str, bool, str], Row]:
-    """The newest row of each kind of picture, split, mode and way to show it; SystemExit names one that lacks."""
+    """The newest row of each kind of picture, split, mode and `pictures`; SystemExit names a missing one."""
     found: dict[tuple[str, str, bool, str], Row] = {}
     for row in map(json.loads, ledger.read_text().splitlines()):
         if row["model"] == model and row["server"] == "private" and row["family"] in PICTURES:

@@ -117,7 +117,7 @@ def begin(job: Job, minings: Sequence[Mining]) -> dict[str, Any]:
 
 
 def whole(rows: Sequence[Row], domains: Sequence[Domain], tokens: int, seed: int) -> list[Row]:
-    """Answers at random with the domains' shares of `tokens`; the few of a rare domain weigh more."""
+    """Random answers with the domains' shares of `tokens`; if a domain has too few, they get higher weights."""
     chosen: list[Row] = []
     for number, domain in enumerate(domains):
         pool = [Window(row, 1.0) for row in rows if row.family == number]
@@ -131,7 +131,7 @@ def whole(rows: Sequence[Row], domains: Sequence[Domain], tokens: int, seed: int
 
 
 def go_on(job: Job, windows: Path | None, share: float = 0.5) -> Measured:
-    """Goes on with windows, or without any, and measures what came of it."""
+    """Continues the training, with windows or without, and measures the draft."""
     _, model = target(job.device)
     start = job.directory / "start"
     name = BASE if windows is None else windows.name

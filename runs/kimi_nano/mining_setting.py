@@ -10,7 +10,7 @@ it, and windows are mined from other answers of the same stream, as a server wou
 Expected: in `rare` the worst family gains 10 % or more on the mixture at equal tokens, with 0.3 and with 0.6 mined, and
 no family loses 2 % with 0.3; with 0.6 one might. In `even` the worst gains less than 3 %: one seed gave 0.9 and 2.0 %.
 
-Measured: `rare` came out so, with 0.6 too (bench/results/mining.jsonl). `even` has not been run whole.
+Measured: `rare` met the expectation, with 0.6 too (bench/results/mining.jsonl). `even` has not been run completely.
 """
 
 import os

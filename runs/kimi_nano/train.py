@@ -109,7 +109,7 @@ def rate_at(progress: float, step: int, cosine: bool = False) -> float:
 
 
 def prepare(options: Options, log: Log) -> None:
-    """Vocabulary and corpus, unless the directory has them."""
+    """Makes vocabulary and corpus, unless the directory has them."""
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     if options.model and not options.resume:

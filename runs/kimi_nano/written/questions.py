@@ -1,7 +1,7 @@
 """Questions of people about fairy tales: the training split of FairytaleQA (uci-soe/FairytaleQAData, Apache 2.0), where
-the answer stands in the tale word for word and only once. And those about single sentences of encyclopedia and news in
-QAMR (julianmichael/qamr, MIT), where two people gave one answer, with sentences of the same article or others around.
-And those of XQuAD in English (google-deepmind/xquad, CC BY-SA 4.0: 240 paragraphs of encyclopedia, 1,190 questions).
+the answer occurs in the tale word for word and only once. Questions about single sentences of encyclopedia and news in
+QAMR (julianmichael/qamr, MIT) with the same answer by two people; other sentences surround the sentence. Questions
+of XQuAD in English (google-deepmind/xquad, CC BY-SA 4.0: 240 paragraphs of encyclopedia, 1,190 questions).
 
 Records: {"family", "source", "text", "question", "first", "end"}: some sentences around the answer, and where in the
 text the answer is. A problem shows the sentence with the answer and some of those beside it.

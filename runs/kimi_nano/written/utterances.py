@@ -138,7 +138,7 @@ def _intents(root: Path, tools: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _of_request(intents.CLINC, text, [], intent, {})
 
 
-_BOOKING: Final = re.compile(  # a new one
+_BOOKING: Final = re.compile(  # a new booking, not a change of one
     r"(?!.*(cancel|chang|already|instead|earlier|later))(.*\b(i|we|you) (please )?|.*\b(need|want|like) to |(please )?)"
     r"(book|reserve|(need|want|like) a (table|reservation|booking)) ",
     re.IGNORECASE,
