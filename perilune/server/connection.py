@@ -381,7 +381,6 @@ class Exchange:
         self._news.set()
 
     def leave(self) -> None:
-        """The client has left."""
         self._gone = True
         self._news.set()
 

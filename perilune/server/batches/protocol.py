@@ -44,8 +44,6 @@ def check_expiry(seconds: int, param: str) -> int:
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
-    """One request of a batch."""
-
     custom_id: str
     method: Literal["POST"]
     url: str
