@@ -59,8 +59,6 @@ class Part:
 
 
 class Backend(Protocol):
-    """The model or endpoint that answers."""
-
     name: str
 
     def answer(
