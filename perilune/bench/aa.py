@@ -241,8 +241,6 @@ async def measure(
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """The four figures in words."""
-
     def show(name: str, unit: str) -> str:
         return "none" if figures[name] is None else f"{figures[name]:,.2f} {unit}"
 
@@ -256,7 +254,6 @@ def describe(figures: dict[str, Any]) -> str:
 
 
 async def request(endpoint: Endpoint, body: dict[str, Any]) -> Sample:
-    """The figures of one streamed request."""
     sent = perf_counter()
     async with contextlib.aclosing(endpoint.stream(body)) as stream:
         chunks = [chunk async for chunk in stream]

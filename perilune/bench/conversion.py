@@ -113,7 +113,7 @@ def _lognormal(generator: torch.Generator) -> Tensor:
 
 
 def _student(generator: torch.Generator) -> Tensor:
-    """With five degrees of freedom."""
+    """Student's t with five degrees of freedom."""
     chi = sum(_gaussian(generator).square() for _ in range(5))
     assert isinstance(chi, Tensor)
     return _gaussian(generator) / (chi / 5).sqrt()

@@ -168,7 +168,6 @@ def _rest(row: Row) -> str:
 
 
 def _by_length(rows: Sequence[Row]) -> dict[int, Row]:
-    """The newest row of each length of a prompt."""
     return {n: newest([r for r in rows if r["tokens"] == n]) for n in {r["tokens"] for r in rows}}
 
 

@@ -69,7 +69,7 @@ def _rows(tower: MoonVit, side: int) -> list[dict[str, Any]]:
     q, k, v = (torch.randn(shape, dtype=pixels.dtype, device=device) for _ in "qkv")
 
     def in_slices(length: int) -> None:
-        """Slices of `length` cells."""
+        """Encodes the picture in slices of `length` cells."""
         state = tower.begin(pixels, [grid])
         for cell in range(1, cells.total, length):
             for run in cells.runs(cell, min(cell + length, cells.total)):
