@@ -60,7 +60,7 @@ class Domain:
 
     @property
     def rate(self) -> float:
-        """Tokens lost per chain."""
+        """Lost tokens per chain."""
         return self.lost / self.chains if self.chains else 0.0
 
 
