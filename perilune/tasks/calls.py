@@ -265,7 +265,6 @@ def _lowered(text: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _rows(rng: Random, texts: list[str], calls: Sequence[ToolCall]) -> str:
-    """The requests as a list."""
     mark = pick(rng, ("- ", "* ", "{i}. ", "{i}) ", "({i}) "))
     shown = [text if rng.random() < 0.5 else _lowered(text, calls) for text in texts]
     rows = [mark.format(i=i) + text for i, text in enumerate(shown, 1)]

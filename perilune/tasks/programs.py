@@ -244,7 +244,7 @@ def _weekday(rng: Random, split: str, long: bool) -> Run:
     for i in range(rest + 1):
         lines.append(f"{i}:{DAYS[(first + i) % 7]}")
     answer = DAYS[(first + n) % 7]
-    style = int(rng.random() * 60)  # so that there are enough different questions: the day's name of the date
+    style = int(rng.random() * 60)  # a date for the wording, so that there are enough different questions
     day = date(2024, 1, 1) + timedelta(style)
     question = _form(rng, "weekday", split, w=DAYS[first], n=n, d=f"{day:%d}".lstrip("0"), e=f"{day:%B}")
     return ("weekday", first, n, style), question, "\n".join(lines), answer

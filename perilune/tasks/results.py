@@ -32,7 +32,7 @@ def shown(rng: Random, values: dict[str, Any], split: str) -> str:
 def returned(
     rng: Random, calls: tuple[ToolCall, ...], contents: list[str], thought: str, before: int = 0
 ) -> tuple[Message, ...]:
-    """The assistant's calls and the tools' messages; clients often send the calls back without the thought."""
+    """The assistant's calls, often without the thought, as clients send them back, and the tools' messages."""
     turn = assistant(Reply(thought if rng.random() < 0.6 else "", "", calls), before)
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": content}

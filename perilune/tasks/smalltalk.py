@@ -87,7 +87,7 @@ def _ended(rng: Random, text: str) -> str:
 
 
 def small_talk(rng: Random) -> tuple[str, str, str]:
-    """A thought, an answer and what people said, where nothing was asked for that a tool could do."""
+    """A thought, an answer and a message that asks for nothing a tool could do."""
     talk, said = pick(rng, _SMALL), pick(rng, _CHAT)
     talk, forms = (talk, talk[2]) if rng.random() < 0.5 else (TALK[said[0]], said[1])
     return talk[0], talk[1], _ended(rng, pick(rng, _BEFORE) + _filled(rng, forms))

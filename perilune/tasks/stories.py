@@ -46,7 +46,7 @@ class Scene:
 
 
 def _scene(row: str) -> Scene:
-    """From the unit and the sentences of each kind, parted by `|`."""
+    """From the unit and the sentences of each kind, separated by `|`."""
     unit, *kinds = row.split(" # ")
     return Scene(unit, *[tuple(kind.split("|")) for kind in kinds])
 
@@ -132,7 +132,7 @@ def fixed(rng: Random, edible: bool) -> Story:
 
 
 def single(rng: Random, edible: bool) -> Story:
-    """One step only."""
+    """A story of one step."""
     pattern = pick(rng, _SINGLE)
     if pattern in _ONE:
         text, unit = pick(rng, _ONE[pattern])

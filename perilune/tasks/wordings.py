@@ -86,7 +86,7 @@ def bare(form: str) -> str:
 
 
 def lined(text: str) -> dict[str, tuple[str, ...]]:
-    """Forms by kind: a line for each, its forms parted by `|`."""
+    """Forms by kind: a line for each, its forms separated by `|`."""
     rows = [line.partition(": ") for line in text.strip().split("\n")]
     return {kind: parted(forms) for kind, _, forms in rows}
 

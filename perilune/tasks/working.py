@@ -83,9 +83,9 @@ DIVISORS: Final = (*[k for k in range(10, 100) if max(divisor(k), k // divisor(k
 
 
 def divide_trace(a: int, k: int, sign: str = "/") -> str:
-    """k: one digit or a prime; from the left, the rest before each digit, e.g. `b14/6=2r2`. 96/12 as 96/3/4.
+    """k: one digit or a prime. From the left, with the remainder before each digit, e.g. `b14/6=2r2`. 96/12 is 96/3/4.
 
-    `/`: there is no rest in the end; `_` leaves it out, `^` counts it as one more, `%` is the rest.
+    `/`: no remainder is left; `_` rounds down, `^` up; `%` gives the remainder.
     """
     if k > 9 and (first := divisor(k)) < k:
         parts = f"{a}{sign}{k}\n{a}{sign}{first}{sign}{k // first}\n{divide_trace(a, first, sign)}"
@@ -185,10 +185,10 @@ def signed_trace(operator: str, a: int, b: int) -> str:
 
 
 def solve(tokens: Tokens, wide: bool = False) -> tuple[int, list[Step]] | None:
-    """The value and the steps: parentheses, then `*`, `/` and the divisions with a rest, then from the left.
+    """The value and the steps: parentheses, then `*`, `/` and divisions with remainder, then from the left.
 
     None if a step would be negative or a division by more than one digit (both: unless `wide`), too long, or a division
-    with a rest, or would add or subtract numbers of the lengths kept from training.
+    with remainder, or would add or subtract numbers of lengths that are kept from training.
     """
     steps: list[Step] = []
     rest = list(tokens)

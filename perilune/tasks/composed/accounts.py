@@ -144,7 +144,7 @@ def narrated(rng: Random) -> Account | None:
 
 
 def _answered(text: str, asked: str, answer: str, line: str) -> Account | None:
-    """With the answer as the text has it; None if it is there more or less than once."""
+    """The account, its answer spelled as in the text; None unless the text has it exactly once."""
     lower, wanted = text.lower(), answer.lower()
     if lower.count(wanted) != 1:
         return None
@@ -156,7 +156,7 @@ def _answered(text: str, asked: str, answer: str, line: str) -> Account | None:
 
 
 def compared(rng: Random) -> Account | None:
-    """Several subjects with one verb and a part each, said again or left out: "Sam likes tea, Kim coffee"."""
+    """Several subjects with a part each and one verb, repeated or left out: "Sam likes tea, Kim coffee"."""
     who: dict[str, Noun] = {}
     for _ in range(2 + int(rng.random() * 3)):
         one = doer(rng) if rng.random() < 0.5 else Noun(name := full_name(rng), name, person=True)
@@ -231,7 +231,7 @@ def rows(rng: Random) -> Account | None:
 
 
 def called(rng: Random) -> Account | None:
-    """What something is called, among other clauses."""
+    """Names of things, among other clauses, and a question for one name."""
     made: dict[str, str] = {}
     lines = []
     for _ in range(1 + int(rng.random() * 3)):

@@ -149,7 +149,7 @@ def brief(rng: Random) -> Paragraph:
         words |= zip(("year", "year2", "year3"), reversed(_values(rng, "{year}", [])))
     groups, kin = [], tuple(names) if who == "who" and names[0][:4] != "the " else "/"
     ways = text.split("|")
-    # Not "Sam called Ann, Bo Kim", nor "Sam: Ann".
+    # Leaves out the last ways, which would give "Sam called Ann, Bo Kim" or "Sam: Ann".
     few = 0 if number else 4 if kind == what else 2 if values[0][:1].isupper() or " a {p}" in cells[0] else 0
     for group in opened(pick(rng, ways[: len(ways) - few])).split("+"):
         said = [filled(one) for one in group.split("&")]

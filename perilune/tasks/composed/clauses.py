@@ -1,6 +1,6 @@
 """Clauses with parts that can be asked for: a subject, a verb in one of several moods, an object and a few adjuncts.
 
-Verbs and nouns are made up at times: which part is which is then said by the order of words alone.
+Some verbs and nouns are made up: then only the order of words shows which part is which.
 """
 
 from dataclasses import dataclass, field

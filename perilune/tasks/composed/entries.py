@@ -249,7 +249,7 @@ def worded(rng: Random, symbol: str, keys: str, about: str, place: str) -> str:
 
 
 def placed(rng: Random, ask: str, text: str, before: bool, system: float = 0.0) -> Messages:
-    """The request and the text as messages: in one, in either order, or, at that share, the request as the system's."""
+    """The request and the text as one message, in either order; with probability `system`, as system and user."""
     if before and rng.random() < system and "JSON" in ask:
         return {"role": "system", "content": pick(rng, RULES["system"]).format(ask=ask)}, user(text)
     shown = pick(rng, RULES["given"]).format(t=text)

@@ -179,7 +179,7 @@ def thing_of(rng: Random, noun: str, place: catalog.Parameter) -> tuple[Known, s
 
 
 def _about(rng: Random, noun: str, tools: list[Ask], count: int) -> tuple[list[Ask], str]:
-    """One to three things to do with a thing that is named first, in a sentence of its own if it is one thing to do."""
+    """One to three requests about a thing that is named first; with one request, in a sentence of its own."""
     known = [t for t in tools if t.places["a"].kind == _THINGS[noun]][:count]
     if len(known) < count:
         return [], ""

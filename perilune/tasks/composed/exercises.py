@@ -1,4 +1,4 @@
-"""More tasks for instructions.py, the forms of one parted by `|`, and small ones over times, dates and two lists."""
+"""More tasks for instructions.py, each with forms separated by `|`; small ones over times, dates and two lists."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -132,7 +132,7 @@ def _forward(rng: Random, one: Subject, at: Attribute, stated: str, alone: bool)
 
 
 def _reverse(rng: Random, said: Sentence, at: Attribute) -> str:
-    """A question for the subject, in the sentence's words: who "needs it by May" may not have "come in May"."""
+    """A question for the subject, with the sentence's predicate: the attribute's others may mean something else."""
     one = said.about
     predicates = [p.text.replace("{v}", one.facts[at][1]) for p in at.predicates]
     predicate = pick(rng, [p for p in predicates if p in said.text] or predicates)

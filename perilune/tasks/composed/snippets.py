@@ -3,7 +3,7 @@ They run on values that write down their steps. data/snippets.txt has the gramma
 
 A variable is named where it gets a value: `x=4`, then `y=4*3=12`. A loop over a range or a text has a line of its
 turns, then each turn has one: `2:5+2=7`, with a test `4 even:0+4=4` or `7 odd:4` (the value so far). A call begins
-`f(3):3>1 True:3-1=2` and ends `f(3)=3*2=6`. `17=5*3r2` is a division with a rest.
+`f(3):3>1 True:3-1=2` and ends `f(3)=3*2=6`. `17=5*3r2` is a division with remainder.
 """
 
 import re
@@ -201,7 +201,7 @@ def run(code: str, naming: bool = False) -> tuple[str, str]:
     N: Any = type("N", (int,), {f"__{n}__": work(sign, f"__{n}__") for n, sign in signs}
         | {n: test(n) for n in compared[:-1]} | {"__hash__": int.__hash__}
         | {"__truediv__": lambda a, b: say(f"{a}/{b}={int(a) / int(b)}", int(a) / int(b))})  # fmt: skip
-    R: Any = type("R", (N,), {n: getattr(int, n) for n in compared})  # a rest: compared without a line
+    R: Any = type("R", (N,), {n: getattr(int, n) for n in compared})  # a remainder: compared without a line
     S: Any = type("S", (str,), {n: change(n) for n in ("upper", "lower", "title", "capitalize", "replace")} | {
         "__getitem__": part, "__mul__": times, "__add__": lambda s, t: say(f"{s}{t}", S(f"{s}{t}")),
         "count": lambda s, c: say(counted(str(s), str(c)), N(sum(x in str(c) for x in str(s)))),

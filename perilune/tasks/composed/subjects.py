@@ -229,7 +229,7 @@ def described(rng: Random, one: Subject) -> list[Sentence]:
             core = f"{who} {clause()}"
         if rng.random() < 0.1:
             core = pick(rng, _FORMS["wrap"]).format(core if core.startswith(one.name[1]) else small(core))
-        if not core.startswith(one.name[1]):  # a host's name stays small
+        if not core.startswith(one.name[1]):  # host names stay in lower case
             core = capital(core)
         found.append(Sentence(core + ".", stated, one))
     return found

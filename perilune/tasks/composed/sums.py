@@ -114,7 +114,7 @@ _PARTS: Final = {"two thirds": "/3*2", "three quarters": "/4*3", "two fifths": "
 
 
 def part(rng: Random) -> Drawn:
-    """A fraction or a percentage of a number, without a rest."""
+    """A fraction or a percentage of a number, a whole number."""
     while True:
         if rng.random() < 0.55:
             percent = pick(rng, tuple(_PERCENT))
@@ -261,7 +261,7 @@ _PRIMES: Final = (11, 13, 17, 19, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 def divided(rng: Random) -> Drawn:
-    """A quotient by two digits, most of them primes, without a rest."""
+    """A quotient without remainder; the divisor has two digits and is mostly a prime."""
     k = pick(rng, _PRIMES if rng.random() < 0.7 else DIVISORS)
     a = k * (2 + int(rng.random() * pick(rng, (10, 40, 98))))
     question = asked_from(rng, "dv").format(a=a, k=k, o=pick(rng, OBJECTS))

@@ -198,8 +198,6 @@ _OWN_TIME: Final = re.compile(r"<first>|last week|lunch|before the first|on \w+d
 
 
 class _Letters:
-    """Letters for the numbers of a pattern, in order."""
-
     def __init__(self) -> None:
         self._large, self._small = iter("abcdefg"), iter("kj")
 
