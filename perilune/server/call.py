@@ -57,7 +57,7 @@ class Call:
     status: int = 0
     started: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
-    started_ns: int = field(default_factory=time.time_ns)  # of the system's clock, at `started`
+    started_ns: int = field(default_factory=time.time_ns)  # Unix time in ns at `started`
     keeps_text: bool = False
     runs: list[Run] = field(default_factory=list)
     error: Exception | None = None

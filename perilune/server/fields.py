@@ -137,7 +137,7 @@ def of_chat(declared: Iterable[str]) -> Fields:
 
 
 RESPONSES: Fields = {
-    **{name: entry for name, entry in _ACCOUNT.items() if name not in ("user", "metadata")},  # which the answer repeats
+    **{name: entry for name, entry in _ACCOUNT.items() if name not in ("user", "metadata")},  # the answer repeats both
     "messages": Refused("send input"),
     "max_tokens": Refused("send max_output_tokens"),
     "max_completion_tokens": Refused("send max_output_tokens"),

@@ -21,7 +21,7 @@ from perilune.server.openai.protocol import Predictions
 
 
 class Engine(Counted, Protocol):
-    """What the server needs of engine.client.EngineClient."""
+    """The part of engine.client.EngineClient that the server uses."""
 
     @property
     def retry_seconds(self) -> int | None: ...

@@ -19,7 +19,7 @@ class Process:
 
 
 def read(pid: int, root: Path = Path("/proc")) -> Process | None:
-    """What the process uses now; None if there is no such process, or no /proc."""
+    """The use of resources by a process; None if there is no such process, or no /proc."""
     folder = root / str(pid)
     try:
         pages = int((folder / "statm").read_text().split()[1])

@@ -208,7 +208,7 @@ class _Prompt:
 
 
 def _read(body: CompletionBody, given: str | list[int], count: int, text: ModelText, info: EngineInfo) -> _Prompt:
-    """A prompt as text or token ids, of which `count` continuations are generated."""
+    """Reads a prompt, text or token ids, for `count` continuations."""
     context = text.context(info) if body.truncate_prompt_tokens is None else None
 
     def check(tokens: int) -> None:

@@ -44,7 +44,7 @@ def earlier(messages: Sequence[Mapping[str, Any]], where: str) -> list[Mapping[s
 def found(messages: Sequence[Any]) -> list[Part]:
     """The pictures and videos of chat messages, in order. RequestError names the part that cannot be one.
 
-    Whatever else is wrong with the messages is found when they are read (text/history.py).
+    Other errors in the messages are found when these are read (text/history.py).
     """
     parts = []
     for i, message in enumerate(messages):

@@ -49,7 +49,7 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._custom_tools = custom_tools or {}
         self._unwrapped: Unwrapped | None = None  # of the open call of a custom tool with free text
-        self._open = False  # whether the last item still grows
+        self._open = False  # whether the last item is still being generated
         self._text: list[str] = []  # its text or arguments
         self._calls: dict[int, dict[str, Any]] = {}  # items of calls, by the call's index in the turn
 
@@ -198,7 +198,7 @@ class Answer:
         return self.finished()
 
     def failed(self, error: Exception) -> dict[str, Any]:
-        """The event that ends a stream which cannot go on."""
+        """The event that ends a stream after an error."""
         about = {"code": "server_error", "message": errors.describe(error)[1]["error"]["message"]}
         return self._numbered({"type": "response.failed", "response": self.response("failed", error=about)})
 
