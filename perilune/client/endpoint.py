@@ -374,8 +374,8 @@ def _usage(usage: _Usage | None) -> Usage | None:
 
 
 def readable(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs. Python reads bytes of a terminal, a pipe or an argument that
-    are no UTF-8 as such halves, and no request can carry them."""
+    """The text with U+FFFD for halves of surrogate pairs. Python decodes bytes of a terminal, a pipe or an argument
+    that are not UTF-8 to such halves; no request can carry them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -451,7 +451,7 @@ def thinking_switch(thinking: bool) -> dict[str, Any]:
 
 
 async def gather(work: Sequence[Any]) -> list[Any]:
-    """All results; the first failure cancels the rest and is raised as it is."""
+    """All results; the first failure cancels the rest and is raised, not as an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]
