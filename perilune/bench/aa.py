@@ -47,7 +47,7 @@ class Sample:
     prompt_tokens: int
     tokens: int
     answer_tokens: int
-    counted: bool  # by the server; otherwise each streamed piece counts as a token
+    counted: bool  # by the server; if not, each streamed piece counts as one token
 
     @property
     def speed(self) -> float | None:

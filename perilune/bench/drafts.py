@@ -1,4 +1,4 @@
-"""Speculation on a mixed trace: every fixed (source, length) of a small grid, the policy, and no drafts, by turns.
+"""Speculation on a mixed trace: every fixed (source, length) of a small grid, the policy, and no drafts, interleaved.
 
 The trace is the same for all, its seed fixed before there was a policy: problems with answers that are easy to predict
 (digits, forms), hard (stories at temperature 1), copied (values and calls from the prompt) and long (about a long

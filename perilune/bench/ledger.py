@@ -13,11 +13,11 @@ from typing import Any
 from perilune.client.endpoint import is_url
 from perilune.core.errors import ConfigError
 
-DEFAULT = Path(__file__).parents[2] / "bench/results"  # of the checkout, wherever the caller is
+DEFAULT = Path(__file__).parents[2] / "bench/results"  # in the checkout, not in the current directory
 
 
 def circumstances(ranks: int = 1) -> dict[str, Any]:
-    """Where and with what a row was measured. `gpus` are those that were used: one for each rank."""
+    """Hardware, software, commit and date of a row. `gpus`: number of GPUs used, one per rank."""
     import torch  # imported late: a measurement of a server needs it only here
 
     cuda = torch.cuda.is_available()

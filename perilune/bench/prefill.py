@@ -2,7 +2,7 @@
 
 As in microscope.py, two engines on the same weights, `STEP` layers apart, and the difference of their steps. A prompt
 may continue a prefix with KV in the cache already. The floor is the larger of two times: the layer's products and
-causal attention at the rate of the tensor cores, and the bytes of its weights at that of memory.
+causal attention at the rate of the tensor cores, and the bytes of its weights at the memory bandwidth.
 
 Both engines compute prompts without a pause for `WARM_SECONDS` before prompts are timed or kernels traced: an idle GPU
 starts at a clock that its power limit does not allow for long. With pauses the shorter steps would have a higher clock,
