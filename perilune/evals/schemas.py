@@ -39,7 +39,7 @@ class Case:
     stream: bool
     parallel: bool
     earlier: int  # calls that the conversation has made already
-    native: bool  # whether those have native ids
+    native: bool  # whether these calls have native ids
     temperature: float
     seed: int
 
