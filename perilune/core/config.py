@@ -354,7 +354,7 @@ T = typing.TypeVar("T", EngineConfig, ServerConfig)
 
 
 def near(key: str, known: Iterable[str]) -> str:
-    """What an error about an unknown key adds if it resembles a known one."""
+    """The ending of an error about an unknown key: a known one that it resembles; "" if there is none."""
     found = difflib.get_close_matches(key, known, 1)
     return f", did you mean {found[0]!r}?" if found else ""
 

@@ -93,7 +93,7 @@ def prompt_too_long(least: int, context: int, param: str, *, exact: bool = True)
 
 def shown(value: object, limit: int = SHOWN) -> str:
     """`value` for a message: a string as it is, anything else by repr; on one line, printable, at most `limit`
-    characters. Control characters and surrogates are escaped; the middle of what is longer becomes "...".
+    characters. Control characters and surrogates are escaped; the middle of a longer text becomes "...".
     """
     return _cut(printable(_cut(value if isinstance(value, str) else _REPR.repr(value), limit)), limit)
 

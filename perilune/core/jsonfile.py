@@ -31,7 +31,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def spelled(data: Mapping[str, Any]) -> str:
-    """What `write_object` writes."""
+    """The JSON text that `write_object` writes."""
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 

@@ -95,7 +95,7 @@ class Submit:
 
     `params.stop_token_ids` already holds the model's end tokens (unless ignore_eos), so that the engine reads the
     tokenizer only for a `constraint`.
-    `cache_keys` name what else than token ids the KV depends on, or who may share it: "adapter:NAME", "salt:TENANT".
+    `cache_keys` name what the KV depends on besides token ids, or who may share it: "adapter:NAME", "salt:TENANT".
     Only requests with equal keys, in the same order, share cached blocks.
     `pictures` in the order of the prompt, in which each is a run of EngineInfo.media_pad; blocks are shared up to the
     first picture that differs.
