@@ -46,7 +46,7 @@ class Shard:
     rows: int
     tokens: int
     answers: int  # tokens of answers
-    prompts: int = 0  # that it was made of, also those without a row; 0: not known
+    prompts: int = 0  # number of prompts, also of those that gave no row; 0: not known
 
 
 class Corpus:

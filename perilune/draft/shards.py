@@ -36,7 +36,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def listed(directory: Path, make: Callable[[Any], T], again: str) -> list[T]:
-    """`make` of each line: a dataclass with the `file` of a shard. `again` is the verb that writes such directories,
+    """`make` of each line: a dataclass with the `file` of a shard. `again`: the verb that writes such directories,
     for the error's remedy."""
     path = directory / SHARDS
     if not path.exists():

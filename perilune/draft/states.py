@@ -1,7 +1,7 @@
 """Hidden states of a corpus on disk, for targets that cannot run where a draft is trained: checksummed shards of a
 bounded size.
 
-A directory holds `states.json` (of which corpora, layers and target), `shards.jsonl` (a line per finished shard,
+A directory holds `states.json` (the corpora, layers and target), `shards.jsonl` (a line per finished shard,
 appended when it has its final name) and `states-NNNNN.safetensors`: aux bfloat16 [tokens, A D] and hidden bfloat16
 [tokens of answers, D] of some rows one after the other, tokens and answers int64 [rows] of each.
 """
