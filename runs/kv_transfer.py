@@ -172,7 +172,7 @@ def plain_disk(say: Say, directory: Path, total: int, block: int) -> dict[str, f
             list(pool.map(read, pieces))
             taken = time.perf_counter() - begin
         if direct and size == large:
-            with path.open("rb", buffering=0) as f:  # for what comes next
+            with path.open("rb", buffering=0) as f:  # fills the page cache for the next measurement
                 while f.read(large):
                     pass
         os.close(file)

@@ -35,7 +35,7 @@ WEIGHTS = {
 THINKING_SHARE = 0.65
 WHOLE_SHARE = 0.3  # thoughts about sums that are learnt whole; others up to line 3, which says what is in the picture
 SYSTEM_SHARE = 0.1
-TEXT_TOKENS = 46  # of a sample besides its picture: the mean is 41
+TEXT_TOKENS = 46  # room for a sample's text beside its picture; the mean is 41
 REDRAWS = 200  # tries to find a sample that fits the rest of a block; after that, the block stays shorter
 
 
