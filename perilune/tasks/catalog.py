@@ -47,7 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tool of the catalog. `requests`: wording, its parameters in order, those only implied."""
+    """One tool of the catalog. `requests`: (wording, its parameters in order, implied parameters with values)."""
 
     verb: str
     noun: str

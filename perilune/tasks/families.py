@@ -49,7 +49,7 @@ def learn_words(passages: Iterable[str]) -> int:
     bases = [base for kind in NEW_BASES.values() for base in kind]
     kept = [*NEW_NAMES, *NEW_OBJECTS, *NEW_NOUNS, *bases, *(c for base in bases for c in CHOICES.get(base, ()))]
     forget_pools()
-    # Things are counted in the plural, and the singular would give them away too.
+    # Objects are in the plural; words that hold the singular must be kept, too.
     return learn(passages, [word.lower().split("_")[0].rstrip("s") for word in kept])
 
 

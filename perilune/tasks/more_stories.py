@@ -28,7 +28,7 @@ def _stories(text: str) -> tuple[tuple[str, str, str], ...]:
 
 
 STORIES, FIXED, PLAIN = map(_stories, lines("stories.txt").split("\n\n"))
-_ROUNDED: Final = tuple([story for story in STORIES if set(story[0]) & set("^_%")])  # few
+_ROUNDED: Final = tuple([story for story in STORIES if set(story[0]) & set("^_%")])  # there are only a few
 _QUESTIONS: Final = _rows(lines("asked.txt"))
 ASKED: Final = {
     pattern: tuple([text for of, text in _QUESTIONS if of == pattern])

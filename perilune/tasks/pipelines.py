@@ -66,7 +66,7 @@ def _steps(rng: Random) -> tuple[Any, list[Step]]:
 
 
 def pipeline(rng: Random) -> tuple[tuple[Any, ...], str, str, str]:
-    """The key, the question, the trace and the answer of such a program; no step is without a result."""
+    """The key, the question, the trace and the answer of such a program; each step gives a result."""
     while True:
         start, steps = _steps(rng)
         values = [start]

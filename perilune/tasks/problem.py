@@ -101,7 +101,7 @@ def assistant(reply: Reply, first_call: int = 0) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """An answer without what does not matter: line breaks, a full stop, quotes around it."""
+    """An answer without line breaks, full stop and quotes around it."""
     return " ".join(text.split()).strip(" .\"'`")
 
 

@@ -217,7 +217,7 @@ def _answered(question: str, answer: str) -> str:
 
 
 def _about_brief(rng: Random, split: str, thinking: bool) -> Problem:
-    """A question about a short text of briefs.py, mostly right behind it."""
+    """A question about a short text of briefs.py; mostly, it directly follows the text."""
     while True:
         made = brief(rng)
         if belongs(passage_key(made.text), split):

@@ -148,7 +148,7 @@ def wide(rng: Random, thing: str) -> Story:
     """A story in wide wordings; some have an irrelevant sentence."""
     kind = pick(rng, KINDS)
     pattern, text, unit = kind(rng, thing in _EDIBLE)
-    if kind not in (more, account) and rng.random() < 0.1:  # an age or a price could matter there
+    if kind not in (more, account) and rng.random() < 0.1:  # there, its age or price could matter
         sentence = pick(rng, SENTENCES["idle"])
         begin, _, rest = text.partition(". ")
         text = f"{begin}. {sentence} {rest}" if rest else text

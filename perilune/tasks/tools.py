@@ -48,9 +48,9 @@ NEW_REQUESTS: Final = parted(
     "Could you please {v} the {n}{c}?|Please help me {v} the {n}{c}.|I need you to {v} the {n}{c}.|Now I want to {v} "
     "the {n}{c}."
 )
-# For the first class of verbs, without a verb; the need is then "get".
+# For the first class of verbs: questions without a verb.
 QUESTIONS: Final = parted("What is the {n}{c}?|What's the {n}{c}?|Tell me the {n}{c}.|How is the {n}{c}?|{n}{c}?")
-# Without the tool's verb, by class of verbs; the need is then the class's first verb.
+# Requests without the tool's verb, by class of verbs.
 INDIRECT: Final[dict[int, tuple[str, ...]]] = {
     0: parted(
         "I'd like to know the {n}{c}.|Let me see the {n}{c}.|What about the {n}{c}?|Do you have the {n}{c}?|Give me "

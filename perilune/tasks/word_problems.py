@@ -111,7 +111,7 @@ def sample_word_problems(rng: Random, split: str, thinking: bool) -> Problem:
 
 
 def _sensible(pattern: str, text: str, numbers: dict[str, int], value: int) -> bool:
-    """At most 7 days a week; to a goal (the last letter) no more is missing than itself."""
+    """At most 7 days per week; what is missing to a goal (the last letter) is at most the goal."""
     if numbers.get("k", 0) > 7 and re.search(r"\{k\} days (a|of the) week", text):
         return False
     goal = pattern[1:2] == "-" and pattern[0] == max(set(pattern) & set("abcdefg"), default="")

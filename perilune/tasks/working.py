@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-Tokens = list[int | str]  # an expression: numbers, "+", "-", "*", "(" and ")"
+Tokens = list[int | str]  # numbers, operators (the keys of TRACES) and parentheses
 Step = tuple[str, int, int, str]  # operator, operands, and the whole expression in which it is the next step
 
 PLACES: Final = "abcdefghij"

@@ -72,7 +72,7 @@ def _asked(rng: Random, made: Clause, words: str, kept: list[str]) -> tuple[str,
 
 
 def _agent_asked(rng: Random, made: Clause) -> str:
-    kept = [text for _, text in made.parts if made.what is None or rng.random() < 0.35]  # else "who waited" is two
+    kept = [text for _, text in made.parts if made.what is None or rng.random() < 0.35]  # "who waited" may fit two
     what = [made.what.short] if made.what else []
     if passive(made) and made.what and rng.random() < 0.5:
         were = "were" if made.what.plural else "was"

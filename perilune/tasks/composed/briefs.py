@@ -213,7 +213,7 @@ def _sorted(rng: Random) -> tuple[str, str, str]:
 
 
 def known(rng: Random) -> tuple[str, str, str]:
-    """A question of what anybody knows, the thought and the answer."""
+    """A question of common knowledge, the thought and the answer."""
     roll = rng.random()
     if roll < 0.25:
         asked, label, answer = _sorted(rng)

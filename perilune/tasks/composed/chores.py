@@ -175,7 +175,7 @@ def chore(rng: Random) -> tuple[Any, ...]:
 
 
 def there(rng: Random) -> list[Request]:
-    """Two wishes for one place."""
+    """Two wishes for one city, the second with "there"."""
     while True:
         one, other = _due(rng, "city"), _due(rng, "city")
         if one[0].noun != other[0].noun and "in {}" in one[1] and "in {}" in other[1]:
@@ -217,7 +217,7 @@ def _fresh(rng: Random, name: str, kind: str) -> tuple[Any, str]:
 
 
 def _beside(asks: list[Ask], calls: list[Request]) -> list[Request]:
-    """The calls, and more that are never made, so that their tools are declared."""
+    """The calls, and calls of the other tools that are never made: all tools get declared."""
     more = [a.tool for a in asks if all(a.tool is not c.tool and a.tool.name != c.tool.name for c in calls)]
     return [*calls, *[Request(t, "", "", ToolCall(t.name, {})) for t in more]]
 
@@ -225,7 +225,7 @@ def _beside(asks: list[Ask], calls: list[Request]) -> list[Request]:
 def _steps(
     rng: Random, text: str, calls: list[Request], key: str, shown: dict[str, Any], known: list[Request]
 ) -> Steps:
-    """Before the first call, after it, or after both."""
+    """Two calls, of which none, one or both have been made."""
     found, (first, last), stage = shown[key], calls, rng.random()
     if stage < 0.25:
         return text, [], "", [first], "", known

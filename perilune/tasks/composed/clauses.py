@@ -26,7 +26,7 @@ class Noun:
 
 @dataclass(slots=True)
 class Clause:
-    """`parts`: questions' words (as "where") with the part of the text that answers them, first the verb's own."""
+    """`parts`: (question word such as "where", part of the text that answers it), the verb's own one first."""
 
     who: Noun
     verb: tuple[str, ...]  # base, past, participle

@@ -126,12 +126,12 @@ def in_line(rng: Random, wanted: list[Wanted], explained: bool, typed: bool | No
         form = pick(rng, ("({} {})", ", {} {}")).format(pick(rng, ("keys", "as", "named", "under the keys")), keys)
         return f"the {enumerated([w.meaning for w in wanted], ' and ')} {form}".replace(" ,", ",")
     form = pick(rng, RULES["explained" if explained else "typed" if typed else "bare"])
-    # Otherwise types are given for what is no string only.
+    # Otherwise only keys that are no strings get a type.
     strings = explained or not typed or every or rng.random() < 0.6
     shown = [
         form.format(k=w.key, m=w.meaning, t=_typed(rng, w)) if strings or w.type != "string" else w.key for w in wanted
     ]
-    if rng.random() < 0.2:  # how many there are is no key
+    if rng.random() < 0.2:  # the number of keys, which is no key
         count = str(len(shown)) if rng.random() < 0.5 or len(shown) > 19 else in_words(len(shown))
         noun = pick(rng, ("key", "field", "value", "key", "property", "entry", "thing"))
         if len(shown) > 1:
@@ -494,7 +494,7 @@ def _by_example(rng: Random, one: Subject, wanted: list[Wanted]) -> Made:
         return entry(rng)
     seed = rng.random()
     texts = []
-    for x in (other, one):  # in the same manner
+    for x in (other, one):  # both in the same layout
         same = Random(seed)
         texts.append(subjects.noted(same, x) if seed < 0.4 else " ".join([s.text for s in subjects.described(same, x)]))
     return _like(rng, texts[0], shown, texts[1], kept)

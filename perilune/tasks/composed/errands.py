@@ -346,7 +346,7 @@ def errand(rng: Random, count: int) -> tuple[str, list[Request], list[Tool]]:
         known = [*tools, *([pick(rng, others)] if others and rng.random() < 0.3 else [])]
         asks = rng.sample(known, len(sizes)) if len(sizes) <= len(known) and not desk else []
         for ask, size, last in zip(asks, sizes, [None, *asks]):
-            kept = last and last.names[0][:2] not in ("de", "cl", "bo")  # not what is gone
+            kept = last and last.names[0][:2] not in ("de", "cl", "bo")  # not delete, close, book
             it = last.it() if last and kept and size == len(last.calls) == 1 and rng.random() < 0.5 else None
             if not it or not ask.say(1, it):
                 ask.say(size)

@@ -87,7 +87,7 @@ def of_word(rng: Random, w: str) -> list[Task]:
 
 
 def of_line(rng: Random, line: str, out: Out) -> list[Task]:
-    """What can be done with a line of words."""
+    """Tasks about a line of words."""
     found = line.split()
     numbered = [f"{i}:{w}" for i, w in enumerate(found, 1)]
     n, k, w, v = (
@@ -189,7 +189,7 @@ def of_numbers(rng: Random, found: list[str], out: Out) -> list[Task]:
 
 
 def of_repeats(found: list[str], out: Out) -> list[Task]:
-    """What can be asked of items some of which occur twice or more."""
+    """Tasks about items, some of which occur more than once."""
     tally, most = _tallied(found)
     kept = list(dict.fromkeys(found))
     once = [x for x in kept if found.count(x) == 1]
@@ -311,5 +311,5 @@ def exercise(rng: Random) -> tuple[tuple[Any, ...], str, str, str]:
     while answer == "[]":
         forms, trace, answer = pick(rng, (_clock, _date, _date, _count, _two))(rng)
     form = pick(rng, forms.split("|"))
-    key, held, form = ("exercise", form), _VALUE.findall(form), _VALUE.sub("{}", form)  # no value is to be misspelt
+    key, held, form = ("exercise", form), _VALUE.findall(form), _VALUE.sub("{}", form)  # no misspelt values
     return key, phrase(rng, capital(form) if rng.random() < 0.6 else form).format(*held), trace, answer

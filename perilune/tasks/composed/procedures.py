@@ -231,7 +231,7 @@ def _shown(rng: Random, code: str, printed: str = "") -> str:
             code
         )
     ask = phrase(rng, ask, asking=0.0) if rng.random() < 0.4 else ask
-    if printed.isdigit() and rng.random() < 0.1:  # a value that is expected, right or not
+    if printed.isdigit() and rng.random() < 0.1:  # names an expected value, right or wrong
         value = int(printed) + pick(rng, (0, 1, 2, 4, 10))
         ask = f"{expand(rng, _RULES, '<remark>').format(g=value)} {ask}"
     return f"{ask}\n\n{code}" if rng.random() < 0.5 else code + pick(rng, ("\n\n", "\n")) + ask

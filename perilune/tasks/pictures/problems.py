@@ -62,8 +62,8 @@ SHOWN: Final = ("real", "blank", "none")
 
 
 def shown(problem: Problem, how: str) -> Problem:
-    """The problem with its picture, with a white picture of the same size, or without any: what a model gets without
-    looking is that of "blank" and "none". Problems without pictures stay as they are."""
+    """The problem with its picture ("real"), a white one of the same size ("blank") or none ("none"): the last two
+    measure answers without looking. Problems without pictures are unchanged."""
     if how == "real" or not isinstance(content := problem.messages[-1]["content"], list):
         return problem
     parts = [part for part in content if part["type"] == "text"]

@@ -91,8 +91,8 @@ def asked(rng: Random, split: str, plain: Sequence[str], new: Sequence[str], wid
 
 
 def label(rng: Random, known: Sequence[str], kept: Sequence[str], most: int = 8) -> str:
-    """A word of at most `most` letters: known ones, real ones (words.learn), made-up ones, any letters. None holds one
-    of `kept`, in small letters."""
+    """A word of at most `most` letters: known ones, real ones (words.learn), made-up ones, any letters. None contains
+    one of `kept`, in lower case."""
     while True:
         roll = rng.random()
         if roll < 0.85:
