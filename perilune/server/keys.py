@@ -138,7 +138,7 @@ class Keyring:
         """ConfigError for a file that cannot be used."""
         self.file = None if file is None else Path(file)
         self.since = int(time.time())
-        self.open = Account(Grant("", operator=True))  # for all requests without keys, else for middleware.OPEN
+        self.open = Account(Grant("", operator=True))  # for all requests if there are no keys, else for OPEN paths
         self._accounts: dict[str, Account] = {}
         if key is not None:
             self._take([_only(key, "api_key")])
