@@ -52,9 +52,14 @@ class LogprobTable:
         """
         likely = () if entry is None else (*entry.top, (token, entry.logprob))
         top = {self.spell(t): finite(p) for t, p in likely} or None
-        self.rows.append((self.spell(token), None if entry is None else finite(entry.logprob), top, self.offset))
+        start = self.offset
         if shown:
-            self.offset += len(self.decoder.decode(self.tokenizer.token_bytes(token)))
+            raw = self.tokenizer.token_bytes(token)
+            text = self.decoder.decode(raw)
+            # One character more than the token alone: U+FFFD for an incomplete one before it.
+            start += max(len(text) - len(codecs.utf_8_decode(raw, "replace")[0]), 0)
+            self.offset += len(text)
+        self.rows.append((self.spell(token), None if entry is None else finite(entry.logprob), top, start))
 
     def spell(self, token: int) -> str:
         """The token's text; one that is not UTF-8 by itself is spelled byte by byte, so that tokens stay distinct."""
@@ -151,6 +156,7 @@ class Choice:
         trimmed = [dataclasses.replace(e, top=e.top[: self.body.logprobs]) for e in self.prompt_logprobs]
         for token, entry in zip(self.generation.prompt, [None, *trimmed], strict=True):
             self.table.add(token, entry)
+        self.table.offset += len(self.table.decoder.decode(b"", True))  # the answer's text is decoded apart
         return self.table.take()
 
 

@@ -130,6 +130,9 @@ async def test_offsets_skip_tokens_without_text(s: Served) -> None:
     assert choice["logprobs"]["tokens"] == ["a", "<|im_user|>", "b"]
     assert [[*top] for top in choice["logprobs"]["top_logprobs"]] == [["a"], ["<|im_user|>"], ["b"]]
     assert choice["logprobs"]["text_offset"] == [0, 1, 1]
+    body = {"prompt": [65, 200, 66, 200], "echo": True, "max_tokens": 1, "logprobs": 0}
+    choice = (await s.client.post(TEXT, body)).json["choices"][0]
+    assert choice["text"] == "A\ufffdB\ufffda" and choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
 @served()
