@@ -116,12 +116,13 @@ class Blocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> msgspec.Raw | None:
+    """A call's input as the model wrote it: decoded and encoded again, 1e400 would be null."""
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text := text or "{}", parse_constant=int)  # which takes no NaN
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return msgspec.Raw(text.encode()) if isinstance(value, dict) else None
 
 
 class Answer:

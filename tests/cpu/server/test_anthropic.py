@@ -116,6 +116,7 @@ CALLS = [
             "tool_use",
         ),
         ("Hm</think>" + CALL.format(0) + CALL.format(1), [THINKING, *CALLS], "tool_use"),
+        (CALL.format(0).replace('"Oslo"', "1e400"), [{**CALLS[0], "input": {"city": float("inf")}}], "tool_use"),
     ],
 )
 def test_an_answer_is_told_as_blocks(answer: str, content: Any, reason: str, width: int) -> None:
