@@ -7,6 +7,7 @@ tool calls get ids of the form that the models were trained on.
 import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,7 +103,7 @@ class _Ids:
         self._count = 0
         self._next: dict[str, int] = {}  # by name: the first number to try, as those below are taken
         self._taken = {id for id in _sent_ids(messages) if _NATIVE_ID.fullmatch(id)}
-        self._renamed: dict[str, list[str]] = {}
+        self._renamed: dict[str, deque[str]] = {}
 
     def new_turn(self, ids: Sequence[str]) -> None:
         for id in ids:
@@ -117,7 +118,7 @@ class _Ids:
             number += 1
         self._next[name] = number + 1
         self._taken.add(native)
-        self._renamed.setdefault(id, []).append(native)
+        self._renamed.setdefault(id, deque()).append(native)
         return native
 
     def answer(self, id: str) -> str | None:
@@ -127,7 +128,7 @@ class _Ids:
         waiting = self._renamed.get(id)
         if not waiting:
             return None
-        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        return waiting.popleft() if len(waiting) > 1 else waiting[0]
 
 
 def _sent_ids(messages: Sequence[Any]) -> list[str]:
