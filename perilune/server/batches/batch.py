@@ -155,6 +155,7 @@ class Batches:
         for owner in store.owners():
             found = [Batch(store, owner, about) for about in read_records(store.folder(owner), "batch")]
             self._batches[owner] = {b.id: b for b in sorted(found, key=lambda b: b.record["created_at"])}
+        store.in_use = self.reads
 
     def resume(self) -> None:
         """Continues the unfinished batches of an earlier server process. Call it once, in the event loop."""
@@ -252,6 +253,7 @@ class Batches:
         async with asyncio.TaskGroup() as group:
             with open(path, "rb") as file:
                 for raw in file:
+                    await asyncio.sleep(0)  # lets a new task begin, so that the next `_room` counts it as in flight
                     if not raw.strip() or (line := read_line(raw, endpoint)).custom_id in batch.done:
                         continue
                     await begun.acquire()
@@ -259,7 +261,6 @@ class Batches:
                     account = await self._seated(batch, seat)
                     task = group.create_task(self._one(batch, line, account, seat))
                     task.add_done_callback(functools.partial(_ended, seat, begun))
-                    await asyncio.sleep(0)  # lets the task begin, so that the next `_room` counts it as in flight
         batch.finish("expired" if batch.expired else "completed")
 
     async def _one(self, batch: Batch, line: Line, account: Account, seat: Seat) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
 
 
 class FileStore:
-    """All files have at most `limit_bytes` together, those of one API key OWNER_SHARE of that."""
+    """All files have at most `limit_bytes` together, those of one API key OWNER_SHARE of that. A file of which
+    `in_use(owner, id)` is true does not expire."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         """ConfigError for a directory that cannot be used, or that another server uses."""
         self.directory = directory
         self.limit_bytes = limit_bytes
+        self.in_use: Callable[[str, str], bool] = lambda owner, id: False
         self._files: dict[str, dict[str, dict[str, Any]]] = {}  # by owner and id, oldest first
         self._bytes: dict[str, int] = {}  # by owner: bytes of files and of reservations
         try:
@@ -132,7 +134,7 @@ class FileStore:
     def expire(self) -> None:
         now = time.time()
         for owner, files in self._files.items():
-            for id in [id for id, f in files.items() if f["expires_at"] <= now]:
+            for id in [id for id, f in files.items() if f["expires_at"] <= now and not self.in_use(owner, id)]:
                 self._forget(owner, id)
 
     def _forget(self, owner: str, id: str) -> None:

@@ -47,13 +47,13 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     custom_id: str
     method: Literal["POST"]
     url: str
-    body: dict[str, Any]
+    body: dict[str, msgspec.Raw]  # a large one would take long to decode, all in one call
 
 
 def read_line(line: bytes, endpoint: str) -> Line:
     """RequestError for a line that is no request to the endpoint of its batch."""
     try:
-        found = msgspec.json.decode(line, type=Line)
+        found = msgspec.json.decode(line.decode(), type=Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"the line is no request: {e}", code="invalid_json_line") from e
     if found.url != endpoint:
@@ -65,7 +65,7 @@ def read_line(line: bytes, endpoint: str) -> Line:
             f"custom_id must have 1 to {MAX_ID_CHARS} characters", param="custom_id", code="invalid_value"
         )
     for name in ("stream", "background"):
-        if found.body.get(name):
+        if bytes(found.body.get(name, b"null")) not in (b"null", b"false"):
             raise RequestError(
                 f"{name} does not go with a batch: leave it out", param=f"body.{name}", code="invalid_value"
             )

@@ -21,6 +21,7 @@ from perilune.server.batches import batch as batch_module
 from perilune.server.batches import files
 from perilune.server.batches.batch import Batch, Batches
 from perilune.server.batches.files import FileStore
+from perilune.server.batches.protocol import read_line
 from perilune.server.keys import Account
 from tests.cpu.server.test_background import sdk
 from tests.cpu.server.test_description import check, operation
@@ -119,7 +120,7 @@ async def test_the_official_sdk_carries_out_a_batch(s: Served, endpoint: Any) ->
         await client.files.content(done.output_file_id)
 
 
-def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_batch_goes_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first server ends in the middle, with half a line written; the second answers what is left, once."""
     ids: dict[str, str] = {}
 
@@ -154,6 +155,15 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         found = await answers(client, done.output_file_id)
         assert set(found) == {f"q{i}" for i in range(40)} and len(s.engine.seen) == 40 - before
 
+    turn = list[bytes]()  # lines read in this turn of the loop
+
+    def read(raw: bytes, endpoint: str) -> Any:
+        turn.append(bytes(read_line(raw, endpoint).body["messages"]))  # not decoded
+        asyncio.get_running_loop().call_soon(turn.clear)
+        assert len(turn) == 1
+        return read_line(raw, endpoint)
+
+    monkeypatch.setattr(batch_module, "read_line", read)
     run(second, tmp_path)
 
     async def third(s: Served) -> None:
@@ -224,8 +234,12 @@ async def test_a_batch_can_be_cancelled(s: Served) -> None:
     with pytest.raises(openai.BadRequestError) as used:
         await client.files.delete(made.input_file_id)
     assert used.value.code == "file_in_use"
+    store = s.client.app.state.batches.store
+    store.get("", made.input_file_id)["expires_at"] = 0
+    assert store.list(""), "a file that is read does not expire"
     done = await client.batches.cancel(made.id)
     assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at and s.engine.live == 0
+    assert store.list("") == []
     assert (await client.batches.cancel(made.id)).status == "cancelled"
     again = await begun(client, [line("a")])
     s.engine.release.set()
