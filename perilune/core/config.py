@@ -18,6 +18,7 @@ from perilune.core.errors import ConfigError
 from perilune.core.step import MAX_DRAFTS
 
 MAX_THREADS = 1024  # far more end in "can't start new thread" after the weights are read
+MAX_SEQS = 1 << 20  # their slots take 50 MB, those of 10**9 all memory there is
 MAX_GB = 1e9  # of a cache: above 1e299 its bytes are no finite number
 MAX_NUMBER = 1 << 63  # a configuration crosses to the engine's process as msgpack, which has no larger integers
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -159,6 +160,7 @@ class EngineConfig:
             if self.ranks == 1:
                 object.__setattr__(self, "tp", "auto")
         for name, low in (
+            ("tp", 1),
             ("ep", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
@@ -170,19 +172,20 @@ class EngineConfig:
             ("draft_tokens", 1),
             ("log_rejected_mb", 1),
         ):
-            value = getattr(self, name)
-            if value is not None and value < low:
+            if isinstance(value := getattr(self, name), int) and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
-        if self.threads is not None and self.threads > MAX_THREADS:
-            raise ConfigError(f"threads must be at most {MAX_THREADS}, not {self.threads}")
+        for name, high in (("threads", MAX_THREADS), ("max_num_seqs", MAX_SEQS), ("draft_tokens", MAX_DRAFTS)):
+            if (value := getattr(self, name)) is not None and value > high:
+                raise ConfigError(f"{name} must be at most {high}, not {value}")
         if self.fp8_activations and self.rest_dtype != "fp8":
             raise ConfigError("fp8_activations needs FP8 weights: give rest_dtype=fp8 as well")
         if not (self.decode_stretch == 0 or 1.0 < self.decode_stretch < math.inf):
             raise ConfigError(f"decode_stretch must be above 1, or 0 for no bound, not {self.decode_stretch}")
         if not 0.0 <= self.prompt_patience < math.inf:
             raise ConfigError(f"prompt_patience must be 0 or more seconds, not {self.prompt_patience}")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction}")
+        for name in ("memory_fraction", "log_rejected_share"):
+            if not 0.0 < (value := getattr(self, name)) <= 1.0:
+                raise ConfigError(f"{name} must be in (0, 1], not {value}")
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
@@ -195,16 +198,12 @@ class EngineConfig:
             raise ConfigError("kv_disk_gb needs a directory: give kv_disk as well")
         if (self.kv_host_gb or self.kv_disk) and not self.prefix_cache:
             raise ConfigError("kv_host_gb and kv_disk keep cached prefixes: they need prefix_cache=true")
-        if not 0.0 < self.log_rejected_share <= 1.0:
-            raise ConfigError(f"log_rejected_share must be in (0, 1], not {self.log_rejected_share}")
         if self.qk_norm_eps is not None and not 0.0 < self.qk_norm_eps < 1.0:
             raise ConfigError(f"qk_norm_eps must be in (0, 1), not {self.qk_norm_eps}")
         if (declared := self.declared_acceptance) is not None:
             most = 1 + (self.draft_tokens or MAX_DRAFTS)
             if not 1.0 <= declared <= most:
                 raise ConfigError(f"declared_acceptance must be 1 to {most}, one more than drafts, not {declared}")
-        if isinstance(self.tp, int) and self.tp < 1:
-            raise ConfigError(f"tp must be at least 1, not {self.tp}")
         if self.ep > 1 and self.tp not in (1, self.ep):
             raise ConfigError(f"ep={self.ep} with tp={self.tp}: experts are shared out over all ranks; give one number")
         if self.kv_shards not in ("auto", 1) and self.tp != "auto" and self.kv_shards != self.ranks:
@@ -214,8 +213,6 @@ class EngineConfig:
             raise ConfigError(f"kv_shards={self.kv_shards} with {ranks}: each has all KV, or one part of it: {remedy}")
         if self.gpus is not None and not re.fullmatch(r"\d+(,\d+)*", self.gpus):
             raise ConfigError(f"gpus must be auto, or numbers separated by commas, such as 0,1, not {self.gpus!r}")
-        if self.draft_tokens is not None and self.draft_tokens > MAX_DRAFTS:
-            raise ConfigError(f"draft_tokens must be at most {MAX_DRAFTS}, not {self.draft_tokens}")
 
     @property
     def ranks(self) -> int:
@@ -305,8 +302,6 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together: set both")
-        if self.audit_mb < 1:
-            raise ConfigError(f"audit_mb must be at least 1, not {self.audit_mb}")
         if not 0.0 < self.files_gb < float("inf"):
             raise ConfigError(f"files_gb must be above 0, not {self.files_gb}")
         if (self.audit_text or self.audit_redact) and self.audit_log is None:
@@ -325,6 +320,7 @@ class ServerConfig:
             "body_memory_mb",
             "client_concurrency",
             "client_requests_per_minute",
+            "audit_mb",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
