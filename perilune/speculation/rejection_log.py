@@ -187,7 +187,7 @@ class RejectedLog:
 def files(directory: Path) -> list[Path]:
     """The log's files, oldest first."""
     found = (f for f in directory.iterdir() if f.name.startswith(PREFIX) and f.name.endswith(SUFFIX))
-    return sorted(f for f in found if f.name[len(PREFIX) : -len(SUFFIX)].isdigit())
+    return sorted(f for f in found if f.name[len(PREFIX) : -len(SUFFIX)].isdecimal())
 
 
 def records(directory: Path) -> Iterator[Record]:
