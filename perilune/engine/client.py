@@ -135,16 +135,16 @@ class _Process:
         try:
             self.writer.write(body)
             (first,) = await _read(self.reader)
+            assert isinstance(first, EngineInfo | Failed), f"unexpected first message {first!r}"
         except (asyncio.IncompleteReadError, ConnectionError) as e:
             await self.kill(CRASH_SECONDS)
             raise EngineError(f"before it was ready, the engine process ended with {self.ending}") from e
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or a malformed message
             await self.kill()
             raise
         if isinstance(first, Failed):
             await self.kill(CRASH_SECONDS)
             raise EngineError(first.error)
-        assert isinstance(first, EngineInfo), f"unexpected first message {first!r}"
         self.info = first
         return self
 

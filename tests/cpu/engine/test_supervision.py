@@ -202,15 +202,21 @@ async def test_closing_while_the_engine_starts_again_leaves_no_process(s: Superv
     await asyncio.sleep(0.05)
 
 
-def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [("s.close(); os._exit(3)", "exit code 3"), ("s.send(bytes(4)); s.makefile('rb').read()", "malformed")],
+)
+def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(
+    tmp_path: Path, act: str, why: str
+) -> None:
     """Bytes that it has not read make its end a reset, which closes the server's side too."""
     child = tmp_path / "child"
     program = (
         "import os, socket, subprocess, sys\n"
         f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '200']).pid))\n"
-        "socket.socket(fileno=int(sys.argv[1])).close()\nos._exit(3)\n"
+        f"s = socket.socket(fileno=int(sys.argv[1])); {act}"
     )
-    with pytest.raises(EngineError, match="exit code 3"):
+    with pytest.raises(EngineError, match=why):
         asyncio.run(EngineClient.start(tmp_path, EngineConfig(), command=(sys.executable, "-c", program)))
     status = Path(f"/proc/{child.read_text()}/stat")
     deadline = time.monotonic() + 60  # of the 200 that it would live
