@@ -58,7 +58,9 @@ def gather(source: Path, tokens: int, file: Path | None = None, split: str = "he
         return Texts(tuple(map(tuple, drawn.tolist())), "random ids: the source has no tokenizer")
     if not has_tokenizer:
         raise ConfigError(f"{source} has no tiktoken.model: text cannot be read without it")
-    prompts = _Prompts(Tokenizer.from_directory(source), template_for(source))
+    tokenizer = Tokenizer.from_directory(source)
+    tokenizer.require_size(config.vocab_size, source)
+    prompts = _Prompts(tokenizer, template_for(source))
     if file is None:
         kind = f"{split.replace('heldout', 'held-out')} problems with their answers"
         each = (prompts.problem(p)[-min(LONGEST_PROBLEM, longest) :] for p in _problems(split))

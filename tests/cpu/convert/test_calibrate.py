@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -312,6 +313,10 @@ def test_bundled_problems_are_always_the_same(judged: oracle.Checkpoint, tmp_pat
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     with pytest.raises(ConfigError, match=r"has no tiktoken.model"):
         gather(judged.path, 700, tmp_path / "x.jsonl")
+    for file in (judged.path / "config.json", nano / "tiktoken.model", nano / "tokenizer_config.json"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(CheckpointError, match="they are of different models"):
+        gather(tmp_path, 700)
 
 
 def test_the_interval_of_a_ratio() -> None:
