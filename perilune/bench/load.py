@@ -123,20 +123,21 @@ class Stream(asyncio.Protocol):
         if status is None or status[1] == b"200":
             return ""
         body = self._tail.partition(b"\r\n\r\n")[2]
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return f"{status[1].decode()}: {json.loads(body)['error']['message']}"[:300]
-        return f"{status[1].decode()}: {body[:200].decode(errors='replace')}"
+        return f"{status[1].decode()}: {_said(body)}"
 
 
 def _failure(stream: bytes) -> str:
     """The error event of a stream; "" if it has none. Servers send [DONE] after it, as after a whole answer."""
     found = _ERROR.search(stream)
-    if found is None:
-        return ""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        event = json.loads(found[1])
-        return f"the stream failed: {event.get('error', event)['message']}"[:300]
-    return f"the stream failed: {found[1][:200].decode(errors='replace')}"
+    return f"the stream failed: {_said(found[1])}" if found else ""
+
+
+def _said(error: bytes) -> str:
+    """The message of an error in JSON, or else its beginning."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        event = json.loads(error)
+        return str(event.get("error", event)["message"])[:300]
+    return error[:200].decode(errors="replace")
 
 
 class Client:

@@ -413,7 +413,7 @@ def _text(page: str) -> str:
 
 
 def _few(names: Mapping[str, Any]) -> str:
-    shown = ", ".join(sorted(names)[:5])
+    shown = _shorten(", ".join(sorted(names)[:5]))
     return (shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")) if names else "nothing"
 
 

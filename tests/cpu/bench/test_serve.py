@@ -135,6 +135,7 @@ FAILED = {"error": {"message": "the engine stopped", "type": "server_error", "pa
         ([(0.0, chunk(content="a")), (0.0, FAILED), (0.0, "[DONE]")], "the stream failed: the engine stopped"),
         ([(0.0, FAILED), (0.0, "[DONE]")], "the stream failed: the engine stopped"),
         ([(0.0, chunk(content="a")), (0.0, {"object": "error", "message": "no"})], "the stream failed: no"),
+        ([(0.0, chunk(content="a")), (0.0, '{"error":' + "[" * 2000), (0.0, "[DONE]")], 'failed: {"error":[['),
         ([(0.0, chunk(content="a")), (100.0, "[DONE]")], "silent for 0.2 s"),
     ],
 )

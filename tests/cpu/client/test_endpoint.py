@@ -147,6 +147,8 @@ def test_the_model_is_the_only_one_or_the_one_named(fake: FakeEndpoint) -> None:
     fake.models = [{"id": "a"}, {"id": "b", "max_model_len": 77, "owned_by": "vllm"}]
     assert "serves a, b: choose one with --model-name" in error(complete, fake.url)
     assert "does not serve 'c' but a, b" in error(complete, fake.url, model="c")
+    fake.models[0]["id"] *= 9000
+    assert "aaa ...: choose one" in error(complete, fake.url)
 
     async def work() -> tuple[str, int | None, str]:
         async with Endpoint(fake.url, model="b") as e:
