@@ -563,6 +563,9 @@ def test_tools_are_read_and_compiled_once(nano: Tokenizer, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr(Vocabulary, "encode", None)  # each token of text encoded every header: 7 ms for 50 tools
         enforcer.fill(mask, 998)
+        for name in ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"):
+            enforcer.advance(nano.special(name))
+        enforcer.fill(mask, 996)
     monkeypatch.setattr(Matcher, "__init__", lambda self, *args: (compiled.append(args[1]), real(self, *args))[1])
     constrain(nano, tools=tools[:1], group="another")
     assert len(compiled) == 1
