@@ -254,7 +254,7 @@ def test_what_a_server_logged_is_scored_where_drafts_were_wrong() -> None:
 
 def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> None:
     nano = resolve_model("kimi-nano")
-    prompts = Problems(nano, 5).prompts(0, 12)
+    prompts = Problems(nano, 5).prompts(0, 20)
     corpus = Corpus(tmp_path / "corpus", {"families": Problems(nano, 5).families})
     corpus.add([Row(p.ids + p.expected[:12], len(p.ids), p.family, True) for p in prompts])
     log = RejectedLog(tmp_path / "log", share=1.0, limit_bytes=1 << 20)
