@@ -70,15 +70,15 @@ function small(one, pictures = true) {
   }))};
 }
 
-/** Puts `one` first; the oldest go where there are too many or they are too large. Another tab's chats stay. */
+/** Puts `one` first; the oldest go where there are too many or they are too large; none for one too large alone. */
 function keep(one) {
-  const own = one.messages.length && !one.forgotten ? [small(one)] : [];
-  const all = [...own, ...chats().filter(other => other.id !== one.id).map(other => small(other))].slice(0, MOST_CHATS);
-  const fits = () => JSON.stringify(all).length <= MOST_CHARS && store("chats", all);
-  let kept = fits();
-  while (!kept && all.length > 1) { all.pop(); kept = fits(); }
-  if (!kept && all.length) { all[0] = small(all[0], false); kept = fits(); }
-  if (!kept) store("chats", []);
+  const others = chats().filter(other => other.id !== one.id).map(other => small(other));
+  const put = all => JSON.stringify(all).length <= MOST_CHARS && store("chats", all);
+  [[small(one)], [small(one, false)], []].slice(one.messages.length && !one.forgotten ? 0 : 2).some(own => {
+    let most = Math.min(others.length, MOST_CHATS - own.length);
+    while (most >= 0 && !put([...own, ...others.slice(0, most)])) most--;
+    return most >= 0;
+  });
   listed();
 }
 
