@@ -156,7 +156,8 @@ class AuditLog:
         return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}[{len(text) - MAX_TEXT_CHARS} more]"
 
     def _append(self, line: bytes) -> None:
-        if self._file is None or self._written + len(line) > self._file_bytes:
+        full = self._written + len(line) > self._file_bytes
+        if self._file is None or full or not os.fstat(self._file).st_nlink:  # 0: it was deleted
             self._next_file()
         assert self._file is not None
         written = os.write(self._file, line)

@@ -122,6 +122,16 @@ def test_files_rotate_within_their_bound(tmp_path: Path) -> None:
         assert kept[-1] == "r119" and kept == [f"r{i}" for i in (*range(120), *range(120))][-len(kept) :]
 
 
+def test_a_deleted_file_takes_no_further_lines(tmp_path: Path) -> None:
+    made = AuditLog(tmp_path, "m", str, lambda: None)
+    for line in (b"a", b"b"):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        made._append(line)
+    made.close()
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"b"]
+
+
 def test_a_full_disk_loses_lines_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
