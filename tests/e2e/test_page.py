@@ -343,6 +343,12 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         assert page.value("talk.scrollWidth <= talk.clientWidth && panel.scrollWidth <= panel.clientWidth")
     page.key("Escape")
     assert page.value("panel.hidden") and page.value("document.activeElement.id") == "open"
+    for shown in ("#history button", "#send"):
+        page.press("settings")
+        page.fill("#text", "first")
+        page.value(f"document.querySelector('{shown}').click()")
+        assert page.value("panel.hidden")
+    page.answer()
     hostile = [mark * (19_000 // len(mark)) + "x" for mark in ("*", "`", "[", "_", "~~", "**a", "](", "*a ")]
     hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n")]
     hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]

@@ -212,6 +212,7 @@ async function answer() {
   draw();
   const box = $("talk").lastElementChild, begun = performance.now();
   box.classList.add("live");
+  uncover();
   busy(true);
   let first = 0, finish = null, usage = null, ended = "", timer = 0, fault = "";
   const refresh = () => {
@@ -435,7 +436,11 @@ async function models() {
   if (!running) draw();
 }
 
+/** On a narrow screen settings cover the conversation. */
+function uncover() { if (matchMedia("(max-width: 48rem)").matches) opened(false); }
+
 function begin(one) {
+  uncover();
   if (one.id === chat.id) return;
   running?.abort();
   chat = one;
