@@ -275,6 +275,8 @@ def test_escape_within_an_input_method_is_the_input_methods(browser: Browser, sc
     page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
     page.value(f"document.getElementById('text').{pressed}")
     assert page.value("running.signal.aborted") is False
+    page.value("key.value = '\u2026'; models()")
+    assert page.value("document.querySelectorAll('.live').length") == 1, "a wrong key takes no answer from the page"
     page.key("Escape")
     page.answer()
     page.value("document.querySelector('.user button:nth-child(2)').click()")

@@ -419,14 +419,14 @@ function recommend() {
 }
 
 async function models() {
-  let reply;
   try {
-    reply = await fetch("v1/models", {headers: headers()});
+    const reply = await fetch("v1/models", {headers: headers()});
+    if (!reply.ok) throw await failure(reply);
+    model = (await reply.json()).data[0] ?? {};
   } catch (e) {
-    return draw(e instanceof TypeError ? "the server cannot be reached" : e.message);
+    const fault = e instanceof TypeError ? "the server cannot be reached" : e.message;
+    return running ? say(fault) : draw(fault);  // else the growing answer would leave the page
   }
-  if (!reply.ok) return draw((await failure(reply)).message);
-  model = (await reply.json()).data[0] ?? {};
   model.thinking = model.capabilities?.thinking;
   $("model").textContent = document.title = model.id ?? "Perilune";
   $("thinks").hidden = model.thinking !== "optional";
