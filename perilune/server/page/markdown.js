@@ -94,6 +94,7 @@ function blocks(text, depth = 0) {
     while (at < lines.length && goesOn(lines[at])) taken.push(lines[at++]);
     return taken;
   };
+  const table = () => lines[at].includes("|") && lines[at + 1]?.includes("|") && short(RULED, lines[at + 1]);
   while (at < lines.length) {
     from = at;
     const line = lines[at], nested = depth < DEEPEST;
@@ -130,14 +131,14 @@ function blocks(text, depth = 0) {
       const ordered = /\d/.test(mark);
       add(() => make(ordered ? "ol" : "ul", ordered ? {start: parseInt(mark)} : {},
                      ...items.map(item => make("li", {}, ...markdown(item, depth + 1, true)))));
-    } else if (line.includes("|") && lines[at + 1]?.includes("|") && short(RULED, lines[at + 1])) {
+    } else if (table()) {
       const [head, , ...body] = take(next => next.includes("|")).map(row => row.trim().replace(/^\||\|$/g, "").split("|"));
       const cells = (row, tag) => make("tr", {}, ...row.map(cell => make(tag, {}, ...inline(cell.trim()))));
       add(() => make("div", {class: "wide"}, make("table", {}, make("thead", {}, cells(head, "th")),
                                                   make("tbody", {}, ...body.map(row => cells(row, "td"))))));
     } else {
       at++;
-      const more = take(next => next.trim() && !begins(next));
+      const more = take(next => next.trim() && !begins(next) && !table());
       add(() => make("p", {}, ...inline([line, ...more].join("\n"))));
     }
   }
