@@ -331,7 +331,7 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
     ):  # fmt: skip
         assert page.value(f"document.querySelector('.said {selector}').textContent") == text
     assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
-    assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|x|')).textContent") == "these:abx"
+    assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|`x \\|`|')).textContent") == "these:abx |"
     page.browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     # It says so for 1.5 s, which a busy machine may take to be asked.
     page.value(

@@ -132,8 +132,9 @@ function blocks(text, depth = 0) {
       add(() => make(ordered ? "ol" : "ul", ordered ? {start: parseInt(mark)} : {},
                      ...items.map(item => make("li", {}, ...markdown(item, depth + 1, true)))));
     } else if (table()) {
-      const [head, , ...body] = take(next => next.includes("|")).map(row => row.trim().replace(/^\||\|$/g, "").split("|"));
-      const cells = (row, tag) => make("tr", {}, ...row.map(cell => make(tag, {}, ...inline(cell.trim()))));
+      const rows = take(next => next.includes("|")).map(row => row.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/));
+      const [head, , ...body] = rows, plain = cell => cell.trim().replaceAll("\\|", "|");
+      const cells = (row, tag) => make("tr", {}, ...row.map(cell => make(tag, {}, ...inline(plain(cell)))));
       add(() => make("div", {class: "wide"}, make("table", {}, make("thead", {}, cells(head, "th")),
                                                   make("tbody", {}, ...body.map(row => cells(row, "td"))))));
     } else {
