@@ -332,6 +332,9 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         assert page.value(f"document.querySelector('.said {selector}').textContent") == text
     assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
     assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|`x \\|`|')).textContent") == "these:abx |"
+    page.value("document.querySelector('.said').prepend('\u05d0'); 0")
+    directions = "['.said', '.said code'].map(s => getComputedStyle(document.querySelector(s)).direction)"
+    assert page.value(directions) == ["rtl", "ltr"], "Hebrew"
     page.browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     # It says so for 1.5 s, which a busy machine may take to be asked.
     page.value(

@@ -297,9 +297,9 @@ function shown(message, i) {
   const box = make("article", {class: message.role}), mine = message.role === "assistant";
   const name = {user: "you", assistant: "answer", tool: "result of a call"}[message.role];
   box.append(make("span", {class: "unseen"}, name));
-  const summary = make("summary"), reasoning = make("div", {tabindex: "0"});
+  const summary = make("summary"), reasoning = make("div", {tabindex: "0", dir: "auto"});
   const thought = make("details", {hidden: true}, summary, reasoning);
-  const said = make("div", {class: "said"}), calls = make("div"), note = make("div", {class: "note"});
+  const said = make("div", {class: "said", dir: "auto"}), calls = make("div"), note = make("div", {class: "note"});
   const copying = make("button", {type: "button", onclick: () => copy(message.content || JSON.stringify(message.tool_calls), copying)}, "copy");
   const does = make("div", {class: "does"}, copying);
   if (message.role === "user" || (mine && !message.tool_calls)) does.append(action("edit", () => edit(message, i, said, does)));
@@ -506,6 +506,7 @@ document.addEventListener("keydown", e => {
 });
 window.addEventListener("storage", e => { if (e.key === "perilune.chats") changed(); });
 watchPictures();
+$("text").dir = "auto";
 $("new").addEventListener("click", () => begin(fresh()));
 $("open").addEventListener("click", () => opened($("panel").hidden));
 $("think").addEventListener("change", recommend);

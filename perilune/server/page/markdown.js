@@ -34,7 +34,7 @@ function inline(text, depth = 0) {
     const [whole, , code, bold, italic, slanted, struck, label, address, bare, escaped] = found;
     if (found.index > end) nodes.push(text.slice(end, found.index));
     end = found.index + whole.length;
-    if (code !== undefined) nodes.push(make("code", {}, code));
+    if (code !== undefined) nodes.push(make("code", {dir: "ltr"}, code));
     else if (bold !== undefined) nodes.push(make("strong", {}, ...inline(bold, depth + 1)));
     else if (italic ?? slanted) nodes.push(make("em", {}, ...inline(italic ?? slanted, depth + 1)));
     else if (struck !== undefined) nodes.push(make("s", {}, ...inline(struck, depth + 1)));
@@ -53,7 +53,7 @@ function link(label, address) {
 
 function codeBlock(text, language) {
   const copying = make("button", {type: "button", onclick: () => copy(text, copying)}, "copy");
-  return make("div", {class: "code"}, make("header", {}, make("span", {}, language || "code"), copying),
+  return make("div", {class: "code", dir: "ltr"}, make("header", {}, make("span", {}, language || "code"), copying),
               make("pre", {tabindex: "0"}, make("code", {}, text)));
 }
 
@@ -140,7 +140,7 @@ function blocks(text, depth = 0) {
     } else {
       at++;
       const more = take(next => next.trim() && !begins(next) && !table());
-      add(() => make("p", {}, ...inline([line, ...more].join("\n"))));
+      add(() => make("p", {dir: "auto"}, ...inline([line, ...more].join("\n"))));
     }
   }
   return found;
