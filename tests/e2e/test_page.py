@@ -214,6 +214,11 @@ def test_a_chat_that_two_tabs_show(browser: Browser, scripted: Server) -> None:
     assert page.ask("first") == "one"
     kept = page.value("JSON.parse(localStorage['perilune.chats'])[0].messages.map(m => m.content)")
     assert kept == ["first", "one", "second", "two", "first", "one"]
+    page.press("new chat")
+    page.ask("second")
+    page.press("settings")
+    page.value("{ const button = document.querySelectorAll('#history button')[3]; button.focus(); button.click() }")
+    assert page.value("document.activeElement.id") == "text", "the keyboard's focus is not lost with a deleted chat"
 
 
 def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:

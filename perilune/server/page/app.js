@@ -83,6 +83,7 @@ function keep(one) {
 }
 
 function listed() {
+  const buttons = () => [...$("history").querySelectorAll("button")], at = buttons().indexOf(document.activeElement);
   $("history").replaceChildren(...chats().map(one => {
     const asked = one.messages.find(message => message.role === "user");
     const title = asked?.content.slice(0, 80) || (asked?.pictures?.length ? "(a picture)" : "(no question)");
@@ -94,6 +95,7 @@ function listed() {
         forget(one.id === chat.id);
       }}, "×"));
   }));
+  if (at >= 0) (buttons()[at] ?? $("text")).focus();  // the buttons are new ones
 }
 
 /** The chat on the page was deleted (`current`): an answer that is on its way does not bring it back. */
