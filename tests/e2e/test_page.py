@@ -337,6 +337,8 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         assert page.value(f"document.querySelector('.said {selector}').textContent") == text
     assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
     assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|`x \\|`|')).textContent") == "these:abx |"
+    links = page.value("inline('[b](https://a.test/b_(c)), https://a.test/d_(e).').map(node => node.title)")
+    assert links == ["https://a.test/b_(c)", None, "https://a.test/d_(e)", None]
     page.value("document.querySelector('.said').prepend('\u05d0'); 0")
     directions = "['.said', '.said code'].map(s => getComputedStyle(document.querySelector(s)).direction)"
     assert page.value(directions) == ["rtl", "ltr"], "Hebrew"
