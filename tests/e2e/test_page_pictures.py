@@ -1,4 +1,5 @@
 """Pictures on the page at /, in headless Chromium: attached, pasted, dropped, removed, asked about, kept."""
+# ruff: noqa: F811
 
 import base64
 import json
@@ -58,10 +59,10 @@ class Pictured(Page):
 
     @property
     def fault(self) -> str:
-        return str(self.value("document.getElementById('pictures-fault').textContent"))
+        return str(self.value("$('pictures-fault').textContent"))
 
 
-def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     shot.write_bytes(SHOT)
     before = counted(seeing)
@@ -71,10 +72,10 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
 
     page = Pictured(browser, seeing)
     assert "sees pictures" in page.value("document.querySelector('.empty').innerText")
-    assert page.value("document.getElementById('attach').disabled") is False
+    assert page.value("attach.disabled") is False
     page.choose(shot)
     assert page.thumbnails(1) == ["picture 1: shot.png"]
-    assert page.carried("paste", "document.getElementById('text')", "clipboardData", SHOT)
+    assert page.carried("paste", "text", "clipboardData", SHOT)
     page.thumbnails(2)
     assert page.carried("drop", "document", "dataTransfer", SHOT)
     page.thumbnails(3)
@@ -84,7 +85,7 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
     page.value("document.querySelectorAll('#pictures button')[2].click()")
     assert page.thumbnails(2) == ["picture 1: shot.png", "picture 2: a.png"]
     assert page.value("document.activeElement.id") == "text"
-    assert page.value("document.getElementById('status').textContent") == "a.png is removed"
+    assert page.value("$('status').textContent") == "a.png is removed"
     page.ask("What is this?")
     assert page.thumbnails(0) == []
     assert asked(2) == 2
@@ -101,7 +102,7 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
     page.press("new chat")
     page.choose(shot)
     page.thumbnails(1)
-    page.value("document.getElementById('ask').requestSubmit()")
+    page.value("ask.requestSubmit()")
     page.answer()
     assert page.said("user") == [""] and asked(7) == 7
     page.value("document.querySelector('.user button:nth-child(2)').click()")
@@ -111,7 +112,7 @@ def test_pictures_are_asked_about_and_kept(browser: Browser, seeing: Server, tmp
     assert page.said("user") == ["Now with words"] and asked(8) == 8
 
 
-def test_pictures_that_are_still_being_read_go_with_the_question(browser: Browser, seeing: Server) -> None:  # noqa: F811
+def test_pictures_that_are_still_being_read_go_with_the_question(browser: Browser, seeing: Server) -> None:
     """Pasted, and Enter right after it: reading a file takes longer than that."""
     page = Pictured(browser, seeing)
     before = counted(seeing)
@@ -128,7 +129,7 @@ def test_pictures_that_are_still_being_read_go_with_the_question(browser: Browse
     assert page.said("user") == ["What is this?"] and page.thumbnails(0) == []
 
 
-def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:
     clip, shot = tmp_path / "clip.webm", tmp_path / "shot.png"
     clip.write_bytes(video(scenes(12), form="webm", codec="libvpx"))  # 3 s: 6 frames, 2 chunks
     shot.write_bytes(SHOT)
@@ -151,16 +152,16 @@ def test_a_video(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # n
     assert page.value("document.querySelectorAll('main video').length") == 0
     page.press("new chat")
     page.value("attachFiles([new File([new Uint8Array(VIDEO_BYTES + 1)], 'long.mp4', {type: 'video/mp4'})])")
-    page.wait("document.getElementById('pictures-fault').textContent === 'long.mp4 has more than 20 MB'")
+    page.wait("$('pictures-fault').textContent === 'long.mp4 has more than 20 MB'")
     page.value("model.capabilities.input = ['text', 'image']")
     page.value("attachFiles([new File(['x'], 'a.mp4', {type: 'video/mp4'})])")
-    page.wait("document.getElementById('pictures-fault').textContent === 'kimi-nano does not see videos'")
+    page.wait("$('pictures-fault').textContent === 'kimi-nano does not see videos'")
     page.value("model = {}")  # as before the API key is given: the server says it
     page.value("attachFiles([new File(['x'], 'a.mp4', {type: 'video/mp4'})])")
     assert page.fault == "" and page.value("attached.map(one => one.name)") == ["a.mp4"]
 
 
-def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: Path) -> None:  # noqa: F811
+def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.png", tmp_path / "good.png"
     bad.write_bytes(SHOT[:300])
     good.write_bytes(SHOT)
@@ -170,10 +171,10 @@ def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: 
     assert page.fault == "bad.png: this browser cannot read it as a picture"
     page.choose(*[good] * 20)
     page.thumbnails(16)
-    page.wait("document.getElementById('pictures-fault').textContent.includes('at most 16 pictures')")
+    page.wait("$('pictures-fault').textContent.includes('at most 16 pictures')")
 
 
-def test_pictures_of_a_chat_fit_one_request(browser: Browser, seeing: Server) -> None:  # noqa: F811
+def test_pictures_of_a_chat_fit_one_request(browser: Browser, seeing: Server) -> None:
     """The server refuses a body of more than 32 MB, and pictures of a question cannot be removed any more."""
     page = Pictured(browser, seeing)
     text = base64.b64encode(SHOT).decode()
@@ -186,14 +187,14 @@ def test_pictures_of_a_chat_fit_one_request(browser: Browser, seeing: Server) ->
     page.ask("What is this?")
     page.value("attachFiles(['e.png', 'f.png'].map(large)); 0")
     assert page.thumbnails(1) == ["picture 1: e.png"]
-    page.wait("document.getElementById('pictures-fault').textContent.startsWith('f.png: with it the pictures')")
+    page.wait("$('pictures-fault').textContent.startsWith('f.png: with it the pictures')")
     page.ask("And this?")
     page.press("new chat")
     page.value("attachFiles([large('f.png')]); 0")
     assert page.thumbnails(1) == ["picture 1: f.png"] and page.fault == ""
 
 
-def test_what_the_browser_keeps_is_bounded(browser: Browser, seeing: Server) -> None:  # noqa: F811
+def test_what_the_browser_keeps_is_bounded(browser: Browser, seeing: Server) -> None:
     """A large picture is sent whole and kept as a small copy; what no picture is, is not shown."""
     page = Pictured(browser, seeing)
     draw = (
@@ -227,10 +228,10 @@ def test_what_the_browser_keeps_is_bounded(browser: Browser, seeing: Server) -> 
     assert asked == [[{"role": "user", "content": text}] for text in "pq"], "no other chat goes for one too large alone"
 
 
-def test_a_model_that_does_not_see(browser: Browser, server: Server) -> None:  # noqa: F811
+def test_a_model_that_does_not_see(browser: Browser, server: Server) -> None:
     page = Pictured(browser, server)
-    page.wait("document.getElementById('attach').disabled")
-    assert "kimi-nano does not see pictures" in page.value("document.getElementById('keys').textContent")
-    page.carried("paste", "document.getElementById('text')", "clipboardData", SHOT)
-    page.wait("document.getElementById('pictures-fault').textContent === 'kimi-nano does not see pictures'")
+    page.wait("attach.disabled")
+    assert "kimi-nano does not see pictures" in page.value("keys.textContent")
+    page.carried("paste", "text", "clipboardData", SHOT)
+    page.wait("$('pictures-fault').textContent === 'kimi-nano does not see pictures'")
     assert page.thumbnails(0) == []
