@@ -169,6 +169,9 @@ def test_files_that_are_no_pictures(browser: Browser, seeing: Server, tmp_path: 
     page.choose(bad, good)
     assert page.thumbnails(1) == ["picture 1: good.png"]
     assert page.fault == "bad.png: this browser cannot read it as a picture"
+    Image.new("RGB", (9, 9)).save(bad, "ICO")
+    page.choose(bad)
+    assert page.thumbnails(2) and "image/jpeg" in page.value("attached[1].url"), "its name says .png"
     page.choose(*[good] * 20)
     page.thumbnails(16)
     page.wait("$('pictures-fault').textContent.includes('at most 16 pictures')")

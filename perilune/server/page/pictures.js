@@ -1,6 +1,7 @@
 // Pictures and videos of the question that is being written: attached, pasted or dropped, shown small, sent with it.
 
 const READ = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // types that server and browsers read
+const BEGINS = /,(iVBOR|\/9j\/|UklGR|R0lGO|Qk)/;  // their bytes in base64
 const KEPT_URL = /^data:image\/(png|jpeg|webp|gif|bmp);base64,[A-Za-z0-9+/=]*$/;
 const MOST_PICTURES = 16;  // of one question
 const SENT_BYTES = 4000000;  // of a file that is sent as it is; larger ones are made smaller
@@ -52,7 +53,8 @@ async function picture(file) {
   } catch {
     throw new Error(`${file.name}: this browser cannot read it as a picture`);
   }
-  const url = READ.includes(file.type) && file.size <= SENT_BYTES ? await bytesAsUrl(file) : shrunk(bitmap, SENT_SIDE);
+  let url = READ.includes(file.type) && file.size <= SENT_BYTES ? await bytesAsUrl(file) : "";
+  if (!BEGINS.test(url)) url = shrunk(bitmap, SENT_SIDE);
   const kept = url.length <= KEPT_CHARS ? url : shrunk(bitmap, KEPT_SIDE);
   bitmap.close();
   return {url, kept, name: file.name};
