@@ -2,6 +2,7 @@
 
 Graphs run instead of replaying; what a draft model would draft is written into their buffers by hand, right or wrong.
 """
+# ruff: noqa: F811
 
 import random
 from collections.abc import Iterator, Sequence
@@ -95,13 +96,13 @@ def plain(tiny: Path) -> Iterator[LLM]:
         yield llm
 
 
-def drafted(drafter: Path, **setting: Any) -> dict[str, Any]:  # noqa: F811
+def drafted(drafter: Path, **setting: Any) -> dict[str, Any]:
     return CONFIG | setting | dict(draft="eagle3", draft_tokens=4, drafter=str(drafter))
 
 
 @pytest.mark.parametrize("setting", [{}, TIGHT | {"max_step_tokens": 40}], ids=["roomy", "tight"])
 @pytest.mark.parametrize("hostile", [False, True])
-def test_answers_stay_the_same(tiny: Path, plain: LLM, drafter: Path, setting: dict[str, Any], hostile: bool) -> None:  # noqa: F811
+def test_answers_stay_the_same(tiny: Path, plain: LLM, drafter: Path, setting: dict[str, Any], hostile: bool) -> None:
     kinds = [p for kind in ("greedy", "hot", "filters") for p in PARAMS[kind][:3]]
     params = [replace(kinds[i % len(kinds)], max_tokens=20 + 7 * i) for i in range(len(PROMPTS))]
     params[1] = replace(params[1], stop_token_ids=tuple(range(3, 512, 19)))
@@ -119,7 +120,7 @@ def test_answers_stay_the_same(tiny: Path, plain: LLM, drafter: Path, setting: d
         assert not setting or engine.stats().preemptions > 0
 
 
-def test_who_needs_the_host_between_steps_has_it(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
+def test_who_needs_the_host_between_steps_has_it(tiny: Path, plain: LLM, drafter: Path) -> None:
     """Penalties, biases and log-probabilities among requests that choose freely, which end first or last."""
     for hurry in (1, 6):
         params = [PARAMS[kind][i % len(PARAMS[kind])] for i, kind in enumerate([*PARAMS, "hot"])]
@@ -139,7 +140,7 @@ def test_who_needs_the_host_between_steps_has_it(tiny: Path, plain: LLM, drafter
 def test_a_step_that_a_penalized_request_joins_samples_at_the_real_positions(
     tiny: Path,
     plain: LLM,
-    drafter: Path,  # noqa: F811
+    drafter: Path,
 ) -> None:
     """As where a request waits for a block that is being copied to a KV tier: it is left out of one step."""
     params = [SamplingParams(seed=i, max_tokens=60, ignore_eos=True) for i in range(3)]
@@ -177,7 +178,7 @@ def test_a_step_that_a_penalized_request_joins_samples_at_the_real_positions(
 def test_what_fails_behind_drafts_fails_where_it_would(
     tiny: Path,
     tmp_path: Path,
-    drafter: Path,  # noqa: F811
+    drafter: Path,
     slip: int | None,
 ) -> None:
     """Requests that say the poisonous token, and drafts that have it where plain decoding would not."""
@@ -202,7 +203,7 @@ def test_what_fails_behind_drafts_fails_where_it_would(
         assert chaining.chained_steps > 10 and chaining.accepted > 10
 
 
-def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
+def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter: Path) -> None:
     params = [SamplingParams(seed=i, max_tokens=30 + 5 * i).ending_with(()) for i in range(len(PROMPTS))]
     expected = plain.generate(PROMPTS, params)
     engine = Engine(tiny, build(EngineConfig, drafted(drafter)))
@@ -226,7 +227,7 @@ def test_cancelled_requests_leave_nothing_behind(tiny: Path, plain: LLM, drafter
     engine.close()
 
 
-def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
+def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, drafter: Path) -> None:
     """The same graphs, planned ahead, as if there were no draft model."""
 
     class LeftOut(Scripted):
@@ -262,7 +263,7 @@ def test_steps_without_the_draft_model_are_plain_ones(tiny: Path, plain: LLM, dr
     assert found[0] == found[1] and not any(key.followed for key in found[0][0])
 
 
-def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain: LLM, drafter: Path) -> None:  # noqa: F811
+def test_steps_that_cannot_be_captured_wait_for_what_they_need(tiny: Path, plain: LLM, drafter: Path) -> None:
     """Whatever sizes fail first: the last request decodes alone for 90 tokens, in steps of one or two rows too."""
     params = [SamplingParams(seed=i, max_tokens=30 + 5 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     params[-1] = replace(params[-1], max_tokens=145)
