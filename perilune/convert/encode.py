@@ -114,6 +114,8 @@ class Encoder:
             if wanted is None or wanted == form:
                 for suffix, part in self._found.parts(name).items():
                     yield copy(self._checkpoint, self._found.tensors[name + suffix], self._stored(name) + suffix, part)
+                if wanted in (scheme.NVFP4, scheme.NVFP4_PACKED):
+                    yield self._input_number(name)
             else:
                 yield make[wanted](name)
 
@@ -129,8 +131,7 @@ class Encoder:
     # ---- the encodings -------------------------------------------------------------------------------------------
 
     def _to_nvfp4(self, name: str) -> Job:
-        o, i = self._found.shapes[name]
-        form, packed = self._found.formats[name], self._target.layout == "compressed-tensors"
+        form = self._found.formats[name]
         maximum = self._target.recipe == "max"
         if form in (scheme.NVFP4, scheme.NVFP4_PACKED):
             return self._nvfp4_layout(name)
@@ -149,13 +150,10 @@ class Encoder:
                     done = search.from_weights(self._weights(name, rows), exponent, often)
             return Piece(done.values, (done.scale,), done.signal, done.error)
 
-        values = Out(".weight_packed" if packed else ".weight", torch.uint8, (o, i // 2))
-        scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
-        return self._job(name, (values, scale, *self._numbers()), piece, lambda: self._tail(name, self._factor(pair)))
+        return self._job(name, self._nvfp4_outs(name), piece, lambda: self._tail(name, self._factor(pair)))
 
     def _nvfp4_layout(self, name: str) -> Job:
         """Between ModelOpt's layout and compressed-tensors'; values and block scales are copied."""
-        o, i = self._found.shapes[name]
         to_packed = self._target.layout == "compressed-tensors"
         old = ".weight" if to_packed else ".weight_packed"
 
@@ -168,14 +166,22 @@ class Encoder:
             factor = self._checkpoint.read(self._found.tensors[name + number].name).reshape(())
             return self._tail(name, factor if to_packed else factor.reciprocal())
 
-        values = Out(".weight_packed" if to_packed else ".weight", torch.uint8, (o, i // 2))
-        scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
-        return self._job(name, (values, scale, *self._numbers()), piece, tail)
+        return self._job(name, self._nvfp4_outs(name), piece, tail)
 
-    def _numbers(self) -> tuple[Out, ...]:
+    def _nvfp4_outs(self, name: str) -> tuple[Out, ...]:
+        o, i = self._found.shapes[name]
+        scale = Out(SCALE_NAMES, torch.float8_e4m3fn, (o, i // scheme.NVFP4_GROUP))
         if self._target.layout == "compressed-tensors":
-            return tuple(Out(s, torch.float32, (1,)) for s in (".weight_global_scale", ".input_global_scale"))
-        return (Out(".weight_scale_2", torch.float32, ()), Out(".input_scale", torch.float32, ()))
+            numbers = (Out(s, torch.float32, (1,)) for s in (".weight_global_scale", ".input_global_scale"))
+            return Out(".weight_packed", torch.uint8, (o, i // 2)), scale, *numbers
+        numbers = (Out(s, torch.float32, ()) for s in (".weight_scale_2", ".input_scale"))
+        return Out(".weight", torch.uint8, (o, i // 2)), scale, *numbers
+
+    def _input_number(self, name: str) -> Job:
+        """The scale of activations of a matrix that is copied."""
+        info, out = self._found.tensors[name + SCALE_NAMES], self._nvfp4_outs(name)[-1]
+        made = replace(out, name=self._stored(name) + out.name)
+        return Job((info.file.name, info.offset), 0, (made,), (lambda: Piece(self._tail(name, torch.ones(()))[1]),))
 
     def _tail(self, name: str, factor: Tensor) -> tuple[Tensor, ...]:
         inputs = self._input_scale(name)
@@ -186,7 +192,7 @@ class Encoder:
 
     def _input_scale(self, name: str) -> Tensor:
         """ModelOpt's input_scale, [] float32: measured, else the source's, else INPUT_SCALE."""
-        _, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
+        _, layer, kind = _expert(name)
         known = self.inputs.scales.get((layer, "down" if kind == "down" else "gate_up"))
         if known is not None:
             return torch.tensor(known)
@@ -202,7 +208,7 @@ class Encoder:
         return scale.reshape(()) if form == scheme.NVFP4 else scale.reshape(()).reciprocal()
 
     def _often(self, name: str) -> Tensor | None:
-        stem, layer, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
+        stem, layer, kind = _expert(name)
         known = self.inputs.often.get(stem[:-1] if kind == "down" else layer)
         if known is None:
             return None
@@ -212,7 +218,7 @@ class Encoder:
 
     def _pair(self, name: str) -> tuple[str, ...]:
         """The matrices that share a scale with `name`: engines fuse gate and up, and keep one scale for both."""
-        stem, _, kind = names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # an expert's name
+        stem, _, kind = _expert(name)
         return (name,) if kind == "down" else names.mlp(stem)["gate_up"]
 
     def _factor(self, pair: tuple[str, ...]) -> Tensor:
@@ -393,6 +399,10 @@ def _on_host(make: Callable[[slice], Piece], rows: slice) -> Piece:
     """Makes a piece and copies it to host memory, on the calling thread, so that the writing thread does not wait."""
     piece = make(rows)
     return replace(piece, rows=piece.rows.cpu(), waiting=tuple(part.cpu() for part in piece.waiting))
+
+
+def _expert(name: str) -> tuple[str, ...]:
+    return names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
 
 
 def kept_scales(path: Path) -> Path:

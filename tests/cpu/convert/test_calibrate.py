@@ -32,6 +32,7 @@ from perilune.formats.hub import resolve_model
 from perilune.ops.linear.linear import linear
 from perilune.text.tokenizer import Tokenizer
 from tests import oracle
+from tests.cpu.convert.test_convert import damaged
 
 CPU = torch.device("cpu")
 PROMPTS = tuple(tuple(p) for p in oracle.random_prompts(3, [70, 1, 64, 17, 130]))
@@ -107,15 +108,11 @@ def test_outputs_of_layers_are_compared_on_the_source_s_inputs(judged: oracle.Ch
 
 
 def test_values_that_are_not_finite_name_the_layer(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    judge = oracle.make(tmp_path / "model")
-    file = tmp_path / "model/model.safetensors"
-    stored = load_file(file)
-    stored["model.layers.1.self_attn.o_proj.weight"][0, 0] = torch.inf
-    save_file(stored, file, {"format": "pt"})
+    oracle.make(tmp_path / "model")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    path = damaged(tmp_path / "model", tmp_path / "spoilt", lambda t: t[name].fill_(torch.inf))
     with pytest.raises(CheckpointError, match="layer 1 gives values that are not finite"):
-        walk(judge.path)
+        walk(path)
 
 
 # ---- calibration -------------------------------------------------------------------------------------------------
@@ -219,9 +216,8 @@ def test_scales_are_shared_by_a_layer_s_experts(judged: oracle.Checkpoint, tmp_p
     with Checkpoint.open(tmp_path / "a") as a, Checkpoint.open(tmp_path / "d") as d:
         assert all(a.read(n).item() == pytest.approx(d.read(n).item(), rel=1e-6) for n in names)
     for name in "ab":
-        (group,) = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"][
-            "config_groups"
-        ].values()
+        block = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        (group,) = block["config_groups"].values()
         assert group["input_activations"]["num_bits"] == 4
 
 
@@ -258,13 +254,9 @@ def test_inputs_and_target_belong_together(judged: oracle.Checkpoint, tmp_path: 
 
 
 def test_a_scale_of_the_source_that_cannot_be(judged: oracle.Checkpoint, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    convert(judged.path, tmp_path / "a", to="nvfp4")
-    file = tmp_path / "a/model.safetensors"
-    stored = load_file(file)
+    convert(judged.path, tmp_path / "c", to="nvfp4")
     name = "model.layers.1.mlp.experts.3.up_proj.input_scale"
-    save_file(stored | {name: torch.tensor(-1.0)}, file, {"format": "pt"})
+    damaged(tmp_path / "c", tmp_path / "a", lambda t: t.update({name: torch.tensor(-1.0)}))
     with pytest.raises(CheckpointError, match=f"{name} must be one positive number"):
         convert(tmp_path / "a", tmp_path / "b", to="nvfp4", layout="compressed-tensors")
     assert not (tmp_path / "b/config.json").exists()

@@ -1,5 +1,6 @@
 """Conversions: what they lose, that nothing else changes, that they can be killed, and what they say when they fail."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         return {name: read_linear(checkpoint, found, name, torch.float32) for name in found.formats}
 
 
+@contextlib.contextmanager
+def room(nbytes: int) -> Iterator[None]:
+    """Stands for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def digest(path: Path) -> dict[str, bytes]:
     return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
@@ -86,13 +98,18 @@ def drawn(name: str) -> torch.Tensor:
     return w * 0.02
 
 
-@pytest.mark.parametrize(("name", "least"), [("gaussian", 22.6), ("lognormal", 23.0), ("student5", 23.1)])
-def test_the_search_reaches_its_marks(name: str, least: float) -> None:
-    packed, scale = int4.quantize(drawn(name))
-    exact = int4.dequantize(packed, scale, torch.float32)
+def searched(w: torch.Tensor) -> tuple[torch.Tensor, search.Encoded, torch.Tensor]:
+    """INT4 weights, the NVFP4 found for them, its values."""
+    packed, scale = int4.quantize(w)
     exponent = search.exponent_for([scale.amax()])
     got = search.from_int4(packed, scale, exponent)
     restored = nvfp4.dequantize(got.values, got.scale, torch.tensor(2.0**exponent), torch.float32)
+    return int4.dequantize(packed, scale, torch.float32), got, restored
+
+
+@pytest.mark.parametrize(("name", "least"), [("gaussian", 22.6), ("lognormal", 23.0), ("student5", 23.1)])
+def test_the_search_reaches_its_marks(name: str, least: float) -> None:
+    exact, got, restored = searched(drawn(name))
     db = decibels(search.energy(exact), search.energy(restored - exact))
     assert db >= least
     assert db == pytest.approx(decibels(got.signal, got.error), abs=0.005)  # it knows its own error
@@ -121,11 +138,7 @@ def test_no_e4m3_scale_is_better_than_the_one_found() -> None:
 
 
 def test_the_search_does_not_shrink_weights() -> None:
-    packed, scale = int4.quantize(drawn("gaussian"))
-    exact = int4.dequantize(packed, scale, torch.float32)
-    exponent = search.exponent_for([scale.amax()])
-    got = search.from_int4(packed, scale, exponent)
-    restored = nvfp4.dequantize(got.values, got.scale, torch.tensor(2.0**exponent), torch.float32)
+    exact, _, restored = searched(drawn("gaussian"))
     assert (restored.double() * exact).sum() / exact.double().square().sum() == pytest.approx(1, abs=1e-3)
 
 
@@ -253,6 +266,18 @@ def test_scales_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
         convert(tmp_path / "wide", tmp_path / "again", to="int4")
 
 
+def test_copied_nvfp4_keeps_its_input_scales(source: Path, tmp_path: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.shared_experts.up_proj"
+        t |= dict(nvfp4.encode(name, t[f"{name}.weight"]))
+        t[f"{EXPERT}.input_scale"] = torch.tensor(0.125)
+
+    convert(source, tmp_path / "a", to="nvfp4", shard_bytes=10**9)
+    convert(damaged(tmp_path / "a", tmp_path / "b", change), tmp_path / "c", to="nvfp4")
+    after = tensors(tmp_path / "c")
+    assert after.keys() == tensors(tmp_path / "a").keys() and after[f"{EXPERT}.input_scale"] == 0.125
+
+
 # ---- stopping and going on ---------------------------------------------------------------------------------------
 
 
@@ -265,14 +290,8 @@ def test_a_conversion_that_failed_goes_on_and_ends_the_same(
     def full(*args: Any) -> Any:
         nonlocal written
         written += 1
-        if written == 3:
-            (limit, most) = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))  # stands for a full disk
-            try:
-                return real(*args)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-        return real(*args)
+        with room(100_000) if written == 3 else contextlib.nullcontext():
+            return real(*args)
 
     result = tmp_path / "result"
     monkeypatch.setattr(stream, "_write_shard", full)
@@ -356,7 +375,7 @@ def test_two_conversions_into_one_directory(source: Path, tmp_path: Path, monkey
 # ---- what is wrong -----------------------------------------------------------------------------------------------
 
 
-def damaged(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def damaged(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     shutil.copytree(source, path)
     (file,) = path.glob("*.safetensors")
     stored = load_file(file)
@@ -383,23 +402,14 @@ def test_damage_is_named(source: Path, tmp_path: Path) -> None:
                 convert(path, tmp_path / f"{name}-{to}", to=to)
             assert "\n" not in str(e.value)
             assert not (tmp_path / f"{name}-{to}/config.json").exists()
-    for name, words in (("garbage", "damaged header|exceeds"), ("gone", "is truncated|holds neither")):
-        path = tmp_path / name
-        shutil.copytree(source, path)
-        (file,) = path.glob("*.safetensors")
-        with file.open("r+b") as f:
-            f.seek(8 if name == "garbage" else 0)
-            f.write(b"\x00" * 64) if name == "garbage" else f.truncate(0)
-        with pytest.raises(CheckpointError, match=f"{file.name}.*({words})"):
+    raw = (source / "model.safetensors").read_bytes()
+    garbage = (raw[:8] + bytes(64) + raw[72:], "damaged header|exceeds")
+    for content, words in (garbage, (b"", "is truncated"), (raw[:-100], "is truncated")):
+        path = Path(shutil.copytree(source, tmp_path / str(len(content) + len(words))))
+        (path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"model.safetensors.*({words})"):
             convert(path, tmp_path / "no", to="nvfp4")
         assert not (tmp_path / "no").exists()
-    path = tmp_path / "short"
-    shutil.copytree(source, path)
-    (file,) = path.glob("*.safetensors")
-    os.truncate(file, file.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match=f"{file.name} is truncated"):
-        convert(path, tmp_path / "no", to="nvfp4")
-    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("to", ["nvfp4", "int4", "int4-compact", "fp8-dense"])
@@ -416,20 +426,16 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, to: str) -> None:
     assert "\n" not in str(e.value) and not (tmp_path / "result/config.json").exists()
 
 
-@pytest.mark.parametrize("room", [0, 3_000])
+@pytest.mark.parametrize("left", [0, 3_000])
 def test_a_disk_that_is_full_at_the_end(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     """All shards are there, and then the index, the small files or config.json do not fit."""
     real = Conversion._complete
 
     def full(self: Conversion, *args: Any) -> Any:
-        (limit, most) = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
-        try:
+        with room(left):
             return real(self, *args)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
 
     monkeypatch.setattr(Conversion, "_complete", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*repeat the command"):
@@ -442,8 +448,7 @@ def test_a_disk_that_is_full_at_the_end(
 
 
 def test_a_shard_that_shrinks_while_it_is_read(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(source, path)
+    path = Path(shutil.copytree(source, tmp_path / "model"))
     (file,) = path.glob("*.safetensors")
     with Conversion(path, Target(to="nvfp4"), shard_bytes=10**9) as conversion:
         os.truncate(file, 200_000)
