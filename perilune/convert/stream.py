@@ -8,6 +8,7 @@ Every step is deterministic, so a conversion that was killed and repeated has th
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -45,7 +46,7 @@ from perilune.model.names import ROUTED
 CALIBRATION = ("calibration.json", "calibration.npz")  # written by calibrate.py before the conversion begins
 MAX_THREADS = 16
 AHEAD = 2  # pieces finished or queued, in addition to one in work per thread. Larger: more memory
-VERSION = 4  # increased when the written bytes change: a conversion begun by another version is not continued
+VERSION = 5  # increased when the written bytes change: a conversion begun by another version is not continued
 WORST = 10
 SMALL_FILE = 100_000_000
 # Options that errors name for differing keys of a finished conversion; other keys have their option's name.
@@ -114,7 +115,8 @@ class Conversion:
         except CheckpointError as e:
             raise CheckpointError(f"{e.text}; repair the draft model, or remove {folder}") from e
         # Only safetensors, because other formats of weights can contain code.
-        return tuple(sorted((*_texts(folder), *folder.glob("*.safetensors"), *folder.glob(INDEX))))
+        weights = filter(Path.is_file, folder.glob("*.safetensors"))
+        return tuple(sorted((*_texts(folder), *weights, *folder.glob(INDEX))))
 
     def __enter__(self) -> Self:
         return self
@@ -167,13 +169,13 @@ class Conversion:
             )
         return needed, free
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the source's configuration, tensor locations, and names and sizes of its draft model's files."""
+        """Hash of the source's configuration, tensor locations and draft model, whose files are read."""
         tensors = sorted(
             (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
         )
-        draft = [(file.name, file.stat().st_size) for file in self.drafter]
+        draft = [(file.name, checksums.sha256(file)) for file in self.drafter]
         config = json.dumps(self._raw, sort_keys=True)
         return journal.fingerprint((repr(tensors).encode(), config.encode(), repr(draft).encode()))
 
@@ -247,8 +249,7 @@ class Conversion:
                 _part(directory / name).unlink(missing_ok=True)
             total = sum(job.reads for shard in self.shards for job in shard.jobs) + self.drafter_nbytes
             with progress(f"converting {self.source.name}", total, show) as advance:
-                missing = self._missing(directory, done, advance)
-                drafts = self._missing_drafts(directory, done, advance)
+                missing, drafts = self._missing(directory, done, advance)
                 needed = sum(shard.nbytes for shard in missing) + sum(file.stat().st_size for file in drafts)
                 self.require_room(directory, self.nbytes - needed)
                 self._write(directory, missing, done, threads, advance)
@@ -264,25 +265,20 @@ class Conversion:
         drafts = (f"{DRAFTER}/{file.name}" for file in self.drafter)
         return [*(shard.file for shard in self.shards), *drafts, *(file.name for file in self.small_files())]
 
-    def _missing(self, directory: Path, done: Journal, advance: Advance) -> list[Shard]:
-        """Shards that are missing or differ from the journal."""
-        missing = []
-        for shard in self.shards:
-            if _is_done(directory, shard.file, done):
-                advance(sum(job.reads for job in shard.jobs))
-            else:
-                missing.append(shard)
-        return missing
+    def _missing(self, directory: Path, done: Journal, advance: Advance) -> tuple[list[Shard], list[Path]]:
+        """Shards and the draft model's files that are missing or differ from the journal."""
 
-    def _missing_drafts(self, directory: Path, done: Journal, advance: Advance) -> list[Path]:
-        """The draft model's files that are missing or differ from the journal."""
-        missing = []
-        for file in self.drafter:
-            if _is_done(directory, f"{DRAFTER}/{file.name}", done):
-                advance(file.stat().st_size)
-            else:
-                missing.append(file)
-        return missing
+        def lacks(file: str, nbytes: int) -> bool:
+            entry, found = done.done.get(file), None
+            with contextlib.suppress(OSError):
+                found = entry and checksums.sha256(directory / file)
+            if entry is None or found != entry.sha256:
+                return True
+            advance(nbytes)
+            return False
+
+        shards = [shard for shard in self.shards if lacks(shard.file, sum(job.reads for job in shard.jobs))]
+        return shards, [file for file in self.drafter if lacks(f"{DRAFTER}/{file.name}", file.stat().st_size)]
 
     def _write(self, directory: Path, shards: list[Shard], done: Journal, threads: int, advance: Advance) -> None:
         before = torch.get_num_threads()
@@ -304,16 +300,13 @@ class Conversion:
         sums = {file: entry.sha256 for file, entry in done.done.items()}
         for file in self.small_files():
             sums[file.name] = _copy(file, directory / file.name, file.name).sha256
-        for files in self.files:
-            if (index := files.index()) is not None:
-                write_object(directory / index[0], index[1])
-                sums[index[0]] = checksums.sha256(directory / index[0])
+        made = [index for files in self.files if (index := files.index()) is not None]
         if (extra := hf_quant_config(self.target)) is not None:
-            write_object(directory / "hf_quant_config.json", extra)
-            sums["hf_quant_config.json"] = checksums.sha256(directory / "hf_quant_config.json")
-        for name in CALIBRATION if self.target.calibrated else ():
-            if exists(directory / name):
-                sums[name] = checksums.sha256(directory / name)
+            made.append(("hf_quant_config.json", extra))
+        for name, data in made:
+            write_object(directory / name, data)
+        own = [name for name in CALIBRATION if self.target.calibrated and exists(directory / name)]
+        sums |= {name: checksums.sha256(directory / name) for name in (*dict(made), *own)}
         sums["config.json"] = hashlib.sha256(spelled(self.config).encode()).hexdigest()
         write_object(
             directory / RECORD,
@@ -356,14 +349,6 @@ def _texts(folder: Path) -> list[Path]:
         and not file.name.endswith(".index.json")
         and file.stat().st_size <= SMALL_FILE
     )
-
-
-def _is_done(directory: Path, file: str, done: Journal) -> bool:
-    """Whether a file has the checksum of its journal entry."""
-    entry = done.done.get(file)
-    with contextlib.suppress(OSError):
-        return entry is not None and checksums.sha256(directory / file) == entry.sha256
-    return False
 
 
 def _part(final: Path) -> Path:

@@ -273,8 +273,13 @@ def test_a_drafter_in_shards_keeps_its_index(tmp_path: Path) -> None:
         file = (drafter / "model.safetensors").rename(drafter / "model-1.safetensors")
         write_object(drafter / INDEX, {"weight_map": dict.fromkeys(SafetensorsFile(file).tensors, file.name)})
 
-    with Conversion(broken(tmp_path, shard), Target(to="bf16")) as conversion:
+    path = broken(tmp_path, shard)
+    with Conversion(path, Target(to="bf16")) as conversion:
         assert INDEX in {file.name for file in conversion.drafter}
+        before = conversion.fingerprint
+    flip(path / "drafter/model-1.safetensors")
+    with Conversion(path, Target(to="bf16")) as conversion:
+        assert conversion.fingerprint != before
 
 
 def test_a_folder_without_a_drafter_is_said(tmp_path: Path) -> None:
