@@ -108,10 +108,10 @@ def command(
     limit = source.limit()
     wanted = rows if limit is None else min(rows, limit)
     free = shutil.disk_usage(out).free
-    worst = wanted * (max_tokens + 1024) * TOKEN_BYTES
+    worst = max(wanted - asked(corpus, shard_rows), 0) * (max_tokens + 1024) * TOKEN_BYTES
     click.echo(
-        f"{wanted:,} answers of up to {max_tokens} tokens: at most about {worst / 1e9:.2f} GB, {free / 1e9:.1f} GB "
-        f"free; {sum(s.rows for s in corpus.shards):,} are there",
+        f"{wanted:,} answers of up to {max_tokens} tokens: at most about {worst / 1e9:.2f} GB to write, "
+        f"{free / 1e9:.1f} GB free; {sum(s.rows for s in corpus.shards):,} are there",
         err=True,
     )
     if worst > free:

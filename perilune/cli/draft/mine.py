@@ -169,18 +169,9 @@ def _logged(logs: Sequence[Path], path: Path, groups: int, domains: list[str]) -
 def table(summary: Sequence[Domain]) -> Table:
     lost = sum(d.lost for d in summary) or 1.0
     shown = Table(title="what the draft loses, by domain")
-    for heading in (
-        "domain",
-        "answers",
-        "chains",
-        "lost per chain",
-        "of all lost",
-        "windows",
-        "kept",
-        "taught",
-        "weight",
-    ):
-        shown.add_column(heading, justify="left" if heading == "domain" else "right")
+    shown.add_column("domain")
+    for heading in ("answers", "chains", "lost per chain", "of all lost", "windows", "kept", "taught", "weight"):
+        shown.add_column(heading, justify="right")
     for d in sorted(summary, key=lambda d: -d.rate):  # names of groups have tokens such as "[/"
         shown.add_row(
             escape(d.name), f"{d.answers:,}", f"{d.chains:,}", f"{d.rate:.3f}", f"{d.lost / lost:.0%}",

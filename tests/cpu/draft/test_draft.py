@@ -168,6 +168,9 @@ def test_a_server_answers_as_the_engine_here_would(tmp_path: Path) -> None:
         result = run("served", "--url", fake.url, "--max-num-seqs", "3", "--seed", "1")
         assert result.exit_code == 0, result.output
         assert 1 < fake.most <= 3, "as many at once as asked for"
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+            assert run("served", "--url", fake.url, "--seed", "1").exit_code == 0
         assert all(b["return_token_ids"] and b["temperature"] in (0, 1) and b["top_p"] == 1 for b in fake.bodies)
         fake.answer = lambda body: {"choices": [{"index": 0, "text": "Hi"}]}
         assert "does not return token ids" in str(run("other", "--url", fake.url).exception)
