@@ -87,7 +87,7 @@ def divide_trace(a: int, k: int, sign: str = "/") -> str:
 
     `/`: no remainder is left; `_` rounds down, `^` up; `%` gives the remainder.
     """
-    if k > 9 and (first := divisor(k)) < k:
+    if k > 9 and sign != "%" and (first := divisor(k)) < k:
         parts = f"{a}{sign}{k}\n{a}{sign}{first}{sign}{k // first}\n{divide_trace(a, first, sign)}"
         return f"{parts}\n{divide_trace(_RESULTS[sign](a, first), k // first, sign)}"
     if k > 9 and k % 10 == 0:

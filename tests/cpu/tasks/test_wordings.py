@@ -57,6 +57,7 @@ def test_quotients_are_worked_from_the_left() -> None:
     assert working.divide_trace(94, 2).split("\n") == ["94/2", "b9a4", "b9/2=4r1", "a14/2=7r0", "b4a7", "=47"]
     assert working.solve([84, "/", 4]) is not None
     assert working.divide_trace(94, 4, "^").split("\n")[2:6] == ["b9/4=2r1", "a14/4=3r2", "b2a3", "=23"]
+    assert working.divide_trace(23, 12, "%").endswith("\n=11")
     assert [working.solve([a, sign, 4])[0] for a in (94, 92) for sign in "_^%"] == [23, 24, 2, 23, 23, 0]  # type: ignore[index]
     assert working.solve([85, "/", 4]) is None and working.solve([84, "/", 12]) is None
 
