@@ -191,7 +191,8 @@ async def _require_sight(endpoint: Endpoint, cells: Sequence[Cell]) -> None:
 
 def _has_picture(problem: Problem | Given) -> bool:
     contents = (message.get("content") for message in problem.messages)
-    return any(part.get("type") == "image_url" for c in contents if isinstance(c, list) for part in c)
+    parts = (part for c in contents if isinstance(c, list) for part in c)
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
 def request(problem: Problem | Given, max_tokens: int) -> dict[str, Any]:

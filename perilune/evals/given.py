@@ -112,9 +112,9 @@ def read(path: Path, thinking: bool) -> list[Given]:
         if line.strip():
             try:
                 row = json.loads(line)
-                # Found now, not after the answers of all other problems: numbers that no request can carry (NaN,
-                # 1e999), and an answer that is nested too deeply to be compared.
-                json.dumps(row, allow_nan=False)
+                # Found now, not after the answers of all other problems: what no request can carry (NaN, 1e999,
+                # half a surrogate pair), and an answer nested too deeply to be compared.
+                json.dumps(row, allow_nan=False, ensure_ascii=False).encode()
                 _exact(row)
                 if depth(row) >= MAX_LEVELS:
                     raise ValueError(f"nests deeper than {MAX_LEVELS} levels")

@@ -76,6 +76,9 @@ def test_judging_calls() -> None:
         assert not two.right("Rome, Bern", calls)
 
 
+ROW = '{"family": "f", "messages": [{}], '
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,21 +89,16 @@ def test_judging_calls() -> None:
         ('{"family": "f", "messages": [1], "answer": 1}', "line 1 needs messages as a list of objects"),
         ('{"messages": [{}], "answer": 1}', "line 1 needs family"),
         ('{"family": "f", "messages": [{}]}', "line 1 needs answer: a number"),
-        ('{"family": "f", "messages": [{}], "answer": [1]}', "line 1 needs answer: a number"),
-        ('{"family": "f", "messages": [{}], "answer": 1, "tool": []}', "line 1 has unknown keys: tool; known are"),
-        ('{"family": "f", "messages": [{}], "answer": [{"name": "w", "arguments": "{}"}]}', "arguments as an object"),
-        ('{"family": "f", "messages": [{}], "answer": [{"name": 5, "arguments": {}}]}', "line 1 needs answer"),
+        (ROW + '"answer": [1]}', "line 1 needs answer: a number"),
+        (ROW + '"answer": 1, "tool": []}', "line 1 has unknown keys: tool; known are"),
+        (ROW + '"answer": [{"name": "w", "arguments": "{}"}]}', "arguments as an object"),
+        (ROW + '"answer": [{"name": 5, "arguments": {}}]}', "line 1 needs answer"),
         ("[" * 100_000, "line 1 "),
-        ('{"family": "f", "messages": [{}], "answer": NaN}', "line 1 Out of range"),
+        ('{"family": "\\ud800", "messages": [{}], "answer": 1}', "surrogates not allowed"),
+        (ROW + '"answer": NaN}', "line 1 Out of range"),
         ('{"family": "f", "messages": [{"x": 1e999}], "answer": 1}', "line 1 Out of range"),
-        (
-            '{"family": "f", "messages": [{}], "answer": {"a": ' + "[" * 900 + "]" * 900 + "}}",
-            "line 1 maximum recursion",
-        ),
-        (
-            '{"family": "f", "messages": [{}], "answer": {"a": ' + "[" * 99 + "]" * 99 + "}}",
-            "line 1 nests deeper than 100 levels",
-        ),
+        (ROW + '"answer": {"a": ' + "[" * 900 + "]" * 900 + "}}", "line 1 maximum recursion"),
+        (ROW + '"answer": {"a": ' + "[" * 99 + "]" * 99 + "}}", "line 1 nests deeper than 100 levels"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -179,7 +177,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     rows = [
         {"family": "sums", "messages": [{"role": "user", "content": "2 and 3?"}], "answer": 5},
-        {"family": "sums", "messages": [{"role": "user", "content": "2 and 4?"}], "answer": 6},
+        {"family": "sums", "messages": [{"role": "user", "content": ["2 and 4?"]}], "answer": 6},
         {
             "family": "json",
             "messages": [{"role": "user", "content": "a is 1"}],
@@ -190,15 +188,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     with fake_endpoint.serving() as fake:
         fake.answer = lambda body: whole('{"a": 1}' if "response_format" in body else "5", tokens=3)
-        args = [
-            fake.url,
-            "--problems",
-            str(path),
-            "--ledger",
-            str(tmp_path),
-            "--failures",
-            str(tmp_path / "wrong.json"),
-        ]
+        args = [fake.url, "--problems", str(path), "--ledger", str(tmp_path)]
+        args += ["--failures", str(tmp_path / "wrong.json")]
         result = CliRunner().invoke(verb.command, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = [json.loads(line) for line in (tmp_path / "evaluate.jsonl").read_text().splitlines()]
