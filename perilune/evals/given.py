@@ -171,6 +171,8 @@ def _words(text: str) -> list[str]:
 def _says(content: str, text: str) -> bool:
     found, wanted = _words(content), _words(text)
     spare = len(found) - len(wanted)
+    if not wanted:  # "?"
+        return content.strip() == text.strip()
     return 0 <= spare <= MAX_EXTRA_WORDS and any(found[i : i + len(wanted)] == wanted for i in range(spare + 1))
 
 

@@ -54,6 +54,8 @@ def problem(answer: Any) -> Given:
         ({"a": "Ana"}, '{"a": "ana"}', False),
         ({"a": 1}, '{"a": 1} is it', False),
         ({"a": 1}, "[" * 5000, False),
+        ("?", "What is it", False),
+        ("?", "?", True),
         ([], "I cannot do that.", True),
         ([], " ", False),
     ],
