@@ -247,8 +247,10 @@ class Chat:
             lines.clear()
             try:
                 text = read_message(read)
-            except (EOFError, KeyboardInterrupt):
+            except (EOFError, KeyboardInterrupt) as e:
                 click.echo()
+                if lines and isinstance(e, EOFError):
+                    self._fail("the last message has no end: it was not asked")
                 return
             if lines[0].startswith("/"):  # the line, not `text`: a message in triple quotes may begin with a slash
                 if not self.command(text):

@@ -182,6 +182,11 @@ def test_multi_line_input(lines: list[str], message: str) -> None:
     assert prompts == ["> "] + ["... "] * (len(lines) - 1)
 
 
+@pytest.mark.parametrize("line", ["cut\\", '"""cut'])
+def test_a_message_without_its_end_is_a_failure(line: str) -> None:
+    assert talk(Scripted(), line)[0].failed
+
+
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
