@@ -499,7 +499,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     """The tool list in `path`; ConfigError if it is not there or no list of tools."""
     try:
         tools = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         why = e.strerror if isinstance(e, OSError) else f"no JSON: {e}"
         raise ConfigError(f"cannot read the tools in {path}: {why}") from e
     if not isinstance(tools, list):

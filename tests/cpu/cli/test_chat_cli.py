@@ -337,7 +337,7 @@ def test_a_key_that_no_header_can_carry(tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError) and "has a character beyond ASCII" in str(result.exception)
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '[{"type": "function"}]', "nonsense"])
+@pytest.mark.parametrize("text", ["{}", "[1]", '[{"type": "function"}]', "nonsense", "[" * 99_999])
 def test_tools_files_are_checked(text: str, tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
     file.write_text(text)
