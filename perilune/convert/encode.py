@@ -402,7 +402,7 @@ def _on_host(make: Callable[[slice], Piece], rows: slice) -> Piece:
 
 
 def _expert(name: str) -> tuple[str, ...]:
-    return names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+    return names.EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]  # expert names only
 
 
 def kept_scales(path: Path) -> Path:

@@ -171,7 +171,7 @@ class Conversion:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the source's configuration, tensor locations and draft model, whose files are read."""
+        """Hash of the source's configuration, tensor locations and bytes of the draft model."""
         tensors = sorted(
             (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
         )
