@@ -72,7 +72,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def room(nbytes: int) -> Iterator[None]:
-    """Stands for a full disk."""
+    """Simulates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
