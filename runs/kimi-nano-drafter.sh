@@ -3,8 +3,6 @@
 #   sh runs/kimi-nano-drafter.sh                  replaces the bundled drafter
 #   sh runs/kimi-nano-drafter.sh tiny             every command, a few steps each, on a CPU; replaces nothing
 #   PYTHON=python3.12 sh runs/kimi-nano-drafter.sh   another Python than .venv's
-# The bundled drafter took these commands for the weights of 30 November, then for those of 1 December 9 minutes on two CPU cores:
-# draft collect --forced --rows 1600 --shard-rows 200 --seed 11, draft train --from the drafter --chains 768 --rate 0.0006
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -200,7 +200,8 @@ def nano() -> str:
     trained = json.loads((ROOT / "perilune/bundled/kimi-nano/training.json").read_text())
     minutes, stage = 0.0, trained
     while stage:
-        minutes += stage["minutes"] * stage.get("gpus", 1) + stage.get("eyes", {}).get("minutes", 0)
+        eyes = stage.get("eyes", {})
+        minutes += stage["minutes"] * stage.get("gpus", 1) + eyes.get("minutes", 0) + eyes.get("earlier_minutes", 0)
         stage = stage.get("before")
     return (
         f"kimi-nano is a demonstration of checked skills, not a chat model: {trained['parameters'] / 1e6:.0f} million "

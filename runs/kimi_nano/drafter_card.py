@@ -39,7 +39,7 @@ Right by position: of the drafts that follow accepted ones, the share that is ac
 {rows:,} answers of kimi-nano itself ({answers:,} tokens) to generated problems of the training split:
 {forced:,} greedy ones, read off the generators' answers as far as the model says the same{decoded}.
 {steps:,} steps in {minutes:.1f} minutes on one {device}, chains of {unroll} unrolled
-as in serving, cross entropy with the target's distributions. {begun}`runs/kimi-nano-drafter.sh` has the commands.
+as in serving, cross entropy with the target's distributions. `runs/kimi-nano-drafter.sh` has the commands.
 """
 
 SPEED = """
@@ -68,7 +68,7 @@ def speed(records: list[dict[str, Any]], device: str) -> str:
     return SPEED.format(device=device, ways="; ".join(ways)) if ways else ""
 
 
-def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device: str, begun: str = "") -> str:
+def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device: str) -> str:
     evaluation = json.loads((drafter / EVALUATION).read_text())
     config = json.loads((drafter / "config.json").read_text())
     rows = {
@@ -93,7 +93,6 @@ def card(drafter: Path, log: list[dict[str, Any]], corpora: list[Corpus], device
         minutes=stop["seconds"] / 60,
         device=device,
         unroll=start["options"]["unroll"],
-        begun=f"It began with {begun}. " if begun else "",
     )
 
 
@@ -103,10 +102,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="directory of the training run")
     parser.add_argument("--corpus", type=Path, required=True, action="append", help="repeatable")
     parser.add_argument("--device", default="NVIDIA H200", help="what it was trained on")
-    parser.add_argument("--begun", default="", help="what it began with, if not with random weights")
     args = parser.parse_args()
     log = [json.loads(line) for line in (args.run / LOG).read_text().splitlines()]
-    text = card(args.drafter, log, [Corpus(path) for path in args.corpus], args.device, args.begun)
+    text = card(args.drafter, log, [Corpus(path) for path in args.corpus], args.device)
     (args.drafter / "README.md").write_text(text)
 
 

@@ -276,10 +276,10 @@ def restated(rng: Random, sign: str, form: str) -> str:
         form = pick(rng, FORMS[f"rs_a{sign}"])
     elif form[-1] in ".?" and form[-2] not in " .":
         form = form[:-1] + expand(rng, FORMS, pick(rng, FORMS["rs_e"])) + form[-1]
-    if before.rstrip()[-1] in ".?!" or not before.endswith(" "):
+    if before.rstrip()[-1] in ".?!":
         form = form[:1].upper() + form[1:]
     elif form[:1].isalpha() and form[:2] not in ("I ", "I'"):
         form = form[:1].lower() + form[1:]
     before = before[:1].upper() + before[1:] if rng.random() < 0.7 else before
-    made = before + (" " if not before.endswith(" ") else "") + form
+    made = before + form
     return re.sub(r"\{([ro])\}", lambda m: pick(rng, OBJECTS) if m[1] == "o" else str(1 + int(rng.random() * 99)), made)
