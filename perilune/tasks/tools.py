@@ -471,9 +471,9 @@ def worded(rng: Random, tool: Tool, arguments: dict[str, Any], split: str) -> Re
     rng.shuffle(mentioned)
     new, wide = split == "structural", widely(split)
     if wide and tool.verbs in INDIRECT and rng.random() < 0.3:
-        verb, form = VERBS[tool.verbs][0], pick(rng, INDIRECT[tool.verbs])
+        form = pick(rng, INDIRECT[tool.verbs])
     elif tool.verbs == 0 and rng.random() < 0.25:
-        verb, form = "get", pick(rng, QUESTIONS)
+        form = pick(rng, QUESTIONS)
     else:
         form = pick(rng, NEW_REQUESTS if new and rng.random() < 0.5 else REQUESTS)
     core = form
