@@ -23,7 +23,7 @@ from torch import Tensor
 from perilune.bench import ledger
 from perilune.bench.shapes import shape
 from perilune.core.errors import ConfigError
-from perilune.ops.harness import registry
+from perilune.ops.harness import build, registry
 from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix
@@ -256,10 +256,12 @@ def _by_turns(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[float
 
 
 def _clock() -> int | None:
-    """Current SM clock of GPU 0, MHz; None without nvidia-smi."""
+    """Current SM clock of the timed GPU, MHz; None without nvidia-smi."""
+    # By its UUID: nvidia-smi also counts GPUs that CUDA_VISIBLE_DEVICES hides.
+    gpu = build.uuid(torch.cuda.current_device()).decode()
     try:
         found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--id={gpu}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=True,

@@ -144,3 +144,14 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     result = CliRunner().invoke(command, [])
     assert isinstance(result.exception, ConfigError) and "need a GPU" in str(result.exception)
+
+
+def test_the_clock_is_that_of_the_timed_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """nvidia-smi lists all GPUs, also those that CUDA_VISIBLE_DEVICES hides."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ncase "$*" in *GPU-6*) echo 1980;; *) echo 345;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device + 5))
+    assert peers._clock() == 1980
