@@ -2,11 +2,12 @@
 
 import hashlib
 import secrets
+from pathlib import Path
 
 import click
 
 from perilune.core.errors import ConfigError
-from perilune.server.keys import NAME
+from perilune.server.keys import NAME, readable_by_others
 
 
 @click.command()
@@ -22,3 +23,6 @@ def command(name: str) -> None:
     key = f"plk-{secrets.token_urlsafe(32)}"
     click.echo(f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n')
     click.echo(f"The key of {name}, not stored anywhere: {key}", err=True)
+    file = Path("/dev/stdout").resolve()
+    if file.is_file() and readable_by_others(file):
+        click.echo(f"warning: {file} is readable by others: chmod 600 {file}", err=True)

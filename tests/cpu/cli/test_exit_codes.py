@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,6 +160,21 @@ def full() -> None:
 def test_output_without_room_is_one_line(tmp_path: Path) -> None:
     done = perilune(tmp_path, "key", "a", before=full)
     assert done.returncode == 1 and done.stderr.startswith("error: No space left on device"), done
+
+
+def shared() -> None:
+    os.fchmod(1, 0o644)
+
+
+def nowhere() -> None:
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+
+
+@pytest.mark.parametrize("before", [None, shared, nowhere])
+def test_a_key_file_that_others_may_read_is_named(tmp_path: Path, before: Callable[[], None] | None) -> None:
+    done, file = perilune(tmp_path, "key", "a", before=before), tmp_path / "stdout"
+    warned = [f"warning: {file} is readable by others: chmod 600 {file}"] if before is shared else []
+    assert done.returncode == 0 and done.stderr.splitlines()[1:] == warned
 
 
 def test_a_ledger_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
