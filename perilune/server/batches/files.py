@@ -5,6 +5,7 @@ names, so that none is incomplete. One server uses a directory at a time. All ca
 loop.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -63,16 +64,18 @@ class FileStore:
         return [folder.name.removeprefix("key-") for folder in sorted(self.directory.glob("key-*"))]
 
     def reserve(self, owner: str, size: int) -> None:
-        """Takes room for `size` bytes, which `free` gives back; RequestError 413 if there is none."""
-        disk = os.statvfs(self.directory)
+        """Takes room for `size` bytes, which `free` gives back; RequestError 413 or, with a full disk, 507."""
         own = self.limit_bytes * (OWNER_SHARE if owner else 1) - self._bytes.get(owner, 0)
-        left = min(self.limit_bytes - self.size_bytes, own, disk.f_bavail * disk.f_frsize - FREE_BYTES)
+        left = min(self.limit_bytes - self.size_bytes, own)
         if size > left or len(self._files.get(owner, ())) >= MAX_FILES:
             raise RequestError(
                 f"there is no room for {size:,} more bytes of files (serve --files-gb): delete files",
                 code="store_full",
                 status=413,
             )
+        disk = os.statvfs(self.directory)
+        if size > disk.f_bavail * disk.f_frsize - FREE_BYTES:
+            raise _disk_full()
         self._add(owner, size)
 
     def free(self, owner: str, size: int) -> None:
@@ -86,9 +89,16 @@ class FileStore:
         self._bytes[owner] = self._bytes.get(owner, 0) + size
 
     def write(self, owner: str, id: str, data: bytes) -> Path:
-        """Writes data to a temporary file, for `keep`. Its bytes must have been reserved. Blocks on the disk."""
+        """Writes data to a temporary file, for `keep`. Its bytes must have been reserved. Blocks on the disk.
+        RequestError 507 if that is full."""
         path = self.folder(owner) / f"{id}.new"
-        write_synced(path, data)
+        try:
+            write_synced(path, data)
+        except OSError as e:
+            path.unlink(missing_ok=True)
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _disk_full() from e
         return path
 
     def keep(
@@ -154,6 +164,11 @@ class FileStore:
                 path.unlink(missing_ok=True)
         for path in folder.glob("*.new"):
             path.unlink(missing_ok=True)
+
+
+def _disk_full() -> RequestError:
+    why = "the server's disk is full: its operator must free some of it (serve --files-dir)"
+    return RequestError(why, code="disk_full", status=507)
 
 
 def new_id(kind: str) -> str:

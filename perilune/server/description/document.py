@@ -44,6 +44,7 @@ ERRORS: Mapping[int, str] = {
     500: "The generation failed, or the server has a fault, which its log describes.",
     503: "The server is starting its engine again, shutting down, or busy with other bodies or grammars: try again.",
     504: "The answer was not complete by deadline_seconds.",
+    507: "The disk for files is full: the server's operator must free some of it.",
 }
 HEADERS: Mapping[str, str] = {
     "x-request-id": "the id of the request in logs, metrics and traces: the client's own x-request-id, or a new one",

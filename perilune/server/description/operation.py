@@ -218,7 +218,7 @@ OPERATIONS: tuple[Operation, ...] = (
         '`{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}`. '
         "serve --max-body-mb bounds the size of a file, --files-gb that of all files.",
         answer=batch_answers.File,
-        errors=(400, 404, 408, 413, 415, 503),
+        errors=(400, 404, 408, 413, 415, 503, 507),
         form={
             "file": "the file, with its name",
             "purpose": 'must be "batch"',

@@ -1,5 +1,6 @@
 """Uploaded files: the store, its bounds and leftovers, expiry, and the forms of uploads."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from perilune.core.errors import ConfigError, RequestError
-from perilune.server.batches import multipart
+from perilune.server.batches import files, multipart
 from perilune.server.batches.files import FileStore
 from tests.cpu.server.test_background import sdk
 from tests.cpu.server.test_batches import answers, batched, begun, ended, line
@@ -31,6 +32,21 @@ async def test_the_store_is_bounded(s: Served, tmp_path: Path) -> None:
     assert done.status == "failed" and done.errors.data[0].code == "store_full" and done.output_file_id
     assert 0 < done.request_counts.completed < 30 and store.size_bytes <= 10_000
     assert len(await answers(client, done.output_file_id)) == done.request_counts.completed
+
+
+@pytest.mark.parametrize("during", [False, True])
+@batched()
+async def test_a_full_disk_is_no_full_store(s: Served, during: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files, *(("write_synced", fails) if during else ("FREE_BYTES", 1 << 62)))
+    with pytest.raises(openai.InternalServerError, match="the server's disk is full") as full:
+        await sdk(s).with_options(max_retries=0).files.create(file=("a", b"x"), purpose="batch")
+    store: FileStore = s.client.app.state.batches.store
+    assert (full.value.status_code, full.value.code) == (507, "disk_full") and store.size_bytes == 0
+    assert not [*store.folder("").iterdir()]
 
 
 def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
