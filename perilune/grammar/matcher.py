@@ -43,7 +43,7 @@ MAX_WRITTEN = 16 << 20  # characters of schemas and of the grammars written for 
 # schemas overflowed the usual 8 MiB, which ended the process.
 _STACK_BYTES = 128 << 20
 _compiling = threading.BoundedSemaphore(4)  # compilations at a time: one may take 10 s of CPU
-MAX_COMPILE_SECONDS = 2.0  # CPU time of a grammar; the engine process compiles it again, one grammar at a time
+MAX_COMPILE_SECONDS = 2.0  # CPU time of a compilation: over tokens, over bytes, both again in the engine process
 PATIENCE_SECONDS = 10.0
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -227,13 +227,8 @@ class Matcher:
         self._vocabulary = vocabulary
         self._grammar, self._group = grammar, group
         self._used = False
-        begun = time.thread_time()
-        self._tokens = LLMatcher(vocabulary.over_tokens, grammar, log_level=0, limits=_LIMITS)
-        if time.thread_time() - begun > MAX_COMPILE_SECONDS:
-            raise GrammarError(f"it takes longer than {MAX_COMPILE_SECONDS:g} s to compile: make it smaller")
-        self._single = LLMatcher(over_bytes(), grammar, log_level=0, limits=_BYTE_LIMITS)
-        _check(self._tokens)
-        _check(self._single)
+        self._tokens = _compiled(vocabulary.over_tokens, grammar, _LIMITS)
+        self._single = _compiled(over_bytes(), grammar, _BYTE_LIMITS)
         self._tokens.deep_copy().compute_bitmask()  # a grammar that exceeds the limits fails here, not in an answer
         _check(self._tokens)
         self._clues = clues(grammar)
@@ -522,6 +517,15 @@ def _on_large_stack(make: Callable[[], Matcher]) -> Matcher:
             finally:
                 threading.stack_size(usual)
         return made.result()
+
+
+def _compiled(tokens: LLTokenizer, grammar: str, limits: LLParserLimits) -> LLMatcher:
+    begun = time.thread_time()
+    made = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if time.thread_time() - begun > MAX_COMPILE_SECONDS:
+        raise GrammarError(f"it takes longer than {MAX_COMPILE_SECONDS:g} s to compile: make it smaller")
+    _check(made)
+    return made
 
 
 def _check(matcher: LLMatcher) -> None:

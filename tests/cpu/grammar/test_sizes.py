@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -212,6 +213,25 @@ def test_the_search_for_an_end_is_bounded(nano: Tokenizer, monkeypatch: pytest.M
     monkeypatch.setattr(matcher, "MAX_COMPILE_SECONDS", 0.01)
     with pytest.raises(RequestError, match="to compile"):
         constrain(nano, answer=AnswerFormat("regex", "a?" * 4_000))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_both_compilations_are_bounded(nano: Tokenizer, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tokens and over bytes. The slow one puts the clock forward."""
+    now, made, real = 0.0, 0, matcher.LLMatcher
+
+    def compile(*args: Any, **options: Any) -> Any:
+        nonlocal now, made
+        now += 3.0 * (made == slow)
+        made += 1
+        return real(*args, **options)
+
+    grammar = matcher.lark_grammar("start: /ab/")
+    monkeypatch.setattr(matcher, "LLMatcher", compile)
+    monkeypatch.setattr(matcher, "time", SimpleNamespace(thread_time=lambda: now))
+    with pytest.raises(matcher.GrammarError, match="longer than 2 s to compile"):
+        matcher.Matcher(vocabulary(nano), grammar, "")
+    assert made == slow + 1
 
 
 def test_values_that_double_take_no_memory() -> None:
