@@ -171,13 +171,13 @@ class Conversion:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the source's configuration, tensor locations and bytes of the draft model."""
+        """Hash of the source's configuration, tensor locations, and bytes of the draft model and the small files."""
         tensors = sorted(
             (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
         )
-        draft = [(file.name, checksums.sha256(file)) for file in self.drafter]
+        draft, small = ([(f.name, checksums.sha256(f)) for f in files] for files in (self.drafter, self.small_files()))
         config = json.dumps(self._raw, sort_keys=True)
-        return journal.fingerprint((repr(tensors).encode(), config.encode(), repr(draft).encode()))
+        return journal.fingerprint(part.encode() for part in (repr(tensors), config, repr(draft), repr(small)))
 
     def completed(self, directory: Path, *, show: bool = False) -> Loss | None:
         """The Loss if `directory` holds the finished result of this conversion; None if nothing is finished.

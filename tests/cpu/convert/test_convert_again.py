@@ -126,6 +126,15 @@ def test_another_request_for_the_same_directory(source: Path, result: Path, tmp_
         convert(source, result, to="bf16")
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_copied_file_that_changed_makes_another_source(source: Path, tmp_path: Path, name: str) -> None:
+    changed = Path(shutil.copytree(source, tmp_path / "source"))
+    convert(changed, tmp_path / "r", to="nvfp4")
+    (changed / name).write_text('{"made": "again"}')
+    with pytest.raises(ConfigError, match="differs in SRC"):
+        convert(changed, tmp_path / "r", to="nvfp4")
+
+
 def test_other_text_for_a_calibration(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "model")
     (tmp_path / "model/tokenizer_config.json").unlink()  # of no real tokenizer
