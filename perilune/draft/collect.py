@@ -23,6 +23,9 @@ from perilune.draft.capture import Capture
 from perilune.draft.corpus import Corpus, Row, Shard
 from perilune.draft.prompts import Prompt, Source
 from perilune.engine.llm import LLM
+from perilune.formats import checksums
+from perilune.formats.checkpoint import INDEX
+from perilune.formats.progress import progress
 
 JOB = 256  # prompts that a worker makes at a time
 LOGIT_ROWS = 8192  # rows of logits computed at a time. Larger: more memory
@@ -179,9 +182,10 @@ def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Itera
 
 
 def fingerprint(model: Path) -> str:
-    """A digest of the target's configuration, index and vocabulary: another checkpoint gives other answers."""
-    digest = hashlib.sha256()
-    for name in ("config.json", "model.safetensors.index.json", "tiktoken.model"):
-        if (model / name).is_file():
-            digest.update((model / name).read_bytes())
-    return digest.hexdigest()
+    """A digest of the target's configuration, vocabulary and weights: another checkpoint gives other answers. Reads all
+    bytes: training changes neither names nor sizes of files."""
+    known = ("config.json", INDEX, "tiktoken.model", *sorted(file.name for file in model.glob("*.safetensors")))
+    names = [name for name in known if (model / name).is_file()]
+    with progress(f"reading {model.name}", checksums.nbytes(model, dict.fromkeys(names, "")), True) as advance:
+        sums = checksums.in_threads(lambda name, read: checksums.sha256(model / name, read), names, advance)
+    return hashlib.sha256(repr([*zip(names, sums)]).encode()).hexdigest()

@@ -4,10 +4,11 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from perilune.core.errors import CheckpointError, quoted
 from perilune.core.files import exists, open_regular
@@ -20,6 +21,7 @@ MAX_THREADS = 8  # a thread hashes about 1.5 GB/s; 8 keep up with fast disks
 _PIECE = 1 << 22
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+T = TypeVar("T")
 Advance = Callable[[int], None]
 
 
@@ -54,15 +56,8 @@ def damage(path: Path, sums: Mapping[str, str], advance: Advance = _ignore) -> d
 
     advance  called with the numbers of bytes that were read, by one thread at a time
     """
-    stop, lock = threading.Event(), threading.Lock()
 
-    def read(nbytes: int) -> None:
-        if stop.is_set():
-            raise InterruptedError
-        with lock:
-            advance(nbytes)
-
-    def fault(name: str) -> str | None:
+    def fault(name: str, read: Advance) -> str | None:
         try:
             same = sha256(path / name, read) == sums[name]
         except FileNotFoundError:
@@ -71,9 +66,23 @@ def damage(path: Path, sums: Mapping[str, str], advance: Advance = _ignore) -> d
             return f"cannot be read: {e.strerror}"
         return None if same else "does not have the SHA-256 that it was written with"
 
+    return {name: found for name, found in zip(sums, in_threads(fault, sums, advance)) if found}
+
+
+def in_threads(look: Callable[[str, Advance], T], names: Iterable[str], advance: Advance = _ignore) -> list[T]:
+    """`look` of every name, a few at a time. Its second argument takes the numbers of bytes that it reads to `advance`,
+    by one thread at a time."""
+    stop, lock = threading.Event(), threading.Lock()
+
+    def read(nbytes: int) -> None:
+        if stop.is_set():
+            raise InterruptedError
+        with lock:
+            advance(nbytes)
+
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "sha256") as pool:
         try:
-            return {name: found for name, found in zip(sums, pool.map(fault, sums)) if found}
+            return [*pool.map(lambda name: look(name, read), names)]
         except BaseException:  # Ctrl-C: each thread ends after the piece that it is reading
             stop.set()
             raise

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from perilune.cli.draft.group import command
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft import prompts as prompts_module
 from perilune.draft.capture import Capture
-from perilune.draft.collect import Decoded, Forced, Plan, about, collect
+from perilune.draft.collect import Decoded, Forced, Plan, about, collect, fingerprint
 from perilune.draft.corpus import Corpus, Row
 from perilune.draft.evaluate import Tally, lookup, summed, walk, walk_lookup
 from perilune.draft.export import export
@@ -147,6 +148,17 @@ def test_collecting_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
         file.write(b"x")
     with pytest.raises(CheckpointError, match=r"rows-00001.safetensors is missing or damaged"):
         Corpus(tmp_path / "part").rows()
+
+
+def test_a_model_trained_again_is_another_one(tmp_path: Path) -> None:
+    """Its files have the same names and sizes, and the same index."""
+    nano = Path(shutil.copytree(resolve_model("kimi-nano"), tmp_path / "nano"))
+    before = fingerprint(nano)
+    assert before == fingerprint(resolve_model("kimi-nano"))
+    with (nano / "model-00003-of-00003.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert fingerprint(nano) != before
 
 
 def test_a_server_answers_as_the_engine_here_would(tmp_path: Path) -> None:
