@@ -46,11 +46,12 @@ class Vocabulary:
         if not self._shared_out(len(logits)):
             return argmax_probability.argmax_probability(self.whole(logits))
 
-        def both(rows: Tensor) -> Tensor:  # float64 holds ids and float32 values alike
-            return torch.stack([t.double() for t in argmax_probability.argmax_probability(rows)], 1)
+        def both(rows: Tensor) -> Tensor:  # ids travel as the bits of float64, which no arithmetic changes
+            ids, probability = argmax_probability.argmax_probability(rows)
+            return torch.stack([ids.view(torch.float64), probability.double()], 1)
 
         ids, probability = self._chosen(both, logits).unbind(1)
-        return ids.long(), probability.float()
+        return ids.view(torch.int64), probability.float()
 
     def _chosen(self, choose: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
         """choose(logits [R, V], *columns) -> [R, ...] of 8-byte values, with columns [R]; `logits` [R, V / N]."""

@@ -60,8 +60,8 @@ def composed(logits: Tensor) -> tuple[Tensor, Tensor]:
     kept = ids.clamp_min(0)
     above = logits - logits.gather(1, kept[:, None])
     # In float32 a sum of 20,000 terms is 1e-6 off on some CPUs.
-    probability = 1 / above.exp_().sum(-1, dtype=torch.float64)
-    return kept, torch.where(ids < 0, 0, probability).float()
+    probability = above.exp_().sum(-1, dtype=torch.float64).reciprocal_()
+    return kept, probability.masked_fill_(ids < 0, 0).float()
 
 
 def argmax_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
