@@ -171,6 +171,22 @@ def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
     assert kept[2]["tool_call_id"] == kept[1]["tool_calls"][0]["id"] and kept[2]["content"] == '{"sky": "sunny"}'
 
 
+def test_an_example_keeps_what_the_user_wrote(browser: Browser, scripted: Server) -> None:
+    page = Page(browser, scripted)
+    own = '[{"name": "f"}]'
+    page.fill("#max_tokens", "32")
+    # Example 1 declares get_weather, example 2 has a schema.
+    for before, example, after in ((own, 0, own), (own, 1, own), (" ", 1, "get_weather"), (None, 2, "")):
+        if before:  # else the tools of the example before
+            page.fill("#tools", before)
+        page.press("new chat")
+        page.value(f"document.querySelectorAll('.tries button')[{example}].click()")
+        page.answer()
+        found = page.value("$('tools').value")
+        assert "get_weather" in found if after == "get_weather" else found == after
+        assert bool(page.value("$('schema').value")) == (example == 2)
+
+
 def test_calls_wait_in_a_chat_that_is_opened_during_an_answer(browser: Browser, scripted: Server) -> None:
     page = Page(browser, scripted)
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -400,8 +400,12 @@ function empty() {
   if (capabilities.structured_output) can.push("answers by a JSON schema that you paste into the settings");
   if (capabilities.chat === false) can.push("has no chat template this server knows: it only continues text, at /v1/completions");
   if (model.synthetic) can.push(`runs on random weights (${model.synthetic}): its words mean nothing`);
-  const ask = (text, fields = {}) => action(text, () => {
-    for (const name of ["tools", "schema"]) $(name).value = fields[name] ? JSON.stringify(fields[name], null, 1) : "";
+  const ask = (text, filled = "") => action(text, () => {
+    for (const [name, value] of [["tools", WEATHER], ["schema", PERSON]]) {
+      const example = JSON.stringify(value, null, 1);
+      // What the user wrote stays.
+      if (["", example].includes($(name).value.trim())) $(name).value = name === filled ? example : "";
+    }
     remember();
     submit(text);
   });
@@ -409,8 +413,8 @@ function empty() {
     make("ul", {}, ...can.map(line => make("li", {}, line))),
     ...(capabilities.tools ? [make("div", {class: "tries"},
       ask("What is 347 + 589?"),
-      ask("Please get the current weather for the city Oslo.", {tools: WEATHER}),
-      ask("Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.", {schema: PERSON}))] : []));
+      ask("Please get the current weather for the city Oslo.", "tools"),
+      ask("Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.", "schema"))] : []));
 }
 
 /** Shows what the model recommends for the mode in fields that are empty. */
