@@ -352,6 +352,17 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         assert page.value(f"document.querySelector('.said {selector}').textContent") == text
     assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
     assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|`x \\|`|')).textContent") == "these:abx |"
+    for marked, shown in (
+        ("***a***", "<p><em><strong>a</strong></em></p>"), ("***a* b**", "<p><strong><em>a</em> b</strong></p>"),
+        ("***a** b*", "<p><em><strong>a</strong> b</em></p>"), ("**a *b***", "<p><strong>a <em>b</em></strong></p>"),
+        ("*a **b** c*", "<p><em>a <strong>b</strong> c</em></p>"), ("**a**", "<p><strong>a</strong></p>"),
+        ("a\n===\nb\nc\n--- ", "<h1>a</h1><h2>b\nc</h2>"), ("a\n\n---\n- b", "<p>a</p><hr><ul><li>b</li></ul>"),
+        ("- a\n---", "<ul><li>a</li></ul><hr>"), ("---\n===", "<hr><p>===</p>"), ("a\n-", "<p>a\n-</p>"),
+    ):  # fmt: skip
+        html = page.value(f"make('p', {{}}, ...markdown({json.dumps(marked)})).innerHTML")
+        assert html.replace(' dir="auto"', "") == shown
+    tables = "make('p', {}, ...markdown('|a|\\n|---|\\n|b|\\n---')).querySelectorAll('th, td, hr').length"
+    assert page.value(tables) == 3
     links = page.value("inline('[b](https://a.test/b_(c)), https://a.test/d_(e).').map(node => node.title)")
     assert links == ["https://a.test/b_(c)", None, "https://a.test/d_(e)", None]
     page.value("document.querySelector('.said').prepend('\u05d0'); 0")
@@ -377,8 +388,9 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         page.value(f"document.querySelector('{shown}').click()")
         assert page.value("panel.hidden")
     page.answer()
-    hostile = [mark * (19_000 // len(mark)) + "x" for mark in ("*", "`", "[", "_", "~~", "**a", "](", "*a ")]
-    hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n")]
+    marks = ("*", "`", "[", "_", "~~", "**a", "](", "*a ", "***a", "*a**b** ", "a***")
+    hostile = [mark * (19_000 // len(mark)) + "x" for mark in marks]
+    hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n", "a\n--")]
     hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]
     hostile += [("# a" + " " * 990 + "b\n") * 20, "# " + " " * 400 + "a\u2028b", "- " + " " * 50_000 + "a\u2028b"]
     hostile += [("~" * 995 + "`\n") * 20]

@@ -17,8 +17,8 @@ function make(tag, attributes = {}, ...children) {
 // Each alternative is bounded, so that matching takes time linear in the text. ht{2}p: no address stands in this page.
 const INLINE = new RegExp([
   /(`{1,3})(?!`)([^`]{1,2000})\1(?!`)/,
-  /\*\*(?=\S)((?:[^*]|\*(?!\*)){1,500})\*\*/,
-  /(?<![\w*])\*(?=[^\s*])([^*\n]{1,500})\*(?![\w*])/,
+  /(?<![\w*])\*(?=[^\s*]|\*\*[^\s*])((?:[^*\n]|\*\*[^*\n]{1,500}\*\*){1,500})\*(?![\w*])/,
+  /\*\*(?=\S)((?:[^*]|\*(?!\*)|\*(?=\*\*(?!\*))){1,500})\*\*/,
   /(?<!\w)_(?=[^\s_])([^_\n]{1,500})_(?!\w)/,
   /~~(?=\S)([^~]{1,500})~~/,
   /\[([^\]\n]{1,300})\]\((ht{2}ps?:\/\/(?:[^\s()]|\([^\s()]{0,99}\)){1,2000})\)/,
@@ -31,7 +31,7 @@ function inline(text, depth = 0) {
   const nodes = [];
   let end = 0;
   for (const found of text.matchAll(INLINE)) {
-    const [whole, , code, bold, italic, slanted, struck, label, address, bare, escaped] = found;
+    const [whole, , code, italic, bold, slanted, struck, label, address, bare, escaped] = found;
     if (found.index > end) nodes.push(text.slice(end, found.index));
     end = found.index + whole.length;
     if (code !== undefined) nodes.push(make("code", {dir: "ltr"}, code));
@@ -79,6 +79,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
 const ITEM = /^(\s{0,20})([-*+]|\d{1,9}[.)])\s+(.*)$/s;
 const HEADING = /^ {0,3}(#{1,6})\s(.*)$/s;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
+const UNDERLINE = /^ {0,3}(={2,}|-{2,})\s*$/;  // of a heading; one sign may become a list's item in a growing answer
 const RULED = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/s;
 const short = (pattern, line) => (line.length > LONGEST_MARK ? null : pattern.exec(line));
@@ -139,8 +140,10 @@ function blocks(text, depth = 0) {
                                                   make("tbody", {}, ...body.map(row => cells(row, "td"))))));
     } else {
       at++;
-      const more = take(next => next.trim() && !begins(next) && !table());
-      add(() => make("p", {dir: "auto"}, ...inline([line, ...more].join("\n"))));
+      const more = take(next => next.trim() && !begins(next) && !UNDERLINE.test(next) && !table());
+      const under = UNDERLINE.exec(lines[at] ?? "")?.[1][0], words = [line, ...more].join("\n");
+      if (under) at++;
+      add(() => (under ? make(under === "=" ? "h1" : "h2", {}, ...inline(words)) : make("p", {dir: "auto"}, ...inline(words))));
     }
   }
   return found;
