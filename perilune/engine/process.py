@@ -8,11 +8,9 @@ import ctypes
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -24,78 +22,12 @@ import torch
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
 from perilune.core.messages import Cancel, Delta, Failed, Pixels, Shutdown, Submit
-from perilune.engine import wire
 from perilune.engine.engine import Engine
+from perilune.engine.wire import Channel
 from perilune.ops.harness import build, registry
 
 STATS_INTERVAL_SECONDS = 0.5
-PIECE_BYTES = 1 << 20  # Bytes read between two steps, at most. More: many long prompts delay a step.
 STARVED_SECONDS = 0.005  # How long to wait for a message when every request waits for pixels.
-
-
-class Channel:
-    """The engine's blocking end of the socket, and of the one for pixels once the first frame has come."""
-
-    def __init__(self, sock: socket.socket):
-        self.sock = sock
-        self._pixels: list[socket.socket] = []  # one at most
-        self._lock = threading.Lock()  # the thread that watches other ranks sends too
-        self._data = bytearray()  # received, but not a whole frame yet
-
-    def receive(self, wait_seconds: float | None) -> list[Any]:
-        """The messages of all complete frames, and pixels. Waits up to `wait_seconds` for bytes, None: without a limit;
-        does not wait for the rest of a frame. EOFError when a socket is closed."""
-        batch: list[Any] = []
-        while not batch and wait_seconds is None:
-            batch = self._arrived(None)
-        return batch + self._arrived(0 if batch else wait_seconds)
-
-    def read_body(self) -> bytes:
-        """The first frame's body."""
-        header, descriptors, *_ = socket.recv_fds(self.sock, wire.HEADER.size, 1)
-        self._data += header
-        self._pixels = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        for sock in self._pixels:
-            sock.setblocking(False)
-        while (body := self._body()) is None:
-            self._take()
-        return body
-
-    def send(self, batch: list[Any]) -> None:
-        with self._lock:
-            self.sock.sendall(wire.encode(batch))
-
-    def _arrived(self, wait_seconds: float | None) -> list[Any]:
-        batch: list[Any] = []
-        for sock in select.select([self.sock, *self._pixels], [], [], wait_seconds)[0]:
-            if sock is self.sock:
-                self._take()
-                batch += self._complete()
-            else:
-                batch += iter(partial(wire.receive_pixels, sock), None)
-        return batch
-
-    def _take(self) -> None:
-        piece = self.sock.recv(PIECE_BYTES)
-        if not piece:
-            raise EOFError
-        self._data += piece
-
-    def _complete(self) -> list[Any]:
-        batch: list[Any] = []
-        while (body := self._body()) is not None:
-            batch += wire.decode(body)
-        return batch
-
-    def _body(self) -> bytes | None:
-        if len(self._data) < wire.HEADER.size:
-            return None
-        end = wire.HEADER.size + wire.body_length(bytes(self._data[: wire.HEADER.size]))
-        if len(self._data) < end:
-            return None
-        body = bytes(memoryview(self._data)[wire.HEADER.size : end])
-        del self._data[:end]
-        return body
 
 
 def serve(engine: Engine, channel: Channel) -> None:

@@ -11,9 +11,12 @@ import contextlib
 import dataclasses
 import itertools
 import operator
+import select
 import socket
 import struct
+import threading
 import typing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,6 +26,7 @@ from perilune.core.errors import EngineError
 from perilune.core.sealed import SealedFile
 
 MAX_FRAME_BYTES = 256 << 20
+PIECE_BYTES = 1 << 20  # Bytes the engine reads between two steps, at most. More: many long prompts delay a step.
 HEADER = struct.Struct(">I")
 PIXELS = struct.Struct(">4Q")  # rid, item, where the patches begin in the file, their bytes
 
@@ -116,3 +120,68 @@ def receive_pixels(link: socket.socket) -> messages.Pixels | None:
         with contextlib.suppress(OSError):
             patches = file.mapped(start, size)
     return messages.Pixels(rid, item, patches)
+
+
+class Channel:
+    """The engine's blocking end of the socket, and of the one for pixels once the first frame has come."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self._pixels: list[socket.socket] = []  # one at most
+        self._lock = threading.Lock()  # the thread that watches other ranks sends too
+        self._data = bytearray()  # received, but not a whole frame yet
+
+    def receive(self, wait_seconds: float | None) -> list[Any]:
+        """The messages of all complete frames, and pixels. Waits up to `wait_seconds` for bytes, None: without a limit;
+        does not wait for the rest of a frame. EOFError when a socket is closed."""
+        batch: list[Any] = []
+        while not batch and wait_seconds is None:
+            batch = self._arrived(None)
+        return batch + self._arrived(0 if batch else wait_seconds)
+
+    def read_body(self) -> bytes:
+        """The first frame's body."""
+        header, descriptors, *_ = socket.recv_fds(self.sock, HEADER.size, 1)
+        self._data += header
+        self._pixels = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for sock in self._pixels:
+            sock.setblocking(False)
+        while (body := self._body()) is None:
+            self._take()
+        return body
+
+    def send(self, batch: list[Any]) -> None:
+        with self._lock:
+            self.sock.sendall(encode(batch))
+
+    def _arrived(self, wait_seconds: float | None) -> list[Any]:
+        batch: list[Any] = []
+        for sock in select.select([self.sock, *self._pixels], [], [], wait_seconds)[0]:
+            if sock is self.sock:
+                self._take()
+                batch += self._complete()
+            else:
+                batch += iter(partial(receive_pixels, sock), None)
+        return batch
+
+    def _take(self) -> None:
+        piece = self.sock.recv(PIECE_BYTES)
+        if not piece:
+            raise EOFError
+        self._data += piece
+
+    def _complete(self) -> list[Any]:
+        batch: list[Any] = []
+        while (body := self._body()) is not None:
+            batch += decode(body)
+        return batch
+
+    def _body(self) -> bytes | None:
+        if len(self._data) < HEADER.size:
+            return None
+        end = HEADER.size + body_length(bytes(self._data[: HEADER.size]))
+        if len(self._data) < end:
+            return None
+        body = bytes(memoryview(self._data)[HEADER.size : end])
+        del self._data[:end]
+        return body

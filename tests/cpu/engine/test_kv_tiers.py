@@ -22,7 +22,8 @@ from perilune.core.errors import ConfigError
 from perilune.core.memory import available_bytes
 from perilune.core.messages import Delta, EngineStats, Shutdown
 from perilune.engine.engine import Engine
-from perilune.engine.process import Channel, serve
+from perilune.engine.process import serve
+from perilune.engine.wire import Channel
 from perilune.kv import tiers
 from perilune.kv.tiers import Name, Restored, Stored, Written
 from perilune.kv.transfer import Transfer

@@ -27,12 +27,12 @@ from perilune.core.step import Slice, Work
 from perilune.dist.group import ALONE
 from perilune.engine import wire
 from perilune.engine.client import EngineClient
-from perilune.engine.process import Channel
 from perilune.engine.vision import encoder as encoder_module
 from perilune.engine.vision.cells import Cells
 from perilune.engine.vision.encoder import Encoder
 from perilune.engine.vision.open import open_tower, weight_bytes
 from perilune.engine.vision.tower import sizes_of
+from perilune.engine.wire import Channel
 from perilune.media.decoder import Decoder, Picture
 from perilune.media.limits import Limits
 from perilune.model import names
