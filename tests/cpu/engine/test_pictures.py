@@ -310,40 +310,42 @@ def test_pixels_cross_when_they_are_wanted_and_again_after_a_crash(checkpoint: S
     asyncio.run(asyncio.wait_for(main(), 200))
 
 
-@pytest.mark.parametrize("how", ["short", "unsealed", "another kind", "none left"])
 def test_pixels_that_cannot_be_mapped_fail_their_request_alone(
-    checkpoint: Seeing, how: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, other = picture(12, 10, 42), picture(8, 8, 43)
-    ids, others = prompt(TEXTS[:2], [p]), prompt(TEXTS[:2], [other])
-    file = SealedFile.of(memoryview(p.patches.tobytes()[:-1]))
-    if how == "unsealed":
-        file = SealedFile.empty()
-        file.write(memoryview(p.patches.tobytes()))
-    elif how == "another kind":
-        file = SealedFile(os.open(os.devnull, os.O_RDONLY))
-
     def no_descriptor() -> SealedFile:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def main() -> None:
-        client = await EngineClient.start(checkpoint.path, EngineConfig(**CONFIG))
+    async def check(client: EngineClient, number: int, how: str) -> None:
+        p, other = picture(12, 10, 42 + number), picture(8, 8, 62 + number)
+        ids, others = prompt(TEXTS[:2], [p]), prompt(TEXTS[:2], [other])
+        file = SealedFile.of(memoryview(p.patches.tobytes()[:-1]))
+        if how == "unsealed":
+            file = SealedFile.empty()
+            file.write(memoryview(p.patches.tobytes()))
+        elif how == "another kind":
+            file = SealedFile(os.open(os.devnull, os.O_RDONLY))
 
         async def ask(ids: list[int], p: Picture) -> list[Any]:
             return [d async for d in client.generate(ids, GREEDY, pictures=[p])]
 
+        with monkeypatch.context() as patch:
+            if how == "none left":
+                patch.setattr(SealedFile, "empty", no_descriptor)
+            (last,) = await ask(ids, p if how == "none left" else replace(p, shared=(file, 0)))
+        kept = p.patches.nbytes - 1 if how == "short" else 0
+        assert last.finish_reason == "error", how
+        assert f"{kept} bytes of pixels instead of {p.patches.nbytes}" in last.error
+        wrong = ask(ids, replace(p, shared=(file, 0)))
+        right, _ = await asyncio.gather(ask(others, other), wrong)
+        assert [t for d in right for t in d.tokens] == checkpoint.greedy(others, [other], 6)
+        assert [t for d in await ask(ids, p) for t in d.tokens] == checkpoint.greedy(ids, [p], 6)
+
+    async def main() -> None:
+        client = await EngineClient.start(checkpoint.path, EngineConfig(**CONFIG))
         try:
-            with monkeypatch.context() as patch:
-                if how == "none left":
-                    patch.setattr(SealedFile, "empty", no_descriptor)
-                (last,) = await ask(ids, p if how == "none left" else replace(p, shared=(file, 0)))
-            kept = p.patches.nbytes - 1 if how == "short" else 0
-            assert last.finish_reason == "error"
-            assert f"{kept} bytes of pixels instead of {p.patches.nbytes}" in last.error
-            wrong = ask(ids, replace(p, shared=(file, 0)))
-            right, _ = await asyncio.gather(ask(others, other), wrong)
-            assert [t for d in right for t in d.tokens] == checkpoint.greedy(others, [other], 6)
-            assert [t for d in await ask(ids, p) for t in d.tokens] == checkpoint.greedy(ids, [p], 6)
+            for number, how in enumerate(("short", "unsealed", "another kind", "none left")):
+                await check(client, number, how)
         finally:
             await client.close()
 
