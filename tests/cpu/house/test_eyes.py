@@ -265,8 +265,11 @@ def test_a_feeder_closes_though_its_queue_is_full_and_the_data_processes_failed(
     assert not feed._thread.is_alive()
 
 
-def test_a_training_pauses_goes_on_and_adds_the_tower(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
+def test_a_training_pauses_goes_on_and_adds_the_tower(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, library = tmp_path / "run", eyes.data.library_files()[::40]
+    monkeypatch.setattr(eyes.data, "library_files", lambda: library)
     before = (model / EYES_FILE).read_bytes()
     reading = 2.0  # never through the text model, which takes seconds a step on a CPU
     eyes.train(arguments(model, out=out, minutes=60.0, pause_after=0.01, reading=reading))
