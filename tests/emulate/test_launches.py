@@ -1,5 +1,7 @@
 """Launches that overlap, and what kernels rely on beyond CUDA's promises."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,11 +16,15 @@ CPU = torch.device("cpu")
 OPS = registry.all_ops()
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_experts_begin_while_the_router_runs(mode: str) -> None:
-    """One token: gate_up reads x and the ids from the router's mailbox (cuda/router_mailbox.cuh)."""
+def test_experts_begin_while_the_router_runs(mode: str, joined: bool) -> None:
+    """One token: gate_up reads x and the ids from the router's mailbox (cuda/router_mailbox.cuh). joined: widths for
+    which gate_up and down are one launch."""
     router, experts = OPS["router"], OPS["moe_int4"]
     case = next(c for c in experts.cases if c.T == 1 and c.D == 384 and c.S and not c.compact)
+    if joined:
+        case = dataclasses.replace(case, D=1792, I=256, S=256)
     args = experts.inputs(case, Make(BFLOAT16, CPU, 1))
     x, g = args.pop("x"), torch.Generator().manual_seed(4)
     gate, bias = torch.randn(case.E, case.D, generator=g).to(BFLOAT16), torch.randn(case.E, generator=g)

@@ -64,6 +64,11 @@ OWN = [
         for t, width in ((4, 256), (8, 512))  # more tokens: another kernel computes the shared expert
         for compact in (False, True)
     ),
+    *(
+        ("moe_int4", "cuda", moe_int4.Case(1, 8, 24, 1792, width, S=S, shared_fp8=compact, compact=compact))
+        for width, S in ((256, 256), (1024, 0), (1024, 512))
+        for compact in (False, True)
+    ),
     *(("moe_int4", "cuda_cluster", case) for case in test_moe_int4_cluster.CASES),
 ]
 

@@ -45,6 +45,10 @@ __device__ __forceinline__ uint4 glance16(const uint32_t* p) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void put16(uint32_t* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 
 // Word 1: launch number, SM that selects the experts (8 bits), half of the residual's mailbox of this launch (1 bit).
 constexpr int SM_BITS = 8;

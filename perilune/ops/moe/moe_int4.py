@@ -12,9 +12,9 @@ shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t
 moe_int4_mma_tma.cu for more: it reads an expert once for every 4 of its tokens. From 2 tokens on, the rows of routed
 experts do not depend on the batch. The shared expert's row depends only on whether the batch has up to 16 tokens (it is
 part of the two steps) or more (separate launches). An id outside 0 .. E - 1 is skipped; its row stays unwritten. The
-steps are two launches. For few tokens of a rank's share of the width (MAX_JOINED) they are one launch with the same
-bits, which loads weights of down while the last of h is computed. Its CTAs wait for each other, so the engine must be
-`alone` (workspace.py).
+steps are two launches. For one token (T1_JOINED) or few (MAX_JOINED) of a rank's share of the width they are one launch
+with the same bits, which loads weights of down while the last of h is computed. Its CTAs wait for each other, so the
+engine must be `alone` (workspace.py).
 
 Overlap with the router: gate_up may read x while the kernel that writes ids still runs. So from 2 tokens on, x must be
 written before that kernel lets gate_up start (router.py's kernel waits until x is ready). One token's gate_up starts
@@ -64,6 +64,7 @@ MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its to
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
 MAX_JOINED = 2048  # max T * I for gate_up and down in one launch; above, that kernel's fewer registers cost more
+T1_JOINED = (256, 1024)  # widths I with one launch for one token; others gain nothing from it
 MAX_CHOICES = 32  # experts per token
 MAX_SHARED = 16  # max tokens for which the routed experts' launches compute the shared expert too
 UNITS = 4 + 2 * (MAX_PAIRS + 4)  # words of counters, `Units` in moe_int4_mma_tma.cu
@@ -181,6 +182,7 @@ def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
 
 _gate_up = build.launcher(T1, "moe_int4_t1_gate_up", "p" * 11 + "lppf" + "l" * 6 + "p")
 _down = build.launcher(T1, "moe_int4_t1_down", "p" * 12 + "l" * 8 + "p")
+_one_launch = build.launcher(T1, "moe_int4_t1", "p" * 16 + "lppf" + "l" * 7 + "p")
 _both = build.launcher(MMA_TMA, "moe_int4_mma_tma", "p" * 17 + "l" * 9 + "p")
 
 
@@ -251,18 +253,26 @@ def cuda(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp |
     upper, lower = places(gate_up, fused.gate_up if fused else None), places(down, fused.down if fused else None)
     hidden = (h.data_ptr(), h.data_ptr() + 2 * T * k * I)  # routed, shared
     if one:
-        # Work counters, [0] of gate_up and [1] of down: units that CTAs have taken. Each kernel clears the other's.
         words, number = mailbox(memory).words.data_ptr(), published.number if published else 0
-        taken = memory.zeros("moe_int4.taken", 2).data_ptr(), words, number
         found = published.source if published else None
         begin = (found.residual.data_ptr(), found.norm.data_ptr(), found.eps) if found else (None, None, 0.0)
         sizes = (k, E, D, I, S)
-        failed = _gate_up()(
-            x.data_ptr(), ids.data_ptr(), *upper, *hidden, *taken, *begin, *sizes, processors, memory.stream
-        ) or _down()(
-            *hidden, ids.data_ptr(), weights.data_ptr(), *lower, y.data_ptr(), *taken, *sizes, P, processors,
-            memory.stream,
-        )  # fmt: skip
+        row = 0 if fused is None else S * fused.down.weight.element_size()
+        if memory.alone and I in T1_JOINED and D % 1792 == 0 and row % 128 == 0:
+            joint = memory.zeros(("moe_int4.joint", processors, k, I), 4 + (k + 1) * I).data_ptr()
+            failed = _one_launch()(
+                x.data_ptr(), ids.data_ptr(), weights.data_ptr(), *upper, *lower, y.data_ptr(), joint, words, number,
+                *begin, *sizes, P, processors, memory.stream,
+            )  # fmt: skip
+        else:
+            # Work counters, [0] of gate_up and [1] of down: units that CTAs have taken. Each kernel clears the other's.
+            taken = memory.zeros("moe_int4.taken", 2).data_ptr(), words, number
+            failed = _gate_up()(
+                x.data_ptr(), ids.data_ptr(), *upper, *hidden, *taken, *begin, *sizes, processors, memory.stream
+            ) or _down()(
+                *hidden, ids.data_ptr(), weights.data_ptr(), *lower, y.data_ptr(), *taken, *sizes, P, processors,
+                memory.stream,
+            )  # fmt: skip
     else:
         units = memory.zeros(("moe_int4.units", processors), UNITS).data_ptr()
         apart = not memory.alone or I not in (256, 512) or T * I > MAX_JOINED

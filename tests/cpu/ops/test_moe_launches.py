@@ -64,6 +64,7 @@ LAUNCHES: dict[str, Callable[[Recorder], Any]] = {
         for n, c in {
             "T=1": _experts(1), "T=1 S": _experts(1, S=128),
             "T=1 fp8 compact": _experts(1, S=64, shared_fp8=True, compact=True),
+            "T=1 of eight": moe_int4.Case(1, 2, 4, 1792, 256, S=256, shared_fp8=True, compact=True),
             "T=2": _experts(2, S=128), "T=8 fp8": _experts(8, S=128, shared_fp8=True),
             "T=16 compact": _experts(16, S=128, compact=True), "T=17 S": _experts(17, S=128),
             "T=17 fp8": _experts(17, S=128, shared_fp8=True),

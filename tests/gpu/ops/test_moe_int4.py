@@ -66,7 +66,7 @@ def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: boo
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize(("tokens", "width"), [(2, 512), (4, 512), (4, 256), (8, 256)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 256), (1, 1024), (2, 512), (4, 512), (4, 256), (8, 256)])
 def test_one_launch_gives_the_bits_of_two(tokens: int, width: int, compact: bool) -> None:
     """In a graph, so that launches follow each other closely: counters of finished tiles are used by turns."""
     case = moe_int4.Case(tokens, K2.top_k, 96, K2.hidden, width, S=width, shared_fp8=True, compact=compact)
@@ -109,10 +109,11 @@ def test_clusters_give_the_bits_of_the_others_each_time(tokens: int, experts: in
         assert torch.equal(moe_int4.op.impls["cuda_cluster"].run(*args.values()), wanted)
 
 
+@pytest.mark.parametrize("width", [K2.width, K2.width // 8])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_choice_that_is_published(fp8: bool) -> None:
+def test_a_choice_that_is_published(fp8: bool, width: int) -> None:
     """In a graph, where the experts start before x is there: the same bits as those of a call that waits."""
-    case = moe_int4.Case(1, K2.top_k, 24, K2.hidden, K2.width, S=K2.width, shared_fp8=fp8)
+    case = moe_int4.Case(1, K2.top_k, 24, K2.hidden, width, S=width, shared_fp8=fp8)
     make = Make(torch.bfloat16, CUDA, 5)
     args = moe_int4.inputs(case, make)
     gate, bias = make.randn(case.E, case.D, scale=case.D**-0.5), torch.zeros(case.E, device=CUDA)

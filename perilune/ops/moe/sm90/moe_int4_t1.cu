@@ -1,10 +1,11 @@
 // The MoE block for one token. Contract in moe_int4.py.
 //
-// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y. A tile is 16 rows of weights: the rows
-// of the tensor core's A; all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles
-// make a unit. A slot of the CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or
-// two. A producer warp only issues these copies (issuing one per row took longer than the transfers). KS consumer warps
-// split the k of a tile, a chunk of the slot each, and their sums are added through shared memory.
+// Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y; or one launch (JOINED), in which a CTA
+// goes on from gate_up to down (moe_int4_t1_joined.cuh). A tile is 16 rows of weights: the rows of the tensor core's A;
+// all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles make a unit. A slot of the
+// CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or two. A producer warp only
+// issues these copies (issuing one per row took longer than the transfers). KS consumer warps split the k of a tile, a
+// chunk of the slot each, and their sums are added through shared memory.
 //
 // INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group have one scale
 // per row, applied to their fp32 result: exact. The shared expert (bf16 or e4m3) takes activations in the same order.
@@ -20,7 +21,7 @@
 //
 // The ring of gate_up is no deeper than full bandwidth needs: other loads, such as the router's, return only after
 // those of all slots that were requested before.
-#include "moe/sm90/moe_int4_t1.cuh"
+#include "moe/sm90/moe_int4_t1_joined.cuh"
 
 #include <type_traits>
 
@@ -29,7 +30,7 @@ using namespace moe;
 
 namespace {
 
-template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY>
+template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY, bool JOINED = false>
 struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base = OneToken<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
@@ -42,6 +43,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base::choice_of;
   using Base::CONSUMERS;
   using Base::dealt;
+  using Base::int4_share;
   using Base::meet_all;
   using Base::memory;
   using Base::other_half;
@@ -51,7 +53,6 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base::plan_of;
   using Base::release;
   using Base::ROWS;
-  using Base::scale_at;
   using Base::scales_of;
   using Base::SHARE;
   using Base::SLOT;
@@ -66,7 +67,8 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 
   // ---- the producer warp ----
 
-  static __device__ void produce(const Args& a, const Maps& maps, Range shared_units, Asked asked, Range own) {
+  static __device__ void produce(const Args& a, const Maps& maps, const Joint& j, Range shared_units, Asked asked,
+                                 Range own) {
     const int lane = threadIdx.x % 32;
     int into = 0, phase = 1, buffer = 0;
     bool refills = false;  // the next slot has been filled before
@@ -146,6 +148,10 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         copy(a.routed, maps.routed, p.chosen[s].expert, u - s * per_expert, u);
         barrier_wait(&barriers().empty[into], phase);  // take the next unit only when a slot is free
       }
+      if constexpr (JOINED) {
+        Down<COMPACT>::produce(a, j, {into, phase, refills});
+        return;
+      }
       barrier_wait(&barriers().empty[into], phase);
       if (lane == 0) {
         barriers().taken[into] = -1;
@@ -161,7 +167,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 
   // ---- the consumer warps ----
 
-  static __device__ void consume(const Args& a, Range shared_units) {
+  static __device__ void consume(const Args& a, const Joint& j, Range shared_units) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
     int from = 0, phase = 0, buffer = 0, turn = 0;
@@ -195,6 +201,8 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       if (GATE_UP) let_successor_start();  // not before: the next kernel reads the ids as soon as it starts
       waited = true;
     };
+    uint32_t started = 0;
+    if (JOINED && tid == 0) started = atomicAdd(j.counts, 1);
     Window window{0, 0};
     if (GATE_UP && a.launch && a.fresh != nullptr) {
       stage_fresh(a);
@@ -211,6 +219,10 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       if (p.units.first < p.units.end) staged = p.chosen[choice_of(a, p.units.first)].number;
       stage_both(a, staged < 0 ? nullptr : a.in + staged * a.K, shared_units.first < shared_units.end);
     }
+    if (JOINED && tid == 0) {
+      barriers().half = started / gridDim.x % 2;  // other warps read it after a tile's barrier, or after `planned`
+      barrier_arrive(&barriers().planned);
+    }
     if (!GATE_UP && blockIdx.x == 0 && warp == 0) {
       if (lane == 0) *a.counter = 0;
       if (a.launch) mailbox::wipe(a.mailbox);
@@ -226,7 +238,9 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       if (!GATE_UP || !a.launch) wait();  // with a.launch, x is ready: all readers of the old h have ended
       finish(total[0], total[2], [&](int row, float v, float up) {
         const int at = (u * RT + rt) * ROWS + row;
-        if (GATE_UP) {
+        if constexpr (JOINED) {
+          Down<COMPACT>::hand_on(Down<COMPACT>::row_of(j, a.k) + u * ROWS / 2, v / (1 + __expf(-v)) * up);
+        } else if (GATE_UP) {
           a.out_shared[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
         } else {
           static_cast<float*>(a.out)[static_cast<int64_t>(a.P - 1) * a.shared.tiles * ROWS + at] = v;
@@ -236,6 +250,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     if (!GATE_UP || !a.launch) wait();
     barrier_wait(&barriers().planned, 0);
     if (GATE_UP && EARLY) wait();  // the ids are published, so the router is about to end
+    if (JOINED && tid == 0) Down<COMPACT>::clear(j);
 
     const Plan& p = plan_of();
     const Range units = p.units;
@@ -257,7 +272,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
       }
       staged = chosen.number;
-      float above_sum = 0, below_sum = 0;
+      float sums[2] = {};
       const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
       const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
       const uint8_t* scale = scale_upper + buffer * a.block;
@@ -267,7 +282,6 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       int left = a.routed.row - own;
       for (int n = 0; n < slots; n++) {
         barrier_wait(&barriers().full[from], phase);
-        const uint32_t slot = shared_address(memory(from * SLOT));
         // A warp without a share of the slot reads arbitrary values within shared memory, and uses none.
         const Scales above = scales_of(scale, a.scale_row);
         const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
@@ -275,30 +289,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
           factor_upper = bf16_at(factor) * (RESULT / 255);
           factor_lower = bf16_at(factor + rows_between * 2) * (RESULT / 255);
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          if (left <= h * 64) break;
-          float starts[4];  // start values of this half's groups
-          *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
-#pragma unroll
-          for (int pair = 0; pair < 2; pair++) {
-            uint32_t w[4];
-            load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int group = h * 4 + pair * 2 + half;
-              const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
-              uint32_t low[4], high[4];
-              nibbles(w[half * 2], w[half * 2 + 1], low, high);
-              const float f = scale_at(above, group), k = scale_at(below, group);
-              float d[4] = {};
-              mma(d, low, b.x, b.y, bf16());
-              mma(d, high, b.z, b.w, bf16());
-              above_sum += f * (d[0] + starts[pair * 2 + half]);
-              below_sum += k * (d[2] + starts[pair * 2 + half]);
-            }
-          }
-        }
+        int4_share(from, near, far, left, x, start, above, below, sums);
         release(a, from, phase);
         left -= PIECE;
         scale += PIECE / (COMPACT ? 16 : 8);
@@ -306,9 +297,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         start += PIECE / 16;
       }
       wait();
-      finish(above_sum * factor_upper, below_sum * factor_lower, [&](int row, float v, float up) {
+      finish(sums[0] * factor_upper, sums[1] * factor_lower, [&](int row, float v, float up) {
         const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
-        if (GATE_UP) {
+        if constexpr (JOINED) {
+          Down<COMPACT>::hand_on(Down<COMPACT>::row_of(j, chosen.number) + unit * ROWS / 2, v / (1 + __expf(-v)) * up);
+        } else if (GATE_UP) {
           static_cast<bf16*>(a.out)[at] = __float2bfloat16(v / (1 + __expf(-v)) * up);
         } else {
           static_cast<float*>(a.out)[at] = v * chosen.weight;
@@ -316,9 +309,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       });
     }
     wait();
+    if constexpr (JOINED) Down<COMPACT>::consume(j, from, phase);
   }
 
-  static __device__ void run(const Args& a, const Maps& maps) {
+  // j: used if JOINED.
+  static __device__ void run(const Args& a, const Maps& maps, const Joint& j) {
     const int shared_all = a.shared.tiles / RT, c = blockIdx.x;
     const Range shared_units{before(a, c, shared_all), before(a, c + 1, shared_all)};
     const bool copies = threadIdx.x >= CONSUMERS;
@@ -336,16 +331,16 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
           barrier_init(&barriers().full[n], 1);
           barrier_init(&barriers().empty[n], WARPS);
         }
-        barrier_init(&barriers().planned, 1);
+        barrier_init(&barriers().planned, JOINED ? 2 : 1);
         barriers_visible();
       }
       __syncwarp();
     }
     barriers_known<Base::THREADS>(copies);
     if (copies) {
-      produce(a, maps, shared_units, asked, own);
+      produce(a, maps, j, shared_units, asked, own);
     } else {
-      consume(a, shared_units);
+      consume(a, j, shared_units);
     }
   }
 };
@@ -354,7 +349,14 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
 __global__ __maxnreg__(GATE_UP ? 88 : EARLY ? 64 : 72) void moe_int4_t1_kernel(
     const __grid_constant__ Args a, const __grid_constant__ Maps maps) {
-  Kernel<GATE_UP, COMPACT, KS, RT, EARLY>::run(a, maps);
+  Kernel<GATE_UP, COMPACT, KS, RT, EARLY>::run(a, maps, Joint{});
+}
+
+template <bool COMPACT>
+__global__ __maxnreg__(88) void moe_int4_t1_joined_kernel(const __grid_constant__ Args a,
+                                                          const __grid_constant__ Maps maps,
+                                                          const __grid_constant__ Joint j) {
+  Kernel<true, COMPACT, 7, 1, true, true>::run(a, maps, j);
 }
 
 template <typename K>
@@ -363,8 +365,9 @@ bool describe(CUtensorMap* map, const Matrix& m, int64_t rows, int chunk) {
                         {chunk, rows, m.row / chunk}, {m.row, chunk}, {chunk, K::BOX_ROWS, K::PIECE / chunk});
 }
 
+// j: the second part of a launch of both products, or null.
 template <bool GATE_UP, bool COMPACT, int KS, int RT, int CTAS, bool EARLY>
-int start(Args a, int sms, void* stream) {
+int start(Args a, int sms, void* stream, Joint* j = nullptr) {
   using K = Kernel<GATE_UP, COMPACT, KS, RT, EARLY>;
   constexpr int FIXED = 3072;  // bytes, more than static shared memory and the driver's
   constexpr int MOST = 228 * 1024 / CTAS - FIXED;
@@ -373,12 +376,16 @@ int start(Args a, int sms, void* stream) {
   if (!shares) a.shared.row = a.routed.row;
   a.chunk = a.routed.row % 128 || a.shared.row % 128 ? 64 : 128;
   const int ctas = CTAS * sms, per_unit = divide_up(min(a.routed.row, a.shared.row), K::PIECE);
+  const auto bytes = [&] {
+    const int of_one = K::arrange(a, K::BOTH);
+    return j == nullptr ? of_one : Down<COMPACT>::arrange(a, j->down, of_one);
+  };
   auto fits = [&](int slots) {
     a.slots = slots;
     // The slot that brings new scales must have held the old unit's last piece, or a later one: then all warps have
     // read the old scales.
     a.scale_buffers = divide_up(slots - 1, per_unit) + 1;
-    return K::arrange(a, K::BOTH) <= MOST;
+    return bytes() <= MOST;
   };
   int slots = K::MOST_SLOTS;
   while (slots > 2 && !fits(slots)) slots--;
@@ -392,14 +399,48 @@ int start(Args a, int sms, void* stream) {
   }
   a.dealt = a.k * per_expert > ctas ? ctas : 0;
   K::deal(a, ctas);
-  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS),
-                K::arrange(a, K::BOTH), stream, 1, a, maps);
+  if constexpr (GATE_UP && EARLY) {
+    if (j != nullptr) {
+      using D = Down<COMPACT>;
+      Args& d = j->down;
+      const bool rows_fill = d.routed.row % 128 == 0 && d.shared.row % 128 == 0 && d.routed.tiles % D::TILES == 0;
+      if (a.chunk != 128 || !rows_fill || !describe<D>(&j->maps.routed, d.routed, d.routed_rows, 128) ||
+          (shares && !describe<D>(&j->maps.shared, d.shared, d.shared_rows, 128))) {
+        return -1;
+      }
+      const int units = d.routed.tiles / D::TILES;
+      d.chunk = 128, d.reciprocal = static_cast<uint32_t>(((int64_t(1) << 32) + units - 1) / units);
+      D::deal(d, ctas);
+      return launch(moe_int4_t1_joined_kernel<COMPACT>, dim3(ctas), dim3(K::THREADS), bytes(), stream, 1, a, maps, *j);
+    }
+  }
+  return launch(moe_int4_t1_kernel<GATE_UP, COMPACT, KS, RT, CTAS, EARLY>, dim3(ctas), dim3(K::THREADS), bytes(),
+                stream, 1, a, maps);
 }
 
 Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
               int64_t tiles) {
   return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
           expert, second, static_cast<int>(row), static_cast<int>(tiles)};
+}
+
+Args gate_up_of(const void* packed, const void* scale, const void* row, const void* shared, const void* shared_scale,
+                int64_t k, int64_t E, int64_t D, int64_t I, int64_t S) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
+  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
+  return a;
+}
+Args down_of(const void* packed, const void* scale, const void* row, const void* shared, const void* shared_scale,
+             int64_t k, int64_t E, int64_t D, int64_t I, int64_t S) {
+  Args a = {};
+  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
+  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.S = static_cast<int>(S);
+  a.routed_rows = D * E, a.shared_rows = D;
+  return a;
 }
 
 }  // namespace
@@ -412,16 +453,12 @@ API int moe_int4_t1_gate_up(const void* x, const void* ids, const void* packed, 
                               const void* shared, const void* shared_scale, void* h, void* h_shared, void* counter,
                               void* mailbox, int64_t launch, const void* fresh, const void* norm, float eps, int64_t k,
                               int64_t E, int64_t D, int64_t I, int64_t S, int64_t sms, void* stream) {
-  Args a = {};
+  Args a = gate_up_of(packed, scale, row, shared, shared_scale, k, E, D, I, S);
   a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
-  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
   a.in = a.in_shared = static_cast<const bf16*>(x);
   a.ids = static_cast<const int*>(ids);
   a.out = h;
   a.out_shared = static_cast<bf16*>(h_shared);
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
-  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   const auto of = [&](auto early) {
@@ -437,17 +474,13 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
                            const void* packed, const void* scale, const void* row, const void* shared,
                            const void* shared_scale, void* y, void* counter, void* mailbox, int64_t launch, int64_t k,
                            int64_t E, int64_t D, int64_t I, int64_t S, int64_t P, int64_t sms, void* stream) {
-  Args a = {};
-  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
+  Args a = down_of(packed, scale, row, shared, shared_scale, k, E, D, I, S);
   a.in = static_cast<const bf16*>(h);
   a.in_shared = static_cast<const bf16*>(h_shared);
   a.ids = static_cast<const int*>(ids);
   a.weights = static_cast<const float*>(weights);
   a.out = y;
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.P = static_cast<int>(P);
-  a.S = static_cast<int>(S);
-  a.routed_rows = D * E, a.shared_rows = D;
+  a.P = static_cast<int>(P);
   a.counter = static_cast<uint32_t*>(counter);
   a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
   const auto of = [&](auto warps, auto tiles, auto early) {
@@ -462,4 +495,31 @@ API int moe_int4_t1_down(const void* h, const void* h_shared, const void* ids, c
   if (fills(8)) return of(integral_constant<int, 1>(), integral_constant<int, 8>(), std::true_type());
   return I <= EARLY_WIDTH ? of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::true_type())
                           : of(integral_constant<int, 4>(), integral_constant<int, 2>(), std::false_type());
+}
+
+// y [P, D] from x [D] in one launch; the engine must have the GPU for itself. D a multiple of 1,792, I of 256, bytes of
+// a row of the shared expert's down of 128; S at most I. memory: 4 words of counters, then the mailbox of h, (k + 1) I
+// words; zero at first, and used by launches of these sizes only. Other arguments: as of the two launches.
+API int moe_int4_t1(const void* x, const void* ids, const void* weights, const void* up_packed, const void* up_scale,
+                    const void* up_row, const void* up_shared, const void* up_shared_scale, const void* down_packed,
+                    const void* down_scale, const void* down_row, const void* down_shared,
+                    const void* down_shared_scale, void* y, void* memory, void* mailbox, int64_t launch,
+                    const void* fresh, const void* norm, float eps, int64_t k, int64_t E, int64_t D, int64_t I,
+                    int64_t S, int64_t P, int64_t sms, void* stream) {
+  uint32_t* words = static_cast<uint32_t*>(memory);
+  Args a = gate_up_of(up_packed, up_scale, up_row, up_shared, up_shared_scale, k, E, D, I, S);
+  a.fresh = static_cast<const uint32_t*>(fresh), a.norm = static_cast<const bf16*>(norm), a.eps = eps;
+  a.in = a.in_shared = static_cast<const bf16*>(x);
+  a.ids = static_cast<const int*>(ids);
+  a.counter = words + 2;
+  a.mailbox = static_cast<uint32_t*>(mailbox), a.launch = static_cast<uint32_t>(launch);
+  Joint j = {};
+  j.down = down_of(down_packed, down_scale, down_row, down_shared, down_shared_scale, k, E, D, I, S);
+  j.down.weights = static_cast<const float*>(weights);
+  j.down.out = y;
+  j.down.P = static_cast<int>(P);
+  j.parts = I == 256 ? 1 : I == 512 ? 2 : 4;
+  j.counts = words, j.h = words + 4, j.half = static_cast<int>((k + 1) * I / 2);
+  return up_row == nullptr ? start<true, false, 7, 1, 2, true>(a, static_cast<int>(sms), stream, &j)
+                           : start<true, true, 7, 1, 2, true>(a, static_cast<int>(sms), stream, &j);
 }

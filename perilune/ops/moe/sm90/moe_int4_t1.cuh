@@ -1,5 +1,5 @@
 // Parts of moe_int4_t1.cu: a CTA's shared memory, the split of work over CTAs, and a consumer warp's part of a slot:
-// staged activations, scales, tiles of the shared expert.
+// staged activations, scales, tiles of the chosen experts and of the shared one.
 #pragma once
 #include "cuda/router_mailbox.cuh"
 #include "cuda/residual_mailbox.cuh"
@@ -64,20 +64,12 @@ struct Range {
 
 struct Plan {
   Chosen chosen[MAX_CHOICES];
+  int count;    // of `chosen`
   Range units;  // of the numbers of all (choice, unit), choice by choice
 };
 
-__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
-
-template <bool GATE_UP, bool COMPACT, int KS, int RT>
-struct OneToken {
-  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: one warp's, all KS warps'
-  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
-  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // adjacent rows, of one copy
-  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
-
+// A CTA's shared memory.
+struct InShared {
   static __device__ __forceinline__ uint8_t* memory(int at) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     return bytes + at;
@@ -89,11 +81,24 @@ struct OneToken {
   struct Barriers {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
     int taken[MAX_SLOTS];  // gate_up: the unit that begins in a slot; negative: no more units
+    uint32_t half;         // JOINED: of h's mailbox, in this launch
   };
   static __device__ __forceinline__ Barriers& barriers() {
     __shared__ Barriers b;
     return b;
   }
+};
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+
+template <bool GATE_UP, bool COMPACT, int KS, int RT>
+struct OneToken : InShared {
+  static constexpr int WARPS = KS * RT, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+  static constexpr int SHARE = 128, PIECE = KS * SHARE;  // bytes of a row in a slot: one warp's, all KS warps'
+  static constexpr int UNIT_ROWS = 16 * RT, SLOT = UNIT_ROWS * PIECE;
+  static constexpr int BOX_ROWS = GATE_UP ? UNIT_ROWS / 2 : UNIT_ROWS;  // adjacent rows, of one copy
+  static constexpr int ROWS = GATE_UP ? 8 : 16;  // results of a tile
 
   // ---- which units this CTA works on: by one warp ----
 
@@ -149,7 +154,7 @@ struct OneToken {
     const int all = __popc(found) * per_expert, s = __popc(found & ((1u << lane) - 1));
     if (valid) p.chosen[s] = Chosen{v.expert, lane, v.weight};
     if (!GATE_UP && all != a.k * per_expert) own = {before(a, blockIdx.x, all), before(a, blockIdx.x + 1, all)};
-    if (lane == 0) p.units = GATE_UP ? Range{0, all} : own;
+    if (lane == 0) p.count = __popc(found), p.units = GATE_UP ? Range{0, all} : own;
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().planned);
   }
@@ -304,10 +309,43 @@ struct OneToken {
     return __bfloat162float(*reinterpret_cast<const bf16*>(at));
   }
 
-  // total = a tile of the shared expert times x. STAGED: x is in shared memory already.
+  // sums += rows g and g + 8 of this warp's tile times x, of its share of slot `from`, of which it has `left` bytes.
+  // start: start values of the sums of x's groups of 32 k.
+  static __device__ __forceinline__ void int4_share(int from, int near, int far, int left, const uint8_t* x,
+                                                    const float* start, const Scales& above, const Scales& below,
+                                                    float (&sums)[2]) {
+    const uint32_t slot = shared_address(memory(from * SLOT));
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (left <= h * 64) break;
+      float starts[4];  // of this half's groups
+      *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) {
+        uint32_t w[4];
+        load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int group = h * 4 + pair * 2 + half;
+          const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
+          uint32_t low[4], high[4];
+          nibbles(w[half * 2], w[half * 2 + 1], low, high);
+          const float f = scale_at(above, group), k = scale_at(below, group);
+          float d[4] = {};
+          mma(d, low, b.x, b.y, bf16());
+          mma(d, high, b.z, b.w, bf16());
+          sums[0] += f * (d[0] + starts[pair * 2 + half]);
+          sums[1] += k * (d[2] + starts[pair * 2 + half]);
+        }
+      }
+    }
+  }
+
+  // total = a tile of the shared expert times x; with `step` > 1, of every step-th slot from slot `begin` on. STAGED: x
+  // is in shared memory already.
   template <bool FP8, bool STAGED>
   static __device__ __forceinline__ void dense_tile(const Args& a, int buffer, Window& window, int& from, int& phase,
-                                                    float (&total)[4]) {
+                                                    float (&total)[4], int begin = 0, int step = 1) {
     constexpr int EACH = FP8 ? 2 : 1;    // pieces of x for 16 bytes of weights
     constexpr int PIECES = FP8 ? 8 : 4;  // pieces of x for 64 bytes of weights
     constexpr int SLOT_PIECES = PIECE / 64 * PIECES;
@@ -317,7 +355,7 @@ struct OneToken {
     float acc[2][4] = {};
     const int near = place(a, ks, rt, g, t), far = other_half(a, near), below = place(a, ks, rt, g + 8, t) - near;
     float upper = FP8 ? 1 : 1 / RAISED, lower = upper;
-    for (int n = 0; n < slots; n++) {
+    for (int n = begin; n < slots; n += step) {
       const int piece = n * SLOT_PIECES;
       if (!STAGED && (piece < window.first || min(piece + SLOT_PIECES, all) > window.end)) {
         if (window.end > 0) meet_all();  // all warps have read the previous activations
@@ -328,7 +366,7 @@ struct OneToken {
       barrier_wait(&barriers().full[from], phase);
       const uint8_t* slot = memory(from * SLOT);
       const uint8_t* x = memory(a.xs_shared) + (piece - window.first + own / 64 * PIECES + t * EACH) * 16;
-      if (FP8 && n == 0) {
+      if (FP8 && n == begin) {
         const float* factor = reinterpret_cast<const float*>(memory(a.held) + buffer * a.block + a.scales);
         upper = factor[GATE_UP ? rt * 8 + g : rt * 16 + g] * (0x1p120f / RAISED);
         lower = factor[GATE_UP ? RT * 8 + rt * 8 + g : rt * 16 + g + 8] * (0x1p120f / RAISED);
