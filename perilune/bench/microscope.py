@@ -451,6 +451,8 @@ def breakdown(replay: Callable[[], int], reads: list[tuple[str, float]]) -> list
         (LAYER, last, last + length),
         ("after", last + length, count),
     )
+    if experts == 1:
+        reads = [*reads[:-2], ("gate, up and down", reads[-2][1] + reads[-1][1])]
     lines = []
     for title, begin, end in parts:
         lines.append(f"{title}: {sum(gaps[begin:end]):.1f} us, {end - begin} kernels")
