@@ -418,31 +418,6 @@ int start(Args a, int sms, void* stream, Joint* j = nullptr) {
                 stream, 1, a, maps);
 }
 
-Matrix matrix(const void* data, const void* scale, const void* factor, int64_t expert, int64_t second, int64_t row,
-              int64_t tiles) {
-  return {static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(factor),
-          expert, second, static_cast<int>(row), static_cast<int>(tiles)};
-}
-
-Args gate_up_of(const void* packed, const void* scale, const void* row, const void* shared, const void* shared_scale,
-                int64_t k, int64_t E, int64_t D, int64_t I, int64_t S) {
-  Args a = {};
-  a.routed = matrix(packed, scale, row, 2 * I, I, D / 2, I / 8);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, S, shared_scale == nullptr ? 2 * D : D, S / 8);
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(D);
-  a.routed_rows = 2 * I * E, a.shared_rows = 2 * S;
-  return a;
-}
-Args down_of(const void* packed, const void* scale, const void* row, const void* shared, const void* shared_scale,
-             int64_t k, int64_t E, int64_t D, int64_t I, int64_t S) {
-  Args a = {};
-  a.routed = matrix(packed, scale, row, D, 8, I / 2, D / 16);
-  a.shared = matrix(shared, nullptr, shared_scale, 0, 8, shared_scale == nullptr ? 2 * S : S, S ? D / 16 : 0);
-  a.k = static_cast<int>(k), a.E = static_cast<int>(E), a.K = static_cast<int>(I), a.S = static_cast<int>(S);
-  a.routed_rows = D * E, a.shared_rows = D;
-  return a;
-}
-
 }  // namespace
 
 // h [k, I] and h_shared [S] from x [D]; S = 0: no shared expert. `row` is null unless scales are compact,
