@@ -23,6 +23,7 @@ def command(name: str) -> None:
     key = f"plk-{secrets.token_urlsafe(32)}"
     click.echo(f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n')
     click.echo(f"The key of {name}, not stored anywhere: {key}", err=True)
-    file = Path("/dev/stdout").resolve()
-    if file.is_file() and readable_by_others(file):
+    output = Path("/dev/stdout")  # By this name, the file is found even if its directory is closed to this user.
+    if output.is_file() and readable_by_others(output):
+        file = output.resolve()
         click.echo(f"warning: {file} is readable by others: chmod 600 {file}", err=True)

@@ -1,6 +1,7 @@
 """Exit codes of `perilune`: 0 is success, whatever went wrong is not. CliRunner does not go through `main`, so every
 case here is a process of its own, some of the installed script."""
 
+import importlib
 import json
 import os
 import shutil
@@ -166,14 +167,22 @@ def shared() -> None:
     os.fchmod(1, 0o644)
 
 
+def another_user() -> None:
+    """Who may not enter the file's directory, if the tests run as root."""
+    importlib.import_module("perilune.cli.key")  # as that user cannot
+    shared()
+    if os.getuid() == 0:
+        os.setuid(65534)
+
+
 def nowhere() -> None:
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
 
 
-@pytest.mark.parametrize("before", [None, shared, nowhere])
+@pytest.mark.parametrize("before", [None, shared, another_user, nowhere])
 def test_a_key_file_that_others_may_read_is_named(tmp_path: Path, before: Callable[[], None] | None) -> None:
     done, file = perilune(tmp_path, "key", "a", before=before), tmp_path / "stdout"
-    warned = [f"warning: {file} is readable by others: chmod 600 {file}"] if before is shared else []
+    warned = [f"warning: {file} is readable by others: chmod 600 {file}"] if before in (shared, another_user) else []
     assert done.returncode == 0 and done.stderr.splitlines()[1:] == warned
 
 
