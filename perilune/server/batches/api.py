@@ -60,6 +60,7 @@ async def _create_file(request: Request) -> Response:
         reserved.callback(store.free, owner, len(file.data))
         id = new_id("file")
         source = await asyncio.to_thread(store.write, owner, id, file.data)
+        reserved.callback(source.unlink)
         about = {"filename": file.filename, "purpose": purpose}
         made = store.keep(owner, id, source, about, seconds)
         reserved.pop_all()

@@ -232,7 +232,7 @@ class Batches:
             if not isinstance(e, RequestError):
                 log.error("batch %s failed: %s", batch.id, e, exc_info=e)
                 e = RequestError("the server has a fault, which its log describes", code="server_error")
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RequestError):
                 batch.fail([_error(e, None)])
 
     async def _work(self, batch: Batch) -> None:

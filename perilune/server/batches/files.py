@@ -5,6 +5,7 @@ names, so that none is incomplete. One server uses a directory at a time. All ca
 loop.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -27,6 +28,17 @@ MIN_EXPIRY_SECONDS = 3600
 OWNER_SHARE = 0.5  # share of `limit_bytes` that one API key may fill
 FREE_BYTES = 256 << 20  # bytes of the disk that are left free
 _ID = re.compile(r"(?:file|batch)[-_][0-9a-f]{32}")
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """In place of the OSError of a full disk, raises RequestError 507."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _disk_full() from e
 
 
 class FileStore:
@@ -54,6 +66,7 @@ class FileStore:
     def close(self) -> None:
         os.close(self._lock)
 
+    @full_disk()
     def folder(self, owner: str) -> Path:
         """The folder with the files of a key; owner "": a server without keys."""
         folder = self.directory / f"key-{owner}"
@@ -89,16 +102,9 @@ class FileStore:
         self._bytes[owner] = self._bytes.get(owner, 0) + size
 
     def write(self, owner: str, id: str, data: bytes) -> Path:
-        """Writes data to a temporary file, for `keep`. Its bytes must have been reserved. Blocks on the disk.
-        RequestError 507 if that is full."""
+        """Writes data to a temporary file, for `keep`. Its bytes must have been reserved. Blocks on the disk."""
         path = self.folder(owner) / f"{id}.new"
-        try:
-            write_synced(path, data)
-        except OSError as e:
-            path.unlink(missing_ok=True)
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise _disk_full() from e
+        write_synced(path, data)
         return path
 
     def keep(
@@ -175,12 +181,18 @@ def new_id(kind: str) -> str:
     return f"{kind}{'-' if kind == 'file' else '_'}{uuid.uuid4().hex}"
 
 
+@full_disk()
 def write_synced(path: Path, data: bytes) -> None:
+    """Leaves no file where it fails."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -262,7 +262,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "those with status 200 and of others, in any order: custom_id says which is which.",
         body=BatchBody,
         answer=batch_answers.Batch,
-        errors=(429,),
+        errors=(429, 507),
         example={
             "input_file_id": "file-1",
             "endpoint": "/v1/chat/completions",

@@ -34,19 +34,23 @@ async def test_the_store_is_bounded(s: Served, tmp_path: Path) -> None:
     assert len(await answers(client, done.output_file_id)) == done.request_counts.completed
 
 
-@pytest.mark.parametrize("during", [False, True])
+# Files that fit: the upload, its record, the batch's. -1: nor does their folder; -2: too little of the disk is free.
+@pytest.mark.parametrize("fit", range(-2, 3))
 @batched()
-async def test_a_full_disk_is_no_full_store(s: Served, during: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-        raise OSError(errno.ENOSPC, "full")
+async def test_a_full_disk_is_no_full_store(s: Served, fit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, client = iter(range(fit)), sdk(s).with_options(max_retries=0)
 
-    monkeypatch.setattr(files, *(("write_synced", fails) if during else ("FREE_BYTES", 1 << 62)))
-    with pytest.raises(openai.InternalServerError, match="the server's disk is full") as full:
-        await sdk(s).with_options(max_retries=0).files.create(file=("a", b"x"), purpose="batch")
+    def fails(*_: object) -> None:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch, pytest.raises(openai.InternalServerError, match="disk is full") as full:
+        patch.setattr(*((files, "FREE_BYTES", 1 << 62) if fit == -2 else (os, "mkdir" if fit < 0 else "fsync", fails)))
+        file = await client.files.create(file=("a", b"x"), purpose="batch")
+        await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     store: FileStore = s.client.app.state.batches.store
-    assert (full.value.status_code, full.value.code) == (507, "disk_full") and store.size_bytes == 0
-    assert not [*store.folder("").iterdir()]
+    assert (full.value.status_code, full.value.code) == (507, "disk_full") and store.size_bytes == (fit == 2)
+    assert len([*store.folder("").iterdir()]) == 2 * store.size_bytes
 
 
 def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
