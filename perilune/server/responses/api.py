@@ -200,6 +200,7 @@ class Answer:
     def failed(self, error: Exception) -> dict[str, Any]:
         """The event that ends a stream after an error."""
         about = {"code": "server_error", "message": errors.describe(error)[1]["error"]["message"]}
+        self.output.cut()
         return self._numbered({"type": "response.failed", "response": self.response("failed", error=about)})
 
     def finished(self) -> dict[str, Any]:

@@ -364,6 +364,9 @@ async def test_a_failure_ends_the_stream_with_an_event(s: Served) -> None:
     assert events[-1]["type"] == "response.failed"
     failed = events[-1]["response"]
     assert failed["status"] == "failed" and "logits" in failed["error"]["message"]
+    (item,) = failed["output"]
+    said = "".join(e["delta"] for e in events if e["type"].endswith(".delta"))
+    assert said and (item["status"], item["content"][0]["text"]) == ("incomplete", said)
     assert (await s.client.get(f"{PATH}/{failed['id']}")).status == 404
     whole = await s.client.post(PATH, {"input": "Hi"})
     assert whole.status == 500 and "logits" in whole.error["message"]
