@@ -69,11 +69,12 @@ class Batch:
         return {name: value for name, value in self.record.items() if name != "own"}
 
     def move(self, status: str) -> None:
-        """Changes the status and writes the record."""
-        self.record["status"] = status
-        if f"{status}_at" in self.record:
-            self.record[f"{status}_at"] = int(time.time())
-        write_whole(self.path("json"), msgspec.json.encode(self.record))
+        """Changes the status and writes the record. Nothing changes if the disk is full."""
+        changed = {**self.record, "status": status}
+        if f"{status}_at" in changed:
+            changed[f"{status}_at"] = int(time.time())
+        write_whole(self.path("json"), msgspec.json.encode(changed))
+        self.record = changed
 
     def delete(self) -> None:
         for end in ("json", *ANSWERS):
@@ -97,21 +98,27 @@ class Batch:
             self.record["request_counts"]["completed" if end == "output" else "failed"] = len(ids)
 
     def finish(self, status: str) -> None:
-        """Turns the answers into files and ends the batch. If the server ends in between, `resume` completes it."""
+        """Turns the answers into files and ends the batch. If the server ends in between, `resume` completes it; if
+        the disk is full, another call does."""
         own = self.record["own"]
-        if "final" not in own:
-            own["final"] = status
+        final = own.setdefault("final", status)
+        if "files" not in own:
             own["files"] = {end: new_id("file") for end in ANSWERS if self.path(end).is_file()}
-            self.move("cancelling" if status == "cancelled" else "finalizing")
+            try:
+                self.move("cancelling" if final == "cancelled" else "finalizing")
+            except BaseException:
+                del own["files"]
+                raise
         for end, id in own["files"].items():
             if self.path(end).is_file():
                 about = {"filename": f"{self.id}_{end}.jsonl", "purpose": "batch_output"}
                 self.store.keep(self.owner, id, self.path(end), about, own["expiry_seconds"])
             self.record["output_file_id" if end == "output" else "error_file_id"] = id
-        self.move(own["final"])
+        self.move(final)
 
     def fail(self, found: list[dict[str, Any]]) -> None:
-        self.record["errors"] = {"object": "list", "data": found}
+        if "final" not in self.record["own"]:
+            self.record["errors"] = {"object": "list", "data": found}
         self.finish("failed")
 
     def path(self, end: str) -> Path:
@@ -208,7 +215,7 @@ class Batches:
     async def cancel(self, batch: Batch) -> None:
         """Cancels a batch; its answers so far are kept. No effect on a batch that has ended or is finalizing."""
         await asyncio.sleep(0)  # lets a new task enter the `try` of `_run`, which finishes a cancelled batch
-        if batch.ended or batch.task is None or batch.record["status"] == "finalizing":
+        if batch.ended or batch.task is None or "final" in batch.record["own"]:
             return
         batch.move("cancelling")  # and no `await` before `cancel`: the task could set another
         batch.task.cancel()
@@ -232,8 +239,11 @@ class Batches:
             if not isinstance(e, RequestError):
                 log.error("batch %s failed: %s", batch.id, e, exc_info=e)
                 e = RequestError("the server has a fault, which its log describes", code="server_error")
-            with contextlib.suppress(OSError, RequestError):
-                batch.fail([_error(e, None)])
+            while not batch.ended:
+                with contextlib.suppress(OSError, RequestError):
+                    batch.fail([_error(e, None)])
+                    return
+                await asyncio.sleep(RETRY_SECONDS)  # the disk may have room again
 
     async def _work(self, batch: Batch) -> None:
         batch.recover(await asyncio.to_thread(answered, batch))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -302,6 +303,26 @@ async def test_an_engine_that_is_down_is_waited_for(s: Served, monkeypatch: pyte
     assert (await sdk(s).batches.retrieve(made.id)).status == "in_progress"
     s.engine.alive = True
     assert (await ended(sdk(s), made.id)).request_counts.completed == 1
+
+
+@batched(hold=1)
+async def test_a_batch_ends_when_a_full_disk_has_room_again(s: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
+    made, tries = await begun(sdk(s), [line("a")]), list[int]()
+    await s.hangs()
+
+    def fails(handle: int) -> None:
+        tries.append(handle)
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        s.engine.release.set()
+        while len(tries) < 2:
+            await asyncio.sleep(0.002)
+        assert (await sdk(s).batches.retrieve(made.id)).status == "in_progress"
+    done = await ended(sdk(s), made.id)
+    assert (done.status, done.errors, [*await answers(sdk(s), done.output_file_id)]) == ("completed", None, ["a"])
 
 
 def test_what_never_passes_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
