@@ -68,7 +68,7 @@ def main() -> None:
     sys.exit(code or 0)
 
 
-def _with_key(e: click.NoSuchOption) -> click.NoSuchOption:
+def _with_key(e: click.NoSuchOption) -> click.UsageError:
     """The error; if the option's name is an engine key and the verb has --set, it proposes `--set KEY=VALUE`."""
     from perilune.core.config import EngineConfig
 
@@ -76,7 +76,8 @@ def _with_key(e: click.NoSuchOption) -> click.NoSuchOption:
     takes_keys = e.ctx is not None and any(p.name == "assignments" for p in e.ctx.command.params)
     if not takes_keys or key not in EngineConfig.__dataclass_fields__:
         return e
-    return click.NoSuchOption(e.option_name, possibilities=[f"--set {key}=VALUE"], ctx=e.ctx)
+    # Not as a possibility of NoSuchOption, which leaves out those that are not like the option: --kv-disk.
+    return click.UsageError(f"{e.message} Did you mean '--set {key}=VALUE'?", ctx=e.ctx)
 
 
 if __name__ == "__main__":

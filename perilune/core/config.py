@@ -192,8 +192,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be above 0 and finite, not {value}")
             if value is not None and name.endswith("_gb") and value > MAX_GB:
                 raise ConfigError(f"{name} must be at most {MAX_GB:g}, not {value:g}")
-        if self.kv_disk is not None and not self.kv_disk.strip():
-            raise ConfigError("kv_disk is empty: give a directory, or leave it out")
         if self.kv_disk_gb is not None and self.kv_disk is None:
             raise ConfigError("kv_disk_gb needs a directory: give kv_disk as well")
         if (self.kv_host_gb or self.kv_disk) and not self.prefix_cache:
@@ -365,6 +363,8 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
         if not _fits(value, hints[key]):
             given = f"not {type(value).__name__}" if fields[key].metadata.get("secret") else f"not {value!r}"
             raise ConfigError(f"{key} must be {spelled(hints[key])}, {given}")
+        if isinstance(value, str) and not value.strip():  # as a path, "" is the working directory
+            raise ConfigError(f"{key} is empty: give a value, or leave it out")
         if isinstance(value, int) and abs(value) >= MAX_NUMBER:
             raise ConfigError(f"{key} must have at most 63 bits, not {value}")
     return kind(**values)

@@ -61,13 +61,15 @@ def redacted(text: str, patterns: Iterable[re.Pattern[str]] = ()) -> str:
 
 
 def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
-    """The compiled patterns; ConfigError for one that is no regular expression."""
+    """The compiled patterns; ConfigError for one that is no regular expression or matches the empty text."""
     found = []
     for pattern in patterns:
         try:
             found.append(re.compile(pattern))
         except re.error as e:
             raise ConfigError(f"audit_redact: {pattern!r} is not a regular expression: {e}") from e
+        if found[-1].search(""):
+            raise ConfigError(f"audit_redact: {pattern!r} matches between all letters: write + for *, or leave it out")
     return found
 
 

@@ -105,7 +105,9 @@ def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
         if key.startswith("ops."):
             values["ops"] = {**values.get("ops", {}), key.removeprefix("ops."): text}
             continue
-        if key not in hints or key == "ops":
+        if key == "ops":
+            raise ConfigError(f"--set {assignment}: write ops.NAME=IMPL")
+        if key not in hints:
             known = f"known: {', '.join(sorted(hints))}, with ops.NAME for ops"
             raise ConfigError(f"--set {key}: unknown key{config.near(key, hints)}; {known}")
         values[key] = _value(key, text, hints[key])

@@ -55,7 +55,8 @@ def test_assignments_take_the_type_of_their_field(text: str, key: str, value: ob
     [
         ("threads", "KEY=VALUE"),
         ("thread=2", "unknown key"),
-        ("ops=x", "ops.NAME"),
+        ("ops=x", "--set ops=x: write ops.NAME=IMPL"),
+        ("log_rejected=", "log_rejected is empty"),
         ("threads=two", "whole number"),
         ("memory_fraction=much", "number"),
         ("prefix_cache=1", "true or false"),

@@ -65,6 +65,8 @@ def test_ops_fails_after_a_failed_check_or_build(tmp_path: Path) -> None:
 def test_wrong_names_are_one_line_with_the_right_one() -> None:
     done = run("serve", "--threads", "1")
     assert "Did you mean '--set threads=VALUE'?" in done.stderr and done.returncode == 2, done
+    done = run("generate", "--kv-disk", "x")
+    assert "Did you mean '--set kv_disk=VALUE'?" in done.stderr and done.returncode == 2, done
     done = run("ops", "--check-only")
     assert "need an operation NAME" in done.stderr and done.returncode == 2, done
     done = run("key", "--threads", "1")

@@ -9,7 +9,7 @@ import pytest
 from perilune.core.config import ServerConfig, build
 from perilune.core.errors import ConfigError
 from perilune.server import audit
-from perilune.server.audit import AuditLog, redacted
+from perilune.server.audit import AuditLog, compiled, redacted
 from tests.cpu.server.test_observability import (
     KEY,
     lines,
@@ -84,6 +84,12 @@ def test_text_when_asked_for(tmp_path: Path) -> None:
 )
 def test_redaction(text: str, shown: str | None) -> None:
     assert redacted(text) == (text if shown is None else shown)
+
+
+@pytest.mark.parametrize("pattern", ["(", "", "[0-9]*"])
+def test_rules_that_find_nothing_are_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="audit_redact"):
+        compiled([pattern])
 
 
 def test_redaction_takes_time_in_proportion() -> None:
@@ -181,6 +187,9 @@ def test_wrong_rules_and_places_are_named(tmp_path: Path) -> None:
         ServerConfig(audit_text=True)
     with pytest.raises(ConfigError, match="audit_mb must be at least 1"):
         build(ServerConfig, {"audit_mb": 0})
+    for key in ("audit_log", "files_dir"):  # "" would be the working directory
+        with pytest.raises(ConfigError, match=f"{key} is empty"):
+            build(ServerConfig, {key: ""})
     with pytest.raises(ConfigError, match="not a regular expression"):
         audit.compiled(["a", "("])
     (tmp_path / "file").write_text("")
