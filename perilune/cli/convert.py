@@ -92,9 +92,15 @@ GB = 1e9
 @click.option(
     "--lm-eval-args", default="", show_default=False, help="More arguments for lm_eval, such as '--limit 100'."
 )
-@click.option("--min-sqnr", type=float, help="With --report: exit with 1 if a tensor's SQNR is below this many dB.")
 @click.option(
-    "--max-kl", type=float, help="With --report: exit with 1 if the mean KL is above this many nats per token."
+    "--min-sqnr",
+    type=FloatRange(-1000),
+    help="With --report: exit with 1 if a tensor's SQNR is below this many dB.",
+)
+@click.option(
+    "--max-kl",
+    type=FloatRange(0),
+    help="With --report: exit with 1 if the mean KL is above this many nats per token.",
 )
 def command(
     source: str,

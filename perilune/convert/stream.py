@@ -146,11 +146,12 @@ class Conversion:
             raise ConfigError(f"{directory} is the source: choose another directory for the result")
 
     def require_empty(self, directory: Path) -> None:
-        """CheckpointError if `directory` has files of a checkpoint but no journal."""
+        """CheckpointError if `directory` has weights, or a file that would be overwritten, but no journal."""
         if (directory / journal.NAME).exists():
             return
         held = directory.iterdir() if directory.exists() else ()
-        if strays := sorted(p.name for p in held if p.suffix == ".safetensors" or p.name in {*_OWN, DRAFTER}):
+        written = {*_OWN, DRAFTER, *(file.name for file in self.small_files())}
+        if strays := sorted(p.name for p in held if p.suffix == ".safetensors" or p.name in written):
             raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
 
     def require_same(self, directory: Path) -> None:

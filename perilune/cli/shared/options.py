@@ -15,7 +15,16 @@ from perilune.core.config import EngineConfig, ServerConfig
 from perilune.core.errors import ConfigError
 
 
-class OutFile(click.Path):
+class NamedPath(click.Path):
+    """click's path that also refuses "", which would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty: name a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class OutFile(NamedPath):
     """A file that is written after the work; that its directory exists is checked before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -41,10 +50,10 @@ DRAFT = ("draft", "draft_tokens", "drafter", "draft_dtype")
 # Options of most verbs that run a model.
 COMMON: tuple[str, ...] = ("device", "tp", "ep", "gpus", "kv_shards", "dtype", "max_model_len", "expert_scales")
 COMMON += ("rest_dtype", "fp8_activations", *DRAFT)
-FILE = click.Path(path_type=Path, dir_okay=False)
+FILE = NamedPath(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 OUT_FILE = OutFile(dir_okay=False)
-OUT_FOLDER = click.Path(path_type=Path, file_okay=False)
+OUT_FOLDER = NamedPath(path_type=Path, file_okay=False)
 device_option = click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),

@@ -345,6 +345,11 @@ def test_a_target_that_cannot_be_used_is_named_before_the_run(
     result = CliRunner().invoke(cli, asked)
     assert isinstance(result.exception, CheckpointError) and "already holds model" in str(result.exception)
     assert [file.name for file in (tmp_path / "held").iterdir()] == ["model.safetensors"]
+    (tmp_path / "held/model.safetensors").rename(tmp_path / "held/README.md")  # would be overwritten
+    result = CliRunner().invoke(cli, ["convert", "kimi-nano", *asked[2:]])
+    assert isinstance(result.exception, CheckpointError) and "already holds README" in str(result.exception)
+    for asked in (["kimi-nano", ""], ["kimi-nano", "new", "--report", "--min-sqnr", "nan"]):
+        assert CliRunner().invoke(cli, ["convert", *asked, "--to", "nvfp4", "--dry-run"]).exit_code == 2, asked
 
 
 def test_the_command_calibrates_and_goes_on(judged: oracle.Checkpoint, tmp_path: Path) -> None:
