@@ -493,7 +493,7 @@ API int moe_int4_t1(const void* x, const void* ids, const void* weights, const v
   j.down.weights = static_cast<const float*>(weights);
   j.down.out = y;
   j.down.P = static_cast<int>(P);
-  j.parts = I == 256 ? 1 : I == 512 ? 2 : 4;
+  j.parts = static_cast<int>(min(I / 256, int64_t(4)));  // KS of moe_int4_t1_down
   j.counts = words, j.h = words + 4, j.half = static_cast<int>((k + 1) * I / 2);
   return up_row == nullptr ? start<true, false, 7, 1, 2, true>(a, static_cast<int>(sms), stream, &j)
                            : start<true, true, 7, 1, 2, true>(a, static_cast<int>(sms), stream, &j);
