@@ -9,12 +9,12 @@ The sentences do not name their values' keys ("Anna, 34, lives in Oslo"), so a k
 The kinds of new_records.txt never occur in training.
 """
 
-import bz2
 import json
 import re
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -49,9 +49,16 @@ class Kind:
 
 
 def lines(name: str) -> str:
-    """The text of a file in data/. Some are kept as bzip2, a third of the bytes: `bunzip2` to edit one."""
-    file = Path(__file__).parent / "data" / name
-    return file.read_text("utf-8") if file.is_file() else bz2.decompress(Path(f"{file}.bz2").read_bytes()).decode()
+    """The text of a file of data.tar.bz2, a third of the files' bytes. To edit one: `tar xf data.tar.bz2`, then
+    `tar cjf data.tar.bz2 data/*`."""
+    return _texts()[f"data/{name}"]
+
+
+@cache
+def _texts() -> dict[str, str]:
+    with tarfile.open(Path(__file__).parent / "data.tar.bz2") as archive:
+        files = [(member.name, archive.extractfile(member)) for member in archive]
+        return {name: file.read().decode() for name, file in files if file}
 
 
 def parse(text: str) -> tuple[Kind, ...]:

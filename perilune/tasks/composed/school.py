@@ -1,4 +1,4 @@
-"""Everyday stories for `word_problems` with numbers of everyday size, from the grammar in data/school.txt.bz2.
+"""Everyday stories for `word_problems` with numbers of everyday size, from the grammar in data/school.txt.
 
 A line there is `symbol: form|form`. A form has <symbols>, choices [this/that], choices of tense [now//then], and places
 for numbers, with letters for their size (`_SIZES`); ${a} is an amount of money. Text in backquotes is not shown:
