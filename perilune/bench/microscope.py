@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from perilune.bench import ledger
+from perilune.bench import ledger, power
 from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
@@ -94,6 +94,7 @@ class Bench:
         self.peers = peers.loopback(ranks, self.device) if ranks > 1 else None
         roof = measure_roof(self.device, torch.bfloat16)
         self.read_tb_s, self.product_tflop_s = roof.bandwidth / 1e12, roof.flop_rate / 1e12
+        self.power: power.Roof | None = None
 
     def config(self, layers: int) -> KimiConfig:
         return slice_of(shape(self.name, layers), self.ranks)

@@ -9,6 +9,7 @@ starts at a clock that its power limit does not allow for long. With pauses the 
 and the difference would also count the time that the rest of the model loses at the lower clock.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from perilune.bench import ledger
+from perilune.bench import ledger, power
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, Bench, Report
 from perilune.bench.shapes import shape
 from perilune.core import cost
@@ -55,12 +56,13 @@ def measure(
 ) -> dict[str, Any]:
     """One row of the ledger: a prompt of `tokens` in one step, after a prefix of `cached` tokens. `rest` "fp8", or
     "w8a8", which also rounds prompts' activations, converts the bench's weights in place. `ops`: {op: implementation}
-    instead of the usual choice; the row names them."""
+    instead of the usual choice; the row names them. With `bench.power`, energy is measured too, and compared with the
+    least at the power limit, of products in bfloat16."""
     assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
         bench.weights = compacted(bench.weights)
-    ms = {}
+    ms, joules, roof = {}, {}, bench.power
     for layers in (bench.layers, bench.layers - STEP):
         engine = bench.engine(
             layers,
@@ -76,7 +78,12 @@ def measure(
         try:
             prefix = random_prompt(engine, cached, 0)
             engine.scheduler.adopt(prefix)
-            ms[layers] = _sustained_seconds(engine, prefix, tokens) * 1e3
+            with power.Meter() if roof else contextlib.nullcontext() as meter:
+                seconds, span = _sustained_seconds(
+                    engine, prefix, tokens, power.TIMED_SECONDS if roof else TIMED_SECONDS
+                )
+            ms[layers] = seconds * 1e3
+            joules[layers] = seconds * meter.watts(*span) if meter else 0.0
             if kernels and layers == bench.layers:
                 others = range(TRACED_SEED, TRACED_SEED + 1 + math.ceil(WARM_SECONDS * 1e3 / ms[layers]))
                 for line in step_kernels(engine, [prefix + random_prompt(engine, tokens, n) for n in others]):
@@ -109,6 +116,7 @@ def measure(
         "tokens_per_s": round(tokens / ms[bench.layers] * 1e3, 1),
         "ceiling_tflops": CEILING_TFLOP_S,
         "measured_tflops": round(bench.product_tflop_s, 1),
+        **(_at_the_limit(roof, joules, per_layer, flops, read * CEILING_TB_S * 1e9) if roof else {}),
         "method": f"(step of {bench.layers} layers - step of {bench.layers - STEP}) / {STEP}, medians of prompts on "
         f"end after {WARM_SECONDS} s of them; random zero-mean weights and KV",
         **ledger.circumstances(),
@@ -118,7 +126,29 @@ def measure(
         f"prefill {tokens}{behind}, {expert_format}, rest {rest}: {per_layer:.2f} ms per layer, floor {floor:.2f} "
         f"({100 * floor / per_layer:.0f} %), {row['tflops']} TFLOP/s"
     )
+    if roof:
+        report(
+            f"  {row['joules_per_layer']} J; at least {row['least_ms_at_limit']} ms at {roof.limit:.0f} W "
+            f"({100 * row['fraction_at_limit']:.0f} %)"
+        )
     return row
+
+
+def _at_the_limit(
+    roof: power.Roof, joules: Mapping[int, float], per_layer: float, flops: float, nbytes: float
+) -> dict[str, float]:
+    """What a row says of energy. joules: of a step, by its number of layers; per_layer: ms."""
+    most, least = max(joules), min(joules)
+    limit_ms = roof.seconds(flops, nbytes) * 1e3
+    return {
+        "joules_per_layer": round((joules[most] - joules[least]) / (most - least), 3),
+        "least_ms_at_limit": round(limit_ms, 3),
+        "fraction_at_limit": round(limit_ms / per_layer, 4),
+        "limit_watts": roof.limit,
+        "idle_watts": round(roof.idle, 1),
+        "joules_per_tera_flop": round(roof.tera_flop, 4),
+        "joules_per_gigabyte": round(roof.gigabyte, 4),
+    }
 
 
 def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
@@ -164,16 +194,20 @@ def random_prompt(engine: Engine, tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(rng.randrange(engine.info.vocab_size) for _ in range(tokens))
 
 
-def _sustained_seconds(engine: Engine, prefix: tuple[int, ...], tokens: int) -> float:
-    """Median seconds of a prompt among consecutive ones."""
+def _sustained_seconds(
+    engine: Engine, prefix: tuple[int, ...], tokens: int, timed_seconds: float
+) -> tuple[float, tuple[float, float]]:
+    """Median seconds of a prompt among consecutive ones; begin of the first, end of the last (time.perf_counter)."""
 
     def some(first: int, count: int) -> list[float]:
         return _seconds(engine, [prefix + random_prompt(engine, tokens, first + n) for n in range(count)])
 
     some(1, 1)  # compiles kernels
     (about,) = some(2, 1)
-    warm, timed = (math.ceil(s / about) for s in (WARM_SECONDS, TIMED_SECONDS))
-    return statistics.median(some(3, warm + max(timed, PROMPTS - 1))[warm:])
+    warm, timed = (math.ceil(s / about) for s in (WARM_SECONDS, timed_seconds))
+    seconds = some(3, warm + max(timed, PROMPTS - 1))[warm:]
+    end = time.perf_counter()
+    return statistics.median(seconds), (end - sum(seconds), end)
 
 
 def _seconds(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[float]:

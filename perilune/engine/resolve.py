@@ -17,7 +17,7 @@ from perilune.kv.pages import Pages
 from perilune.model.config import KimiConfig
 from perilune.model.eagle3_config import DRAFTER
 from perilune.model.step_memory import SLACK_BYTES, STEP_TOKENS, workspace_bytes
-from perilune.ops.harness import build
+from perilune.ops.harness import build, nvml
 from perilune.ops.layouts import latent_cache
 from perilune.speculation.drafter import Drafter
 
@@ -231,18 +231,8 @@ def free_bytes(device: torch.device) -> int:
 def free_on(gpu: int) -> int:
     """As `free_bytes`, of a GPU that another process will use. Asks NVML: asking CUDA would create a context of 0.55 GB
     there, for as long as this process lives."""
-    if gpu == torch.cuda.current_device() or (nvml := _nvml()) is None:
-        return free_bytes(torch.device("cuda", gpu))
-    handle, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
-    failed = nvml.nvmlDeviceGetHandleByUUID(build.uuid(gpu), ctypes.byref(handle))
-    if failed or nvml.nvmlDeviceGetMemoryInfo(handle, sizes):
+    found = None if gpu == torch.cuda.current_device() else nvml.device(gpu)
+    sizes = (ctypes.c_ulonglong * 3)()  # total, free, used
+    if found is None or found.library.nvmlDeviceGetMemoryInfo(found.handle, sizes):
         return free_bytes(torch.device("cuda", gpu))
     return sizes[1] - CONTEXT_BYTES
-
-
-def _nvml() -> ctypes.CDLL | None:
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    return None if nvml.nvmlInit_v2() else nvml

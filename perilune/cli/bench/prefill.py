@@ -6,6 +6,7 @@ import click
 
 from perilune.bench import microscope
 from perilune.bench import prefill as bench
+from perilune.bench.power import measure_roof
 from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.bench.decode import ep_option, gpus_option, layers_option, shape_option
@@ -35,6 +36,7 @@ from perilune.ops.harness import registry
 @gpus_option
 @click.option("--device", default="auto", help="Device of several ranks: auto, cpu or cuda.")
 @click.option("--kernels", is_flag=True, help="Print each kernel's time.")
+@click.option("--power", is_flag=True, help="Also measure energy, and the least time at the power limit; on one GPU.")
 @click.option(
     "--op", "chosen", multiple=True, metavar="NAME=IMPL", help="Implementation of an operation, on one GPU; repeatable."
 )
@@ -51,6 +53,7 @@ def command(
     gpus: str | None,
     device: str,
     kernels: bool,
+    power: bool,
     chosen: tuple[str, ...],
     directory: Path | None,
 ) -> None:
@@ -61,8 +64,8 @@ def command(
     ops = dict(pair.split("=", 1) for pair in chosen)
     registry.check_overrides(ops)
     if max(tp, ep) > 1:
-        if cached or ops:
-            raise click.BadParameter("goes without --cached and --op", param_hint="--tp, --ep")
+        if cached or ops or power:
+            raise click.BadParameter("goes without --cached, --power and --op", param_hint="--tp, --ep")
         scales = "compact" if experts == "int4-compact" else "checkpoint"
         config = {"device": device, "tp": tp, "ep": ep, "gpus": gpus, "expert_scales": scales}
         config |= bench.rest_settings(rest_dtype)
@@ -70,6 +73,8 @@ def command(
         return
     slices = microscope.Bench(name, layers)
     cached -= cached % bench.BLOCK
+    if power:
+        slices.power = measure_roof()
     finish(
         [
             bench.measure(

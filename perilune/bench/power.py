@@ -1,0 +1,125 @@
+"""Energy of a GPU, and the least time of a computation at its power limit.
+
+A GPU at its limit lowers its clock until its power fits, so a step takes its energy divided by the limit. The least
+energy is that of the products and of the bytes read: what one large matrix product and one large sum take on the same
+GPU in the same run, without the power of an idle SM clock. Such a bound is about this GPU: others of its type take a
+few percent more or less for the same work.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from perilune.core.errors import ConfigError
+from perilune.ops.harness import nvml
+
+POLL_SECONDS = 0.004  # NVML renews its counter every 0.1 s
+SETTLE_SECONDS, TIMED_SECONDS = 0.6, 2.0  # of a load before it is measured, and measured
+SPIN_CYCLES = 2_000_000
+PRODUCT = (10_000, 8192, 7168)  # tokens and widths of K2's projection after attention, the most efficient of a layer
+READ_BYTES = 8 << 30
+
+
+class Meter:
+    """Inside `with`: samples the counter of energy of the current GPU. ConfigError without NVML."""
+
+    def __init__(self) -> None:
+        found = nvml.device(torch.cuda.current_device())
+        if found is None:
+            raise ConfigError("measuring power needs NVML (libnvidia-ml.so.1 of NVIDIA's driver)")
+        self._device = found
+        self.joules()  # refused here, not in the thread
+        self.changes: list[tuple[float, float]] = []  # time.perf_counter(), joules since the driver was loaded
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="power", daemon=True)
+
+    def joules(self) -> float:
+        return self._asked("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
+
+    def limit(self) -> float:
+        """Watts."""
+        return self._asked("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint()) / 1e3
+
+    def watts(self, begin: float, end: float) -> float:
+        """Mean between two times: from the first to the last change of the counter between them."""
+        inside = [change for change in self.changes if begin <= change[0] <= end]
+        if len(inside) < 2:
+            raise ConfigError(f"NVML renewed the counter of energy {len(inside)} times in {end - begin:.2f} s")
+        (first, before), (last, after) = inside[0], inside[-1]
+        return (after - before) / (last - first)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        known = self.joules()
+        while not self._ended.wait(POLL_SECONDS):
+            now = self.joules()
+            if now != known:
+                self.changes.append((time.perf_counter(), now))
+                known = now
+
+    def _asked(self, name: str, value: Any) -> float:
+        error = getattr(self._device.library, name)(self._device.handle, ctypes.byref(value))
+        if error:
+            raise ConfigError(f"this GPU does not say its power: {name} returned {error}")
+        return float(value.value)
+
+
+@dataclass(frozen=True)
+class Roof:
+    """limit, idle: watts, idle with the clock up. tera_flop: joules per 10^12 FLOPs in bfloat16; gigabyte: joules per
+    10^9 bytes read; both beyond idle."""
+
+    limit: float
+    idle: float
+    tera_flop: float
+    gigabyte: float
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Least time at the limit, in which the GPU also draws its idle power."""
+        return (flops / 1e12 * self.tera_flop + nbytes / 1e9 * self.gigabyte) / (self.limit - self.idle)
+
+
+def measure_roof() -> Roof:
+    """Takes 8 s of the current GPU and 8 GiB of its memory."""
+    _, idle = _sustained(lambda: torch.cuda._sleep(SPIN_CYCLES))
+    T, i, o = PRODUCT
+    x, w = (torch.randn(n, i, device="cuda", dtype=torch.bfloat16) for n in (T, o))
+    product, at_product = _sustained(lambda: torch.nn.functional.linear(x, w))
+    data = torch.randn(READ_BYTES // 4, device="cuda")  # of constant data, reading takes less energy
+    read, at_read = _sustained(lambda: data.sum())
+    return Roof(
+        Meter().limit(),
+        idle,
+        (at_product - idle) * product / (2e-12 * T * i * o),
+        (at_read - idle) * read / (READ_BYTES / 1e9),
+    )
+
+
+def _sustained(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a call, and watts, while calls follow each other."""
+    with torch.inference_mode(), Meter() as meter:
+        ends: list[float] = []  # of calls
+        before: torch.cuda.Event | None = None
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + SETTLE_SECONDS + TIMED_SECONDS:
+            call()
+            event = torch.cuda.Event()
+            event.record()
+            if before is not None:  # one call is computed while the next is launched
+                before.synchronize()
+                ends.append(time.perf_counter())
+            before = event
+        timed = [end for end in ends if end >= begin + SETTLE_SECONDS]
+        return (timed[-1] - timed[0]) / (len(timed) - 1), meter.watts(timed[0], timed[-1])
