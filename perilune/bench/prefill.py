@@ -57,7 +57,7 @@ def measure(
     """One row of the ledger: a prompt of `tokens` in one step, after a prefix of `cached` tokens. `rest` "fp8", or
     "w8a8", which also rounds prompts' activations, converts the bench's weights in place. `ops`: {op: implementation}
     instead of the usual choice; the row names them. With `bench.power`, energy is measured too, and compared with the
-    least at the power limit, of products in bfloat16."""
+    least at the power limit: with w8a8, all products but those of routed experts count as e4m3."""
     assert cached % BLOCK == 0 and expert_format in FORMATS and rest in RESTS, f"{cached=} {expert_format=} {rest=}"
     if expert_format == "int4-compact":
         bench = copy.copy(bench)
@@ -96,6 +96,8 @@ def measure(
     read = bench.layer_bytes(touched, 1, cached + tokens) / CEILING_TB_S / 1e9
     flops = layer_flops(c, tokens, cached)
     floor = max(flops / CEILING_TFLOP_S / 1e9, read)
+    flops8 = flops - routed_flops(c, tokens) if rest == "w8a8" else 0.0
+    least = roof.seconds(flops - flops8, flops8, read * CEILING_TB_S * 1e9) * 1e3 if roof else 0.0
     row = {
         "bench": "prefill",
         "shape": bench.name,
@@ -116,7 +118,7 @@ def measure(
         "tokens_per_s": round(tokens / ms[bench.layers] * 1e3, 1),
         "ceiling_tflops": CEILING_TFLOP_S,
         "measured_tflops": round(bench.product_tflop_s, 1),
-        **(_at_the_limit(roof, joules, per_layer, flops, read * CEILING_TB_S * 1e9) if roof else {}),
+        **(_at_the_limit(roof, joules, per_layer, least) if roof else {}),
         "method": f"(step of {bench.layers} layers - step of {bench.layers - STEP}) / {STEP}, medians of prompts on "
         f"end after {WARM_SECONDS} s of them; random zero-mean weights and KV",
         **ledger.circumstances(),
@@ -134,19 +136,17 @@ def measure(
     return row
 
 
-def _at_the_limit(
-    roof: power.Roof, joules: Mapping[int, float], per_layer: float, flops: float, nbytes: float
-) -> dict[str, float]:
-    """What a row says of energy. joules: of a step, by its number of layers; per_layer: ms."""
-    most, least = max(joules), min(joules)
-    limit_ms = roof.seconds(flops, nbytes) * 1e3
+def _at_the_limit(roof: power.Roof, joules: Mapping[int, float], per_layer: float, least: float) -> dict[str, float]:
+    """What a row says of energy. joules: of a step, by its number of layers; per_layer, least: ms of a layer."""
+    many, few = max(joules), min(joules)
     return {
-        "joules_per_layer": round((joules[most] - joules[least]) / (most - least), 3),
-        "least_ms_at_limit": round(limit_ms, 3),
-        "fraction_at_limit": round(limit_ms / per_layer, 4),
+        "joules_per_layer": round((joules[many] - joules[few]) / (many - few), 3),
+        "least_ms_at_limit": round(least, 3),
+        "fraction_at_limit": round(least / per_layer, 4),
         "limit_watts": roof.limit,
         "idle_watts": round(roof.idle, 1),
         "joules_per_tera_flop": round(roof.tera_flop, 4),
+        "joules_per_tera_flop8": round(roof.tera_flop8, 4),
         "joules_per_gigabyte": round(roof.gigabyte, 4),
     }
 
@@ -155,10 +155,18 @@ def layer_flops(c: KimiConfig, tokens: int, cached: int = 0) -> float:
     """FLOPs of one MoE layer: its matrix products, and causal attention in the plain (not absorbed) form."""
     d, h = c.hidden_size, c.num_attention_heads
     qkv = d * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) + c.q_lora_rank * h * c.qk_head_dim
-    experts = 3 * d * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
-    per_token = qkv + d * h * c.v_head_dim + d * c.n_routed_experts + experts
+    shared = 3 * d * c.moe_intermediate_size * c.n_shared_experts
+    per_token = qkv + d * h * c.v_head_dim + d * c.n_routed_experts + shared
     sizes = (h, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim)
-    return 2.0 * tokens * per_token + cost.mla_prefill([tokens], [cached + tokens], *sizes, size=2).flops
+    return (
+        2.0 * tokens * per_token
+        + routed_flops(c, tokens)
+        + cost.mla_prefill([tokens], [cached + tokens], *sizes, size=2).flops
+    )
+
+
+def routed_flops(c: KimiConfig, tokens: int) -> float:
+    return 2.0 * tokens * 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
 
 
 def compacted(weights: Weights) -> Weights:

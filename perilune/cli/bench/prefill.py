@@ -71,8 +71,6 @@ def command(
         config |= bench.rest_settings(rest_dtype)
         finish(over_ranks.prefill(name, layers, config, lengths, say, kernels=kernels), directory)
         return
-    if power and rest_dtype == "w8a8":
-        raise click.BadParameter("its least is that of products in bfloat16: goes without w8a8", param_hint="--power")
     slices = microscope.Bench(name, layers)
     cached -= cached % bench.BLOCK
     if power:

@@ -74,8 +74,9 @@ def test_a_gpu_without_a_counter_is_one_error(library: Nvml, monkeypatch: pytest
 
 
 def test_least_time_at_the_limit() -> None:
-    roof = power.Roof(limit=700, idle=120, tera_flop=0.8, gigabyte=0.13)
-    # 29 W s of products and of reading each, beyond the idle power: 580 W do both in 0.1 s, and draw 700 W meanwhile.
-    assert roof.seconds(29 / 0.8 * 1e12, 29 / 0.13 * 1e9) == pytest.approx(0.1)
-    row = prefill._at_the_limit(roof, {6: 11.0, 2: 3.0}, 5.0, 2.9e12, 0)
+    roof = power.Roof(limit=700, idle=120, tera_flop=0.8, tera_flop8=0.4, gigabyte=0.13)
+    # 14.5 J each beyond idle in bfloat16 and in e4m3, and 29 J of reading: 580 W do it in 0.1 s.
+    seconds = roof.seconds(14.5 / 0.8 * 1e12, 14.5 / 0.4 * 1e12, 29 / 0.13 * 1e9)
+    assert seconds == pytest.approx(0.1)
+    row = prefill._at_the_limit(roof, {6: 11.0, 2: 3.0}, 5.0, 4.0)
     assert row["joules_per_layer"] == 2 and row["least_ms_at_limit"] == 4 and row["fraction_at_limit"] == 0.8
