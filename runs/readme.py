@@ -16,6 +16,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": tables.speed, "whole": whole_model.four, "nano": tables.nano},
     "docs/speed.md": {
         "layers": tables.layers,
+        "power": tables.power,
         "experts": tables.experts,
         "cycles": tables.cycles,
         "whole": whole_model.whole,

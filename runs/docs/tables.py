@@ -118,6 +118,25 @@ def layers() -> str:
     return "\n".join(lines)
 
 
+def power() -> str:
+    """Energy of a prompt's layer, and the least time at the power limit."""
+    lines = [
+        "| prefill, one layer | Perilune | energy | least time at the limit | of least | J per 10^12 FLOPs, bf16 / e4m3 "
+        "| J per GB | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    found = [r for r in latest("prefill", shapes=True) if "joules_per_layer" in r]
+    for r in sorted(found, key=lambda r: (r["rest_dtype"], r["cached"], r["tokens"])):
+        behind = f" after {r['cached']:,} cached" if r["cached"] else ""
+        lines.append(
+            f"| {r['tokens']:,} tokens{behind}, {r['rest_dtype']} rest | {r['ms_per_layer']:.2f} ms "
+            f"| {r['joules_per_layer']:.2f} J | {r['least_ms_at_limit']:.2f} ms | {100 * r['fraction_at_limit']:.0f} % "
+            f"| {r['joules_per_tera_flop']:.2f} / {r['joules_per_tera_flop8']:.2f} | {r['joules_per_gigabyte']:.3f} "
+            f"| {r['commit']} |"
+        )
+    return "\n".join(lines)
+
+
 def cycles() -> str:
     """Whole cycles of speculation at full shapes, the newest of each kind of draft model."""
     newest: dict[tuple[object, ...], Row] = {}
