@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from perilune.bench import ledger, power
+from perilune.bench import ledger
 from perilune.bench.shapes import shape
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError, EngineError
@@ -38,6 +38,7 @@ from perilune.model.kimi_k2 import Step
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Moe, Weights
 from perilune.ops.attention import mla_decode_output, mla_pre_attention, mla_project_query
 from perilune.ops.exchange import peers
+from perilune.ops.harness import power
 from perilune.ops.harness.timing import measure_roof
 from perilune.ops.layouts import latent_cache
 from perilune.ops.layouts.operands import Attention

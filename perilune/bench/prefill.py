@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from perilune.bench import ledger, power
+from perilune.bench import ledger
 from perilune.bench.microscope import CEILING_TB_S, CEILING_TFLOP_S, STEP, Bench, Report
 from perilune.bench.shapes import shape
 from perilune.core import cost
@@ -32,6 +32,7 @@ from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
 from perilune.model.config import KimiConfig
 from perilune.model.weights import Int4CompactExperts, Int4Experts, Layer, Moe, Weights
+from perilune.ops.harness import power
 
 BLOCK = 64  # tokens of a cache block
 PROMPTS = 5  # least number of prompts: the first warms up, the others are timed

@@ -49,14 +49,14 @@ class Kind:
 
 
 def lines(name: str) -> str:
-    """The text of a file of data.tar.bz2, a third of the files' bytes. To edit one: `tar xf data.tar.bz2`, then
-    `tar cjf data.tar.bz2 data/*`."""
-    return _texts()[f"data/{name}"]
+    """The text of a file in data/. data.tar.bz2 has them in a third of the bytes; to edit one there:
+    `tar xf data.tar.bz2`, then `tar cjf data.tar.bz2 *.txt`."""
+    return _texts()[name]
 
 
 @cache
 def _texts() -> dict[str, str]:
-    with tarfile.open(Path(__file__).parent / "data.tar.bz2") as archive:
+    with tarfile.open(Path(__file__).parent / "data/data.tar.bz2") as archive:
         files = [(member.name, archive.extractfile(member)) for member in archive]
         return {name: file.read().decode() for name, file in files if file}
 

@@ -121,8 +121,8 @@ def layers() -> str:
 def power() -> str:
     """Energy of a prompt's layer, and the least time at the power limit."""
     lines = [
-        "| prefill, one layer | Perilune | energy | least time at the limit | of least | J per 10^12 FLOPs, bf16 / e4m3 "
-        "| J per GB | commit |",
+        "| prefill, one layer | Perilune | energy | least time at the limit | of least | "
+        "J per 10^12 FLOPs, bf16 / e4m3 | J per GB | commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     found = [r for r in latest("prefill", shapes=True) if "joules_per_layer" in r]

@@ -6,12 +6,12 @@ import click
 
 from perilune.bench import microscope
 from perilune.bench import prefill as bench
-from perilune.bench.power import measure_roof
 from perilune.bench.ranks import over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.bench.decode import ep_option, gpus_option, layers_option, shape_option
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.ops.harness import registry
+from perilune.ops.harness.power import measure_roof
 
 
 @click.command()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from perilune.bench import power, prefill
+from perilune.bench import prefill
 from perilune.core.errors import ConfigError
-from perilune.ops.harness import nvml
+from perilune.ops.harness import nvml, power
 
 
 class Nvml:

@@ -21,7 +21,11 @@ from perilune.ops.harness import nvml
 POLL_SECONDS = 0.004  # NVML renews its counter every 0.1 s
 SETTLE_SECONDS, TIMED_SECONDS = 0.6, 2.0  # of a load before it is measured, and measured
 SPIN_CYCLES = 2_000_000
-PRODUCT = (10_000, 8192, 7168)  # tokens and widths of K2's projection after attention, the most efficient of a layer
+TOKENS, INNER_WIDTH, OUTER_WIDTH = (
+    10_000,
+    8192,
+    7168,
+)  # K2's projection after attention, a layer's most efficient product
 READ_BYTES = 8 << 30
 
 
@@ -101,7 +105,7 @@ def measure_roof() -> Roof:
         seconds, watts = _sustained(call)
         return (watts - idle) * seconds / amount
 
-    T, i, o = PRODUCT
+    T, i, o = TOKENS, INNER_WIDTH, OUTER_WIDTH
     tera = 2e-12 * T * i * o
     x, w = (torch.randn(n, i, device="cuda", dtype=torch.bfloat16) for n in (T, o))
     x8, w8 = (t.to(torch.float8_e4m3fn) for t in (x, w))
