@@ -96,8 +96,8 @@ def write(latents: Latents, c: Tensor, k_pe: Tensor) -> None:
             c, k_pe, latents = c[kept], k_pe[kept], replace(latents, slots=slots[kept])
         write_cache(latents, c, k_pe)
     elif len(slots):
-        # Selecting the rows that have a slot would synchronise: the host needs their number. So a row without a slot
-        # repeats the write of a row with one. If no row has a slot, all rows write slot 0's present values to slot 0.
+        # Selecting the rows with a slot would make the host wait for their number. So a row without a slot repeats the
+        # write of a row with one; if no row has a slot, all rows write slot 0's present values to slot 0.
         flat, rows, real = pages.view(-1, pages.shape[2]), latent_cache.pack(c, k_pe, pages.dtype), slots >= 0
         other, some = real.int().argmax(0, keepdim=True), real.any()  # keepdim: torch reads a 0-d index on the host
         spare = torch.where(some, slots[other], 0)
@@ -111,7 +111,7 @@ def arguments(ckv: Tensor, kv_norm: Tensor, rotary: Rotary, latents: Latents, ep
 
 
 def places(kv_norm: Tensor, rotary: Rotary, latents: Latents) -> tuple[Any, ...]:
-    """The part of `arguments` between ckv and T: kv_norm, cos, sin, pages, rows of pages, packed, slots."""
+    """`arguments` without ckv, T and eps."""
     cos, sin, pages, slots = rotary.cos, rotary.sin, latents.pages, latents.slots
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous(), f"{cos.stride()=} {slots.stride()=}"
     return (

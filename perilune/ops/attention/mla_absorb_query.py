@@ -5,8 +5,8 @@
 q [T, H, n + r] contiguous; w_uk [H, n, R]; q_full [T, H, R + r] as q; ckv, kv_norm, rotary and latents as in
 cache_rows.py. Sums in fp32, each part of the result rounded once. Padding rows (slot below 0) get a q_full too.
 
-"cuda" is one launch for Kimi's widths and loads W_UK while the kernel before it still runs; a token's result does not
-depend on the batch. "cpp" is one call for few tokens of float32. "composed" calls rmsnorm, rope, write_cache and
+"cuda" is one launch for Kimi's widths and loads W_UK while the previous kernel runs; a token's result does not depend
+on the batch. "cpp" is one call for few tokens of float32. "composed" calls rmsnorm, rope, write_cache and
 per_head_matmul.
 """
 

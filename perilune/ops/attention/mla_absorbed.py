@@ -6,8 +6,8 @@ span: tables [B, M], query_start [B + 1] and context [B] int32; a request's rows
 already in the pages. o [T, H, R] as q_lat. Softmax and sums in fp32, rounded once. Positions outside a request's
 context are never read: they may hold anything, nan included.
 
-"cpp" is faster on CPU at any size: it copies no latents and does not pad requests of unlike lengths. Its result for a
-request does not depend on the batch.
+"cpp" is faster than "torch" on CPU at any size: it copies no latents and pads no requests. A request's result does not
+depend on the batch.
 """
 
 import itertools

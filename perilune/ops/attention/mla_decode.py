@@ -39,9 +39,9 @@ ROWS = 64  # query rows (token, head) of a tile, as in split_kv_schedule.cuh
 GROUP = 16  # positions that one TMA copy loads; a cache block is a multiple of it
 LEAST = 64  # min positions of a range: fewer are not worth a CTA
 # The next four are for `mla_attend_few` (split_kv_short.cuh): one token with a narrow block table.
-FEW = 48  # positions of the table per range
-MOST_RANGES = 128  # max ranges of a packed cache: mla_decode_output_mma.cu reads 32 at a time
-MOST_PACKED = 192  # max positions of the table per range of a packed cache: two passes of 96
+FEW = 48  # positions of the block table per range
+MOST_RANGES = 128  # max ranges of a packed cache; mla_decode_output_mma.cu reads 32 at a time
+MOST_PACKED = 192  # max positions of the block table per range of a packed cache: two passes of 96
 QUARTER = 16  # max heads per CTA
 MOST_ROWS = 512  # max rows of q_full that implementation "rows" takes
 

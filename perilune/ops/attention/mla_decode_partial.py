@@ -151,8 +151,8 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, latent: int, groups: int, sc
     (T, H, _), device = q_full.shape, q_full.device
     shape = groups, T, H // groups
     values = T * H // groups * latent
-    # Each group's outputs, then its log-sum-exps, in one buffer, which `joined` returns without a copy. Rounded up to
-    # 16 bytes for 16-byte stores.
+    # One buffer: each group's outputs, then its log-sum-exps, so that `joined` copies nothing. Rows are multiples of 16
+    # bytes, for 16-byte stores.
     row_bytes = -(-(2 * values + 4 * T * H // groups) // 16) * 16
     sent = torch.empty(groups, row_bytes, dtype=torch.uint8, device=device)
     o = sent[:, : 2 * values].view(BFLOAT16).view(*shape, latent)

@@ -5,8 +5,8 @@
 q_a [T, i], rows may be strided; of weights: q_a_norm [i], q_b [H (n + r), i] dense or FP8, kv_a_norm [R], w_uk
 [H, n, R]; ckv, rotary and latents as in `mla_absorb_query`; q_full [T, H, R + r] as q_a.
 
-"cuda" (mla_project_query.cu) is one launch for up to 8 tokens: it saves the start and the end of a kernel. A token's
-result does not depend on the batch. "composed" is the two ops.
+"cuda" (mla_project_query.cu) is one launch for up to 8 tokens; a token's result does not depend on the batch.
+"composed" is the two ops.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-// mla_absorbed and mla_decode on CPU. A request's context is split into at most SPLITS parts, so that one request keeps
-// several threads busy. The split depends only on the context's length, so the result does not depend on the batch.
-// Within a part, online softmax over STEP positions at a time: their latents stay in the CPU's cache for all rows
-// (token, head).
+// mla_absorbed and mla_decode on CPU. A context is split into at most SPLITS parts, so that one request keeps several
+// threads busy; the split depends only on the context's length, so the result does not depend on the batch. A part is
+// an online softmax over STEP positions at a time, so that their latents stay in the CPU's cache for all rows (token,
+// head).
 #include "cpp/per_head.h"
 
 namespace {
@@ -225,7 +225,7 @@ int decode(const float* q_full, const C* cache, const int32_t* tables, const int
   if (failed) return failed;
   bool whole = query_start[B] == T;
   for (int64_t b = 0; b < B; b++) whole = whole && context[b] > 0;
-  if (!whole) {  // padding rows: write zeros, do not multiply, because weights may be NaN
+  if (!whole) {  // write zeros to padding rows: a product with NaN weights would be NaN
     memset(out, 0, T * H * v * sizeof(float));
     for (int64_t b = 0; b < B; b++) {
       const int64_t first = query_start[b] * H, count = query_start[b + 1] - query_start[b];

@@ -2,7 +2,7 @@
 // 4 of 32 or 64. Contract in mla_decode_output.py. With 8 or 16 heads, a CTA's rows of w fit into its shared memory.
 //
 //   1. The first OWNERS CTAs compute the values (ranges combined, times W_UV) of a head, or of a part of its columns,
-//      and write them to the mailbox. They have no rows of w: the copies of w could start only once W_UV has been read.
+//      and write them to the mailbox. They have no rows of w: copies of w would have to wait until W_UV is read.
 //   2. The other CTAs have copied their rows of w by then, a tile of 8 whole rows per two warps. They poll the mailbox
 //      and multiply. They load scales and the launch counter before they poll.
 // Latency after attention's end: three round trips to L2 (read ranges, write mailbox, read mailbox); two more with
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& a, Shared& shared, ui
   if (!real) return;
   Sent sent{tile};
   float old = 0;
-  if (half == 0) {  // loaded now, used after the products
+  if (half == 0) {  // used after the products
     if (EXCHANGES) sent.old = reinterpret_cast<const uint32_t*>(a.residual)[tile * (TILE / 2) + lane % 4];
     if (!EXCHANGES && TOKENS == 1 && a.residual != nullptr) old = __bfloat162float(a.residual[row]);
   }

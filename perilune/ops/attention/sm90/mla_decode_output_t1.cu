@@ -10,13 +10,13 @@
 //   Reuse: launch n writes half n % 2 of both mailboxes, where 0 means "not written", and zeroes the other half: the
 //   readers of launch n - 1 have ended.
 //
-// Two producer warps (ASKERS) issue the copies of W_UV and of the first stages of w, before attention has ended. They
-// keep just enough bytes in flight to saturate memory: more would delay loads of attention and of step 2.
+// Two producer warps (ASKERS) issue the copies of W_UV and of the first stages of w before attention has ended, and
+// keep only as many bytes in flight as saturate memory: more would delay loads of attention and of step 2.
 // A CTA uses at most 166 KB and 48 registers per thread, so that an SM also has room for a CTA of attention
 // (split_kv_short.cuh), then for one of the router.
 //
-// CTAs wait only for the first H CTAs of their launch, which compute their heads first. CTAs start in order. So all
-// launches end if at most two share a GPU; of three, each could occupy the SMs that another's first H CTAs need.
+// CTAs start in order and wait only for the first H CTAs of their launch, which compute their heads first. So two
+// launches on one GPU always end; of three, each could occupy the SMs that another's first H CTAs need.
 #include "attention/sm90/output_tile.cuh"
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/router_mailbox.cuh"
@@ -156,7 +156,7 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
     }
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) {
-      // Also go on once consumers multiply: they refill stages, so the barrier's parity no longer shows the first fill.
+      // Also go on once consumers multiply: they refill stages, so a barrier's parity no longer shows its first fill.
       const auto go = [&] {
         return s < R::OPEN || barrier_passed(&barriers[end - 1][s - R::OPEN], 0) ||
                *static_cast<volatile uint32_t*>(&multiplying);
@@ -178,13 +178,13 @@ __global__ void __maxnreg__(48) output_kernel(const __grid_constant__ Args a) {
   Next next{begin(tile, warp), tile, 0, 0};
 #pragma unroll 1
   for (int s = 0; s < STAGES; s++) advance(next);  // the producers load these
-  // The warps of a tile take turns to add its sums. Scales are loaded early, because they come from memory.
+  // The warps of a tile take turns to add its sums. Scales are loaded early: a load later would cost a memory latency.
   float scale = 1;
   const auto load_scale = [&](int of) {
     if (RAISED && of < tiles) scale = __ldg(a.scale + of * TILE + lane % TILE);
   };
   load_scale(tile + part * step);
-  // Issued early, used later: the atomic additions of all CTAs to one word are serialised.
+  // Issued early: all CTAs add to one word, and these atomics are serialised.
   unsigned long long launched = 0;
   uint32_t epoch = 0;
   uint32_t* const count = EXCHANGES ? a.peers.control + AFTER_COUNTS + blockIdx.x : nullptr;
@@ -452,7 +452,7 @@ int start(const Args& a, bool exchanges, int64_t sms, void* stream) {
   using R = Ring<W>;
   const int values = max(a.H * mla::VALUE * 2, WARPS * ASIDE * 4);
   const int bytes = WARPS * R::STAGES * Stage<R::ROW>::BYTES + values;
-  // Max carve-out: otherwise an SM may have too little shared memory for this CTA beside one of its neighbour kernels.
+  // Max carve-out: otherwise this CTA and one of a neighbour kernel may not both fit an SM's shared memory.
   auto kernel = exchanges ? output_kernel<W, SHORT, true, SHARDED> : output_kernel<W, SHORT, false, SHARDED>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return launch(kernel, dim3(static_cast<unsigned>(sms)), dim3(THREADS), bytes, stream, 1, a);

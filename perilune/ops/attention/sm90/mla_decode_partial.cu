@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(THREADS) weigh(const Args a) {
   if (warp == 0) share_work<true>(a.query_start, a.context, a.T, a.H, a.ctas, a.least, &found, token, 1);
   __syncthreads();
   wait_for_predecessor();
-  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
+  let_successor_start();  // after the wait: the next kernel may read cache rows before its own wait
   if (head >= a.H) return;
   const int index = found.index * a.H + head, row = index % ROWS, slot = found.first + index / ROWS * found.ranges;
   const int ranges = found.ranges;

@@ -1,12 +1,12 @@
 // Shared by mla_pre_attention_t1.cu (one token) and mla_pre_attention_mma.cu (two to four).
 //
-// CTAs exchange results through a mailbox in global memory. All CTAs must be co-resident, one per SM, because each
-// waits for all others. The mailbox counts launches. CTA 0 advances the count after it has read all of q_a: q_a
-// contains a tile of every CTA, so every CTA has read the count.
+// CTAs exchange results through a mailbox in global memory. All must be co-resident, one per SM, because each waits for
+// all others. The mailbox counts launches. CTA 0 advances the count after it has read all of q_a: every CTA has written
+// a tile of q_a, and had read the count before.
 //
-// While weights are in flight, every other access to memory waits behind them: publishing took 4 us with the whole ring
-// in flight, 1.2 us with none. So the copying warp requests a few slots at a time. For the same reason a CTA polls the
-// mailbox only after its own piece is published, and one warp of each CTA reads the pieces' sums of a token.
+// Every other memory access waits behind weights in flight: publishing took 4 us with the whole ring in flight, 1.2 us
+// with none. So the copying warp requests a few slots at a time. For the same reason a CTA polls the mailbox only after
+// it has published its own piece, and one warp of each CTA reads the pieces' sums of a token.
 #pragma once
 #include "attention/sm90/cache_row.cuh"
 #include "cuda/peers.cuh"

@@ -271,7 +271,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_mma_kernel(const
     wait_for_predecessor();
     return;
   }
-  // Small loads before the weights, as for one token.
+  // Small loads before the weights: loads return in order of issue.
   const bool publishes = warp < T && lane < PIECE && cta * PIECE + lane < QUADS;
   constexpr int Q_ALL = T * OCTETS, Q_EACH = (Q_ALL + CONSUMERS - 1) / CONSUMERS;  // octets of q_a: all, per thread
   uint2 weight = make_uint2(0, 0);

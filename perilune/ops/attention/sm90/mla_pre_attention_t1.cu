@@ -1,9 +1,9 @@
 // The operations before absorbed attention for one token, in one launch: the residual's sum and norm, qkv_a, and the
 // queries (q_b, W_UK, rope) with the step's cache row. Contract in mla_pre_attention.py.
 //
-// With three launches, DRAM would idle twice, while the sums of one product become the input of the next. Here one ring
-// streams each CTA's part of all three matrices, in order. So the next weights are in flight while CTAs publish
-// results: first pieces of the residual, then rows of qkv_a's product. A published word holds a pair of values and a
+// With three launches, DRAM would idle twice, while the results of one product become the input of the next. Here one
+// ring streams each CTA's part of all three matrices, so the next weights are in flight while CTAs publish results:
+// first pieces of the residual, then rows of qkv_a's product. A published word holds a pair of values and a
 // tag, the launch number: readers poll until the tag matches, without a separate flag.
 #include "attention/sm90/mla_pre_attention.cuh"
 
@@ -270,7 +270,7 @@ __global__ __launch_bounds__(THREADS, 1) void mla_pre_attention_kernel(const __g
     wait_for_predecessor();
     return;
   }
-  // Small loads first: loads return in order of issue, so one issued after the weights would take microseconds longer.
+  // Small loads before the weights: loads return in order of issue, so later ones would take microseconds longer.
   const int group = warp / KS_A, in_group = tid % (KS_A * 32), first = (cta + group * CTAS) * TILE;
   const bool publishes = lane < PIECE && cta * PIECE + lane < QUADS;
   uint2 weight = make_uint2(0, 0), q_weight = weight;

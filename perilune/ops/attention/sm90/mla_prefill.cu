@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint64_t* q_full = reinterpret_cast<uint64_t*>(values + STAGES * V_BYTES);
   uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
   const int tid = threadIdx.x, head = blockIdx.y;
-  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // queries with the most keys first
+  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // the most keys first: these CTAs take longest
   const Request& request = requests.of[blockIdx.z];
   const int count = request.count, context = request.context, before = context - count;
   const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;

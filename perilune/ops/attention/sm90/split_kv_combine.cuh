@@ -1,8 +1,8 @@
 // The combine step of split-KV (flash decoding), fused with W_UV: a cluster of CTAs per head and 32 tokens. The splits
 // ("ranges") are those of mla_decode.cu, or the parts of a KV cache that is sharded over ranks.
 //
-// A CTA adds the outputs of the ranges, weighted by their log-sum-exps, for its part of the latent, multiplies the sum
-// by its rows of W_UV (loaded before the wait), and the cluster adds the products of its CTAs.
+// For its part of the latent, a CTA adds the ranges' outputs, weighted by their log-sum-exps, and multiplies the sum by
+// its rows of W_UV (loaded before the wait). The cluster adds the products of its CTAs.
 #pragma once
 #include "attention/sm90/split_kv_schedule.cuh"
 #include "cuda/wgmma.cuh"
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
                  ((column / 8) % 8 ^ (row & 7)) * 8;
   }
   wait_for_predecessor();
-  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
+  let_successor_start();  // after the wait: the next kernel may read cache rows before its own wait
 
   int step = SIDE * sharing, s0 = MINE == 1 ? warp % sharing * SIDE + side : side;
   uint4 x[MINE][AT_ONCE];

@@ -88,8 +88,8 @@ __device__ __forceinline__ void widen_latents(char* tile, uint64_t* ready) {
   barrier_arrive(ready);
 }
 
-// The producer warp. No kernel that may still run writes latents of earlier steps or block tables, so the first tile is
-// loaded before the wait. The second tile is issued after the query, which would otherwise arrive behind it.
+// The producer warp. It loads the first tile before the wait: no kernel that may still run writes block tables or
+// latents of earlier steps. It loads the second tile after the query, which would otherwise arrive after that tile.
 template <bool PACKED>
 __device__ __forceinline__ void bring(const Work& work, const CUtensorMap* q, const Maps* maps, const int* table,
                                       int block, int H, char* shared, Control* control) {
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1)
           max_low = fmaxf(max_low, __shfl_xor_sync(EVERYONE, max_low, i));
           max_high = fmaxf(max_high, __shfl_xor_sync(EVERYONE, max_high, i));
         }
-        // The running maximum is updated only if it grows by a factor above 2^8: the fp32 sums have room for that, and
+        // Update the running maximum only if it grows by a factor above 2^8: fp32 sums have room for that factor, so
         // most tiles need no rescaling.
         auto follow = [scale](float& top, float max) {
           max *= scale;

@@ -6,7 +6,7 @@ namespace mla {
 
 constexpr int ROWS = 64, KEYS = 64;  // query rows (token, head) of a tile; latents of a tile
 constexpr int QUARTER = ROWS / 4;    // rows of a CTA if four CTAs share a tile
-constexpr int GROUP = 16;            // latents that are surely adjacent in the cache: the smallest block size
+constexpr int GROUP = 16;            // latents that are always adjacent in the cache: the smallest block size
 constexpr int MAX_RANGES = 256;
 constexpr int PARTIAL = ROWS * LATENT;  // elements of a range's output: [LATENT / 64][ROWS][64], 128-byte swizzle
 constexpr uint32_t EVERYONE = ~0u;

@@ -1,6 +1,6 @@
-// Absorbed MLA for short contexts. attend_quarter: one tile of at most 64 latents, for 16 of its 64 query rows.
-// Such contexts have few ranges, so most SMs would idle, and a CTA spends its time on 64 rows (queries, products,
-// outputs), not on loading latents. So four CTAs share a tile.
+// Absorbed MLA for short contexts. attend_quarter: one tile of at most 64 latents, for 16 of its 64 query rows. Four
+// CTAs share a tile, because short contexts have few ranges: most SMs would idle, and the others would spend their time
+// on 64 rows (queries, products, outputs), not on loading latents.
 //
 // attend_few: attention of one token with a narrow block table, at most 48 latents of a bf16 cache per range or 192 of
 // a packed cache (two passes of 96). On each SM, a CTA of the next kernel (mla_decode_output) is then co-resident and
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
     }
   }
   named_sync(3, 256);
-  arrived();  // for the warps that skipped the products: they read the tile below
+  arrived();  // warps that skipped the products read the tile below, too
 
   // 16 threads share a row of scores.
   const int row = threadIdx.x / 16, first = threadIdx.x % 16 * 4, seen = unseen(row) - at;
@@ -162,9 +162,9 @@ __device__ __forceinline__ void attend_quarter(const bf16* q, int rows, char* ke
 // attend_few: one token of H heads, a CTA per range and 16 heads (or 8, if H is 8). Range i of n has groups i, i + n,
 // i + 2 n .. of GROUP latents. This does not depend on the context's length, so table entries and the length are loaded
 // in parallel. The successor may start once the loads of latents are issued: earlier, they would queue behind its
-// weights. A CTA uses only the shared memory and registers that output_kernel leaves on an SM, but claims more
-// registers than it needs, over half of an SM's: two CTAs on one SM would leave no room there for the next kernel's
-// CTA, and leave another SM without one of attention's.
+// weights. A CTA fits beside one of output_kernel, but claims over half of an SM's registers, more than it needs, so
+// that no SM gets two: there would be no room for the next kernel's CTA there, and another SM would have none of
+// attention's.
 using Few = Short<48, GROUP>;
 constexpr int FEW_THREADS = 256, FEW_REGISTERS = 136;
 static_assert(2 * FEW_REGISTERS * FEW_THREADS > 65536 && FEW_REGISTERS * FEW_THREADS + 48 * 576 <= 65536);

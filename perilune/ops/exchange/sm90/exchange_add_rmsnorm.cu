@@ -135,7 +135,7 @@ __global__ __launch_bounds__(THREADS, large(RANKS, WIDE) ? 4 : 8) void exchange_
   }
   wait_for_predecessor();
 
-  // Issue the loads that everything else depends on first.
+  // First the loads that everything else depends on.
   uint4 old = data ? *reinterpret_cast<const uint4*>(at_h) : uint4{};
   uint4 own = data ? partial<WIDE>(at_x, at_part, parts, D / 4) : uint4{};
   uint32_t epoch = *count;
@@ -258,7 +258,7 @@ __global__ __launch_bounds__(THREADS, RANKS > 4 ? 4 : 8) void rows_kernel(const 
   const int64_t place = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const uint4* const inbox = peers.mailbox[rank] + place;
   wait_for_predecessor();
-  let_successor_start();  // after the wait: the next kernel may assume before its own wait that cache rows are written
+  let_successor_start();  // after the wait: the next kernel may read cache rows before its own wait
   uint32_t* const count = peers.control + 1 + blockIdx.x;
   uint32_t epoch = *count;
   bool patient = *peers.control == 0;
