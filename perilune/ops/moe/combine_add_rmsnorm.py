@@ -47,8 +47,8 @@ CASES = [
     Case(0, 256, 2),
 ]
 # Kernels use fused multiply-adds, the reference does not: about 40 of a million sums are rounded the other way. There
-# the residual is off by an ulp, and y by that and its own rounding: 5e-5 over the whole output. A kernel that rounded
-# the sum to bfloat16 before it is added would be off by 2.7e-3.
+# the residual is off by an ulp, and y by that and its own rounding: 5e-5 over the whole output. With the sum rounded to
+# bfloat16 before it is added it would be 2.7e-3.
 _WHOLE = 5e-4
 TOL = {
     "y": {FLOAT32: rounded()[FLOAT32], BFLOAT16: Tol(1e-4, 2**-6, _WHOLE, "an ulp of the residual, and one of y")},

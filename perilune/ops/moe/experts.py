@@ -4,9 +4,9 @@ x [T, D]; ids and weights [T, k] in `Chosen`; gate_up [E, 2 I, D], the gate's ro
 each, here in x's type; y [T, D] as x.
 
 "cpp" (experts.cpp) computes in fp32, adds the experts in ascending order and rounds once: a token's result does not
-depend on the batch. "gathered" copies the experts of each token, for few tokens of a small model on a GPU; it can be
-captured in a CUDA graph, because the host need not know which experts are used. "torch" loops over the experts that are
-used. Both round to x's type between their calls.
+depend on the batch. "gathered" copies the experts of each token, for few tokens of a small model on a GPU; a CUDA graph
+can contain it, because the host need not know the ids. "torch" loops over the experts that are used. Both round to x's
+type between their calls.
 
 `define` makes the op for one format of weights: experts_fp8.py, experts_int4.py, experts_int4_compact.py and
 experts_nvfp4.py have the others. There "cpp" reads the weights as they are, once per call for all tokens of an expert,

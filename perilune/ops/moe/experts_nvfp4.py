@@ -31,7 +31,7 @@ def _matrices(c: Case, g: Make) -> tuple[Matrix, Matrix]:
 
 
 def _values(device: torch.device) -> Tensor:
-    """[16] float32, the value of each code. Cached on a GPU: a CUDA graph must not contain the copy from the host."""
+    """[16] float32, the value of each code. Cached: a CUDA graph must not contain the copy from the host."""
     if device.type == "cpu":
         return _VALUES
     return workspace.current(device).kept("experts_nvfp4.values", lambda: _VALUES.to(device))

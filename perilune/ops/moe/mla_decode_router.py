@@ -13,8 +13,8 @@ are those of `router`(x, gate). -> x, `Chosen`. Types, layouts and roundings are
 3. mla_decode_router_t1.cu starts while launch 2 runs, loads the gate to shared memory, then polls the mailbox for the
    sums. It does not wait for launch 2 to end.
 The expert kernel may read the same mailbox: `Chosen.publication` names it (chosen.py). "cuda_mma" is for 8 or 16 heads
-in FP8, "cuda" for others. "composed" calls the ops. It also runs for 8 or 16 heads in FP8 if "cuda_mma" does not take
-the width or the GPU's number of SMs.
+in FP8, "cuda" for others. "composed" calls the ops; it also runs for 8 or 16 heads in FP8 if "cuda_mma" lacks the width
+or the number of SMs.
 """
 
 from collections.abc import Callable, Sequence
@@ -219,7 +219,7 @@ def run(
             ("scores", router.MOST_EXPERTS),
         )
     )
-    # Allocated before the launches: the output projection may still run when these are written, so the allocator must
+    # Allocate before the launches: these are written while the output projection may still run, so the allocator must
     # not place them in memory that it reads.
     x = torch.empty_like(residual)
     ids = torch.empty(1, routing.top_k, dtype=torch.int32, device=device)

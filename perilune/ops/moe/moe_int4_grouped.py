@@ -4,7 +4,7 @@ Arguments as in moe_int4.py; y [T, 1, D] float32. Pairs (token, expert) are sort
 waiting for the host. Compact scales times the row's scale, dequantised weights, h and each expert's result are rounded
 to bfloat16; scales are 0 or between 2^-78 and 2^42. The weighted sum of a token's experts is in fp32 and in the order
 of its choices. A token's result from the routed experts does not depend on the batch; the shared expert's may, because
-its products in torch choose the order of sums by T.
+torch chooses the order of its sums by T.
 
 Memory beside the arguments, for at most `CHUNK` tokens at a time: (2 D + 2 I) bytes for each of T k + 7 E rows.
 """

@@ -70,8 +70,8 @@ TOL = {"ids": exact(), "weights": {FLOAT32: _WEIGHTS, BFLOAT16: _WEIGHTS}}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
-    """x and gate are small multiples of a power of two, so that every order of summation gives the same logits. Rows of
-    x with near-ties are set to 0."""
+    """x and gate are small multiples of a power of two: every order of summation gives the same logits. Rows of x with
+    near-ties are set to 0."""
     x = g.integers(-8, 9, c.T, c.D).float() / 8
     gate = g.integers(-8, 9, c.E, c.D).float() / 8 * (2.0 ** round(torch.tensor(c.D).rsqrt().log2().item()))
     bias = g.permutation(c.E).float() * 1e-3

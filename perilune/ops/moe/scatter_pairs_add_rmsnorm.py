@@ -1,12 +1,13 @@
 """Reduce-scatter of the ranks' partial MoE outputs, fused with the sum over a token's experts, the residual and norm.
 
 As exchange_pairs_add_rmsnorm.py, for the rows that this rank owns: `owned(T, peers)`, block number `rank` of
-ceil(T / ranks) rows. Only these rows of residual [T, D] are updated. The rows of other owners keep old values until
-"cuda" of exchange_add_rmsnorm.py (many rows) or of exchange_pairs_add_rmsnorm.py sums all rows: these kernels read
-only the owner's copy of a row. y [n, D]: the norms of the n owned rows. Of N ranks, each sends (N - 1) / N of the rows,
-half as many as in an all-reduce, and the work after the norm is done once per row instead of on every rank.
+ceil(T / ranks) rows. Only these rows of residual [T, D] are updated. Other rows keep old values until "cuda" of
+exchange_add_rmsnorm.py (many rows) or of exchange_pairs_add_rmsnorm.py sums all rows: these kernels read only the
+owner's copy of a row. y [n, D]: the norms of the n owned rows. Of N ranks, each sends (N - 1) / N of the rows, half as
+many as in an all-reduce, and the work after the norm is done once per row instead of on every rank.
 
-No rank waits until owners have read its rows, so ranks must synchronise in exchange_rows.py before the next exchange.
+A rank does not wait until owners have read its rows, so exchange_rows.py must synchronise ranks before the next
+exchange.
 """
 
 import torch

@@ -55,8 +55,8 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     __syncwarp();
     return __popc(all);
   }
-  // Counts chosen experts only and reads ids once: most of the time went to a pass over all experts, and to a memory
-  // latency for every 32 pairs.
+  // Counts chosen experts only and reads ids once: a pass over all experts, and a memory latency for every 32 pairs,
+  // took most of the time.
   constexpr uint32_t NONE = 0xffff;
 #pragma unroll 8
   for (int n = lane; n < pairs; n += 32) {

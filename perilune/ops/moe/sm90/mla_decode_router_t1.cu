@@ -6,8 +6,8 @@
 // x, polls for the scores and selects the experts. x is not published: the expert kernel computes it itself. The code
 // that runs once the residual has arrived is first run without effect (`rehearsal`), to fill the instruction cache: a
 // miss takes microseconds while weights are being loaded. A CTA uses so few registers and so little shared memory that
-// both CTAs of the expert kernel's next launch are co-resident with it on an SM, beside or after one of
-// mla_decode_output's.
+// both CTAs of the expert kernel's first launch fit beside it on an SM, together with or after one of
+// mla_decode_output.
 #include "cuda/residual_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     if (!rehearsal) {
       if (!watches) barrier_wait(&barrier, 0);
       if (warp == 0) {
-        while (__all_sync(~0u, mailbox::glance(late) == 0)) {  // until one late piece is written; `look` polls for all
+        while (__all_sync(~0u, mailbox::glance(late) == 0)) {  // until one late piece is written; then `look` polls all
         }
       }
       __syncthreads();

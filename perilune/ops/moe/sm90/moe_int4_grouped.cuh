@@ -6,8 +6,8 @@
 // gate_up and down: one launch per width N of tiles (a product's width is part of the wgmma instruction, and one kernel
 // for all would not fit the registers), persistent CTAs of one producer thread and two warpgroups of 64 weight rows;
 // every warp prefetches its own packed weights into a ring. combine: the weighted sum of a token's rows.
-// The launches of one product do not wait for each other at first, so that one fills SMs that another leaves. Each
-// waits at its end, so that a kernel that waits for the last launch waits for all.
+// The launches of one product overlap: one fills SMs that another leaves. Each waits for its predecessor at its end, so
+// a kernel that waits for the last launch waits for all.
 //
 // Activations are stored as slabs (wgmma.cuh), [K / 64][rows / 8][1024 bytes]: B of 64 k is one contiguous copy. Each
 // 128 k are permuted so that a lane multiplies its 16 bytes of packed weights, one whole group of 32, in 8 steps of

@@ -9,11 +9,11 @@
 //   finish     One warp groups the pairs by expert, adds the consumers' sums of a tile, and writes the result. Other
 //              warps never wait for each other within a phase.
 //
-// JOINED: while the last of h is written, the ring fills with weights of down. With two launches, DRAM would idle in
-// between, 6 us for one of four ranks' share of the width: CTAs end, new ones start and issue their first loads. down's
-// products need all of a segment's h: `Units` counts finished tiles. The producer reads the count when it issues
-// copies; most segments are complete by then. If not, it marks the item WAITS, and the consumers wait for the count.
-// All CTAs must be resident at once.
+// JOINED: the ring fills with weights of down while the last of h is written. Between two launches, DRAM would idle for
+// 6 us (a quarter of the width, for four ranks): CTAs end, new ones start and issue their first loads. down's products
+// need all of a segment's h: `Units` counts finished tiles. The producer reads the count when it issues copies; most
+// segments are complete by then. If not, it marks the item WAITS, and the consumers wait for the count. All CTAs must
+// be resident at once.
 //
 // INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g (int4_mma.cuh).
 //

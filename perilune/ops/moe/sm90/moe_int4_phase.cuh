@@ -99,7 +99,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
       into.advance(1, a.slots);
     };
     const Range tiles = equal_part(a.shared.tiles);
-    if (JOINED && !UP && tiles.first < tiles.end) {  // gate_up's CTAs compute the shared expert before all else
+    if (JOINED && !UP && tiles.first < tiles.end) {  // wait for the shared expert's h, which gate_up computes first
       while (count_at(c.units + Units::SHARED) < static_cast<uint32_t>(a.shared_tiles_of_h)) {
       }
     }
@@ -116,7 +116,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
     const int all = c.segments * a.routed.tiles;
     const Segment* segments = plan_of(a).segments;
     uint32_t* taken = JOINED ? c.units + Units::TAKEN + !UP : a.taken;
-    int seen = -1;  // the last segment of which h was complete
+    int seen = -1;  // the last segment found with complete h
     Ranges<UP ? 2 : 3> ranges(all, a.per_round);
     for (int i = blockIdx.x;;) {
       const Range items = ranges.number(i);

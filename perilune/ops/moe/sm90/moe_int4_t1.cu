@@ -16,11 +16,11 @@
 // blockIdx.x, without a round trip, if there are more units than CTAs. down reads the ids before h is ready: every CTA
 // takes a contiguous range of (choice, unit) besides units of the shared expert.
 //
-// For widths up to EARLY_WIDTH (a rank's slice), starting takes longer than streaming. So down's CTAs are small: one is
-// co-resident with two of gate_up on an SM, and has filled its first slots when gate_up ends.
+// For widths up to EARLY_WIDTH (a rank's slice), starting a kernel takes longer than streaming its weights. So down's
+// CTAs are small: one fits beside two of gate_up on an SM, and has filled its first slots when gate_up ends.
 //
-// The ring of gate_up is no deeper than full bandwidth needs: other loads, such as the router's, return only after
-// those of all slots that were requested before.
+// The ring of gate_up is no deeper than full bandwidth needs: loads of other kernels, such as the router, wait behind
+// all slots requested before them.
 #include "moe/sm90/moe_int4_t1_joined.cuh"
 
 #include <type_traits>
@@ -71,7 +71,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
                                  Range own) {
     const int lane = threadIdx.x % 32;
     int into = 0, phase = 1, buffer = 0;
-    bool refills = false;  // the next slot has been filled before
+    bool refills = false;  // whether the next slot has been filled before
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
     bool planned = false;
@@ -91,11 +91,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // from the unit's first half of rows to its second
       for (int n = 0; n < slots; n++) {
         uint64_t* barrier = &barriers().full[into];
-        if (GATE_UP && opened < a.slots) {  // one at a time: mailbox reads would return only after a whole ring
+        if (GATE_UP && opened < a.slots) {  // one by one: a mailbox read returns after all copies issued before it
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
-        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);  // its fence may wait for loads of ids
+        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);  // the fence may wait for loads of ids
         if (elected()) {
           const int scales = n == 0 && w.scale != nullptr ? a.scales : 0;
           const int factors = n == 0 && w.factor != nullptr ? UNIT_ROWS * (w.scale == nullptr ? 4 : 2) : 0;

@@ -134,8 +134,8 @@ struct OneToken : InShared {
   // The first unit of CTA `cta`, if `all` units are split evenly.
   static __device__ __forceinline__ int before(const Args& a, int cta, int all) { return __umulhi(cta * all, a.per_cta); }
 
-  // down: this CTA's routed units. With its shared units they are an equal part of all bytes. The host has divided
-  // (`deal`): divisions here delayed the first load of weights to some 1,500 clocks after the ids.
+  // down: this CTA's routed units: with its shared units, an equal part of all bytes. The host has divided (`deal`):
+  // divisions here delayed the first load of weights to some 1,500 clocks after the ids.
   static __device__ __forceinline__ Range dealt(const Args& a) {
     const int shared = a.shared.tiles / RT, all = a.k * (a.routed.tiles / RT);
     auto bound = [&](int n) {
@@ -254,7 +254,7 @@ struct OneToken : InShared {
         there = __ballot_sync(~0u, v != 0) >> said % 2 * 8 & 0xff;
       } while (!mailbox::arrived_turn(said, a.launch) || there != 0xff);
       if (lane == 0) turn_shared = said & 1;
-      if (mailbox::sm_of(said) == mailbox::sm_id()) {  // on the SM that chooses experts, wait until it has chosen
+      if (mailbox::sm_of(said) == mailbox::sm_id()) {  // the CTA that selects experts is on this SM: wait for it
         while (!__all_sync(~0u, lane >= a.k || mailbox::arrived(mailbox::glance_choice(a.mailbox, a.k), a.launch))) {
         }
       }

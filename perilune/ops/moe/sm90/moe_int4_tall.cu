@@ -8,8 +8,8 @@
 // weighted sum of a token's rows.
 //
 // CTAs take work from a counter, so that a launch that starts on some SMs while the one before still runs on others
-// ends everywhere at the same time. The launches of one product do not wait for each other at first: the last CTA of
-// each waits at its end, so that a kernel that waits for the last launch waits for all.
+// ends everywhere at the same time. The launches of one product overlap: the last CTA of each waits for the predecessor
+// at its end, so a kernel that waits for the last launch waits for all.
 #include "moe/sm90/moe_int4_tall.cuh"
 
 namespace {

@@ -2,9 +2,9 @@
 //
 // CTAs of 8 warps each multiply 8 rows of the gate over a part of the width with up to 16 tokens; copies of the gate to
 // shared memory begin before the activations are ready. CTA t then polls for the sums of token t, adds the parts in order
-// and selects the experts. While the experts' weights stream, a round trip to memory takes microseconds, and so does an
-// instruction cache miss. So biases are loaded early; all code is first run without effect (`rehearsal`); a sum's word
-// is nonzero once written (no fence, no counter); ids are published one by one (router_mailbox.cuh).
+// and selects the experts. While the experts' weights stream, a round trip to memory or an instruction cache miss takes
+// microseconds. So biases are loaded early; all code is first run without effect (`rehearsal`); a sum's word is nonzero
+// once written (no fence, no counter); ids are published one by one (router_mailbox.cuh).
 #include "cuda/router_mailbox.cuh"
 #include "moe/sm90/topk.cuh"
 #include "cuda/wgmma.cuh"

@@ -15,9 +15,8 @@ struct Choice {
 };
 
 // Selection by one warp. Lane l holds logits and biases of experts 32 n + l. A negative token: a dry run, nothing is
-// written. Lane 0 calls publish(k, id) for each expert as soon as it is selected. Experts are selected one by one:
-// computing the rank of each candidate takes fewer steps, but three times as many instructions, which all miss the
-// instruction cache, and was slower.
+// written. Lane 0 calls publish(k, id) for each expert as soon as it is selected. Experts are selected one by one: the
+// rank of each candidate takes fewer steps, but three times the instructions, which all miss the instruction cache.
 template <int EACH, typename Publish>
 __device__ __forceinline__ void choose(const Choice& c, float (&score)[EACH], const float (&bias)[EACH], int token,
                                        int lane, Publish publish) {
