@@ -25,7 +25,7 @@ struct Plain {
     out[0] = load(data + row * K + c * 8);
   }
   // Rows are too short for the hardware prefetcher, so a row is prefetched while an earlier one is used. Unconditional:
-  // a branch here can keep the compiler from fusing products with sums, and then bits differ.
+  // with a branch the compiler may not fuse products with sums, and bits would differ.
   inline __attribute__((always_inline)) void fetch(int64_t row, int64_t c) const {
     __builtin_prefetch(data + row * K + c * 8);
   }

@@ -1,8 +1,8 @@
 // Eight-lane vectors for the CPU kernels, in GCC's vector extension: AVX2 and FMA where -march=native has them,
 // pairs of SSE or NEON registers elsewhere, from one source.
 //
-// A dot product is always one chain of eight lanes over ascending k, then `sum`: whatever the blocking, the same row
-// and the same vector give the same bits, so a token's result does not depend on what else is in the batch.
+// A dot product is always one chain of eight lanes over ascending k, then `sum`: equal rows and vectors give the same
+// bits with any blocking, so a token's result does not depend on the batch.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -12,7 +12,7 @@
 //                wait for the router's end, then write h
 //   down         start after the router's end, read ids; wait for gate_up's end; clear the mailbox
 //
-// Every word carries the number of the launch that wrote it, so readers ignore words of other launches. A replayed CUDA
+// A word carries the number of the launch that wrote it, so readers ignore words of other launches. A replayed CUDA
 // graph repeats the numbers of its capture, so `down` clears the words after gate_up's end. A kernel that sees a word
 // with number n knows that all kernels before router launch n have ended: it may read their results before its own
 // wait_for_predecessor(). With mla_decode_router_t1.cu, mla_decode_output's kernel may still be writing the residual;

@@ -7,7 +7,7 @@
 //   2. The owner sends the new row of the residual to each other rank (with step 1: two-shot all-reduce).
 // In either step a rank sends N - 1 lines for every N lines of the T rows.
 //
-// A CTA processes whole rows, one of each owner in turn. Two CTAs per SM hide each other's waits; then 264 rows are in
+// A CTA processes whole rows, one of each owner in turn. Two CTAs per SM hide each other's waits: 264 rows are in
 // flight, enough to saturate NVLink. Each CTA has a place in every mailbox (ROWS_AT); epoch e uses half e % 2. All
 // ranks must run the same launches with the same T in the same order. Why rank A may reuse its place at rank B:
 //   all-reduce  In epoch e, A overwrites a line of epoch e - 2 or before. A has received B's line of epoch e - 1, or a
@@ -25,7 +25,7 @@ using namespace hopper;
 
 constexpr int PIECES = 7;  // pieces of 8 values in a line; the eighth thread holds the flag
 // EACH: words per thread; a CTA has ROW_WORDS / EACH threads. MANY: two CTAs per SM. FEW, up to FEW_ROWS rows: shorter
-// steps, because with few rows each step is waited for.
+// steps, because with few rows no other row hides a step's latency.
 constexpr int MANY = 4, FEW = 1, FEW_ROWS = 128;
 static_assert(ROWS % MAX_RANKS == 0);
 constexpr int BATCH = 2;  // rows of pairs loaded together; with more, the registers allow only one CTA per SM

@@ -81,7 +81,7 @@ __device__ __forceinline__ void hand_over(int warp) {
 // Warps FIRST and higher load x into shared memory, normalised if `norm` (the norm's weights, best in shared memory) is
 // not null. In a block of 64 values, lane t of four reads the even pairs of its k at byte 32 t, the odd pairs 16 bytes
 // later. A row's sums add its segments in order, whatever other requests are in the batch. lowered[row]: factor of sums
-// with e4m3 weights, which undoes the row's power of two. All CTAs wait for this before their first product: so four
+// with e4m3 weights, which undoes the row's power of two. Every product waits for this, so it must be fast: four
 // segments are read at a time, and values pass through shared memory only if a row's sums must be known first.
 template <typename W, int FIRST>
 __device__ __forceinline__ void stage(const Rows& a, typename W::Value* xs, const bf16* norm, float* lowered) {

@@ -51,8 +51,8 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int phase) {
 }
 
 // Waits until bulk copies of this thread may overwrite a slot. Ordinary loads and ldmatrix use another memory proxy
-// than bulk copies: without the fence, a copy into a full ring overwrites slots that warps still read, despite the
-// barrier. Slots that only wgmma reads need no fence.
+// than bulk copies: without the fence, a copy could overwrite a slot that warps still read, despite the barrier. Slots
+// that only wgmma reads need no fence.
 __device__ __forceinline__ void barrier_wait_to_refill(uint64_t* barrier, int phase) {
   barrier_wait(barrier, phase);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -92,7 +92,7 @@ def _on_threads(names: list[str], why: str, ended: Callable[[str], None]) -> Non
         finally:
             ended(name)
             said = f": {found}" if isinstance(found, str) else f", after {time.monotonic() - begun:.1f} s"
-            # A new line for each, instead of one that is overwritten: the server writes to the same terminal.
+            # A line for each, none overwritten: the server writes to the same terminal.
             number = next(count)
             _say(f"kernel {number} of {len(names)}: {name}{said}")
         if number == len(names):
@@ -299,9 +299,8 @@ def _compile(compiler: str, source: Path, openmp: str | None, target: Path) -> N
         if openmp is None:
             commands = [[compiler, *CUDA_FLAGS, f"-I{SOURCES}", str(source), "-o", linked]]
         else:
-            # Compile and link separately: with -fopenmp at link time the library would need the compiler's own libgomp,
-            # and two OpenMP runtimes in a process keep two sets of spinning threads. Linking the one that torch has
-            # loaded shares its threads.
+            # Compile and link separately: with -fopenmp at link time the library would load the compiler's own libgomp,
+            # a second runtime with its own spinning threads. Link the one that torch has loaded instead.
             commands = [
                 [compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", made],
                 [compiler, "-shared", made, openmp, "-o", linked],

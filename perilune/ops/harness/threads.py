@@ -1,6 +1,6 @@
 """How many threads this package's CPU kernels use.
 
-These kernels use the thread pool of work_pool.h, torch's own calls use OpenMP. Threads of OpenMP spin for milliseconds
+These kernels use the thread pool of work_pool.h, torch's own calls use OpenMP. OpenMP threads spin for milliseconds
 after each call and keep cores from the pool. So in a step with only small torch calls, torch computes on one thread.
 """
 

@@ -2,11 +2,10 @@
 
 A mailbox is a tensor through which CTAs of one launch, or of two launches that overlap, exchange results. It is zeroed
 once, when it is made; afterwards the kernels keep it usable: a word carries the number of the launch that wrote it, or
-the last reader sets it to zero again. So one mailbox serves any number of launches that follow each other, but never
-two that run at the same time. Launches of one CUDA stream follow each other, so a `Workspace` is the memory of one
-device and one stream: the stream that is current when the op is called. For a CUDA graph that is the stream of its
-capture, not of its replay: all graphs of one capture stream hold the addresses of that stream's mailboxes, and must be
-replayed one after the other, as an engine does.
+the last reader sets it to zero again. So one mailbox serves any number of launches, but never two at the same time.
+Launches of one CUDA stream follow each other, so a `Workspace` is the memory of one device and one stream: the stream
+that is current when the op is called. For a CUDA graph that is the stream of its capture, not of its replay: graphs
+captured on one stream hold the addresses of its mailboxes, and must be replayed one after the other, as an engine does.
 
 `Workspaces` is the owner: the workspaces of one engine (engine/runner.py), of a model outside an engine
 (model/varlen.py), of a test or a measurement (`owned`). The caller of ops enters the owner with `use`, and an op finds

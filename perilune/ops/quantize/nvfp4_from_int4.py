@@ -9,9 +9,9 @@ energy [o, 2] float64      of each row: the sum of squares of the INT4 weights, 
 i is a multiple of 32; scales are finite and not negative. Weights with a scale below 2 ** (exponent - 11) become 0:
 e4m3 has no steps that small.
 
-Why this is exact and fast: INT4 weights lie on a grid, q * s. With a power of two as the matrix's scale, the ratio of
-a block scale to s depends on s's seven mantissa bits and on the candidate alone, so the cost of a whole block is a sum
-over nine levels of (how often the level occurs) x (a table's entry). 32 candidates cover 1/4 to 7 times s, beyond which
+Why this is exact and fast: INT4 weights are q * s. With a power of two as the matrix's scale, the ratio of a block
+scale to s depends only on s's seven mantissa bits and the candidate, so the cost of a whole block is a sum over nine
+levels of (how often the level occurs) x (a table's entry). 32 candidates cover 1/4 to 7 times s, beyond which
 none can win. Table entries are whole numbers of 2 ** -14 step^2 and sums of 16 of them are exact in float32: every
 implementation decides alike, ties going to the smaller step. The codes come from a second table, nibble to nibble.
 

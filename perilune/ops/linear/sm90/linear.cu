@@ -4,9 +4,9 @@
 // A tile is 8 rows of w: the A operand of the tensor cores in memory order, with tokens as B (weight_stream.cuh). KS of
 // a CTA's 16 warps split the k of a tile and add their sums in shared memory. Each warp has a ring of stages that bulk
 // copies fill, across tiles, starting before the kernel that computes x has ended: half of the warps issue copies,
-// while the others wait for x and prepare it. Why not plain loads: they need L1 lines while they are in flight, and
-// after a kernel that used nearly all of L1 as shared memory (attention, experts) the same kernel took 1.5 times as
-// long. Why not tensor maps: their rows of 128 bytes reach 4.1 TB/s, bulk copies of 256 bytes 4.5.
+// while the others wait for x and prepare it. Plain loads need L1 lines while they are in flight: after a kernel that
+// used nearly all of L1 as shared memory (attention, experts), they took 1.5 times as long. Tensor maps, with rows of
+// 128 bytes, reach 4.1 TB/s, bulk copies of 256 bytes 4.5.
 //
 // With 5 to 8 rows of x, or very wide ones, two CTAs of a cluster split k: the first sends its sums to the second,
 // which adds its own in the same order. Then rows of x are copied in memory order, the first half of every warp's part
@@ -109,20 +109,19 @@ __global__ __launch_bounds__(WARPS * 32, 1) void linear_kernel(const __grid_cons
   barriers_visible();
   __syncthreads();  // the barriers are initialised
   if (SPLIT) cluster_arrive();
-  // This lane's output row needs a scale: load it with the tile. Loaded after the sum, it would cost a memory latency.
+  // The scale of this lane's output row, loaded with the tile: after the sum it would cost a memory latency.
   float scale = 1;
   auto load_scale = [&]() {
     if (W::BYTES == 1 && tile < tiles) scale = a.scale[tile * TILE + lane % TILE];
   };
   load_scale();
-  // Load the norm first: loads return in order of issue, so one issued after the weights takes microseconds longer.
+  // Load the norm before the weights: loads return in order of issue, so it would arrive microseconds later.
   if (warp >= FIRST && norm != nullptr) {
 #pragma unroll 1
     for (int k = (threadIdx.x - FIRST * 32) * 8; k < a.in.i; k += PREPARING * 256) copy16(norm + k, a.in.norm + k);
     copies_commit();
   }
-  // Issuing the copies that fill a ring takes some microseconds, about a memory latency, so warps that prepare x leave
-  // it to the others.
+  // Issuing the copies that fill a ring takes about a memory latency, so warps that prepare x leave it to the others.
   Next other = first(warp + ASKING);
 #pragma unroll 1
   for (int s = 0; s < a.stages; s++) {
@@ -232,7 +231,7 @@ int start(Args a, int sms, void* stream) {
   const int rows = (a.in.T * pitch + (kept(a.in) ? a.in.i : 0)) * static_cast<int>(sizeof(bf16));
   const int units = (a.o / TILE + GROUPS - 1) / GROUPS;
   // With one tile per warp, use the largest ring: all loads are issued before x is ready. Otherwise leave shared memory
-  // to the next kernel, so that the router's CTAs start early and wait beside this kernel's.
+  // to the next kernel's CTAs (the router's), which then start early beside this kernel's.
   const int most = ROW == 256 && units * CTAS > sms ? 4 : MOST_STAGES<ROW>;
   a.stages = min(most, ((CTAS > 1 ? 203 : 206) * 1024 - rows) / ROUND);
   // Claim so much shared memory that an SM holds one CTA only. Otherwise, after a predecessor that ends unevenly, the

@@ -333,8 +333,8 @@ int start(const Call& c, Args a, int clusters) {
   const int spare = TILES * 64 * ROW + (a.passes > 1 ? S::SUMS : 0);
   a.loads = c.i / S::K / a.splits;
   a.stages = (SHARED - spare) / stage;
-  // The number of stages is a multiple of GROUPS, so that a stage always belongs to the same warpgroup: if another one
-  // had used it in between, a waiting warpgroup could not distinguish two phases of its barrier.
+  // The number of stages is a multiple of GROUPS, so that a stage always belongs to the same warpgroup: a barrier's
+  // parity distinguishes only two phases, and with another warpgroup in between there would be more.
   a.stages = min(a.stages, MOST_STAGES) / S::GROUPS * S::GROUPS;
   if (a.stages <= S::GROUPS || (a.passes == 1 && a.stages * stage < S::SUMS)) return -2;
   CUtensorMap w, x;

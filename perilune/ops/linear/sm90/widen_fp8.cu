@@ -1,7 +1,7 @@
 // e4m3 in bf16, which holds it exactly. Contract in widen_fp8.py.
 //
-// A lane reads 8 bytes and writes 16 at once, so that a warp's store fills whole lines. With 16 bytes read, a store
-// would fill every other half of a sector.
+// A lane reads 8 bytes and writes 16, so that a warp's store fills whole lines. If it read 16 bytes, each of its two
+// stores would fill only half of every sector.
 #include "cuda/e4m3.cuh"
 
 using namespace hopper;
