@@ -21,7 +21,7 @@ MEMORY_DRAFTS = 400.0  # Drafts that a cell averages over. Larger: smoother, slo
 MAX_PROBABILITY = 0.995  # Upper limit for one draft. Larger: longer chains where everything was right lately.
 PRIOR_DRAFTS = 4.0  # Weight of a cell's initial value, in drafts. Larger: slower to learn at first.
 FIRST_PROBABILITY = 0.8  # Initial value for a draft model: optimistic, so that the model is tried at once.
-# A request's factor averages over 96 drafts; its initial value 1 weighs as 24. A larger prior: closer to the table.
+# A request's factor averages over 96 drafts; its initial value 1 counts as 24 drafts. Larger: closer to the table.
 REQUEST_MEMORY_DRAFTS, REQUEST_PRIOR_DRAFTS = 96.0, 24.0
 TOKEN_MEMORY_DRAFTS, TOKEN_PRIOR_DRAFTS = 400.0, 5.0  # The same for a token's factor.
 # With chained steps, learn from the chains of this many requests per step, round robin: Python must take less time than
@@ -73,9 +73,8 @@ class Rate:
 class AcceptanceRates:
     """P(a draft is right, given that those before it are), by cell.
 
-    `apply` learns the queued `observations` and forgets the requests in `ended`; it is called while a step runs,
-    because it takes Python time. `by_turns`: learn from chains of only LEARN_PER_STEP requests per step; `turn` counts
-    the steps.
+    `apply` learns the queued `observations` and forgets the requests in `ended`: call it while a step runs.
+    `by_turns`: learn from chains of only LEARN_PER_STEP requests per step; `turn` counts the steps.
     """
 
     def __init__(self, *, by_turns: bool = False) -> None:
@@ -95,7 +94,6 @@ class AcceptanceRates:
         return self._positions[0].total if self._positions else 0.0
 
     def probability(self, rid: int, draft: Draft) -> float:
-        """P(a draft is right), given that those before it are."""
         return self.survival(rid, (draft,))[0]
 
     def survival(self, rid: int, drafts: Iterable[Draft]) -> list[float]:

@@ -20,9 +20,9 @@ LOOKUP_BUDGET_SHARE = 0.03
 # For chained and plain steps, which do not wait for Python: if n-gram lookups would take more than 10 % of a step, do
 # none. Larger: matches are used with smaller models too, and slow their steps.
 LOOKUP_LIMIT_SHARE = 0.1
-# Until this many chains were learned from, every batch size begins with the draft model. Larger: more of them do.
+# Until this many chains were learned from, every batch size begins in the draft model's mode. Larger: more of them do.
 KNOWN_CHAINS = 8.0
-# After that, a batch size begins with it if that is predicted to be 5 % faster than plain steps. Larger: fewer do.
+# After that, a batch size begins in it if it is predicted to be 5 % faster than plain steps. Larger: fewer do.
 PROMISING_RATIO = 1.05
 
 
@@ -54,8 +54,7 @@ class Adaptive:
         return requests * LOOKUP_SECONDS > LOOKUP_BUDGET_SHARE * self._costs.waited.base(requests)
 
     def worth_waiting(self, running: StepPlan) -> bool:
-        """Whether to wait for the result of `running` before the next step is planned: if the expected gain of drafts
-        exceeds the time saved by planning while `running` runs."""
+        """Whether the expected gain of drafts exceeds the time saved by planning the next step while `running` runs."""
         if running.chain <= 0 and not self._requests.lookup:
             return False
         batch, choice = self.modes.of(running)

@@ -4,8 +4,7 @@ Drafts come from matches with earlier text (suffix.py, n-gram lookup), from a dr
 with the tokens that it continues), or from both: the chain, continued by matches after it. The number to verify is
 chosen by measured gain (adaptive.py), or fixed (fixed_length.py).
 
-Everything runs on the planning thread. The next step waits for `propose` and `chain_length`; `maintain` is called while
-a step runs, for work that can wait. A chained step is planned while the drafts that it verifies are still being
+Everything runs on the planning thread. A chained step is planned while the drafts that it verifies are still being
 computed: `observe` gets these drafts, and then the number accepted, only after the step was launched.
 """
 

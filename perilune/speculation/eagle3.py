@@ -97,7 +97,7 @@ class Eagle3Drafter:
         if step.plain is None:
             states, features = model.hidden(step, features, self._pages)
             return Start(states[at], features[at], step.positions[at], _owned(followed)) if followed.sampled else None
-        # Of a prompt only the cache and the state after its last token are needed.
+        # A prompt needs only the cache and the state after its last token.
         ends = features[at]
         model.store(step, features, self._pages)
         if not followed.sampled:

@@ -141,7 +141,7 @@ class ModeChoice:
         if self.mode == Mode.PLAIN or self._steps < EARLY_END_STEPS:
             return False
         value = self._rates[self.mode].mean * self._costs.plain(*batch)
-        # After few steps a low speed may be due to a passage that is hard to draft: the prediction must agree with it.
+        # After few steps a low speed may be due to a passage that is hard to draft: the prediction must agree.
         if self._steps < JUDGE_STEPS[self.mode]:
             return value < EARLY_END_RATIO and self._by_promise(batch)[0] != self.mode
         return value < MIN_GAIN_RATIO[self.mode]
