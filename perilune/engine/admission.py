@@ -1,4 +1,4 @@
-"""From a submitted request to the scheduler: checks, a seed, and for a constrained answer its compiled grammar."""
+"""From a submitted request to the scheduler: checks, a seed, and the compiled grammar of a constrained answer."""
 
 import random
 from collections.abc import Callable

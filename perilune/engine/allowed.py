@@ -1,4 +1,4 @@
-"""Which tokens may come next in one answer: by form (grammar/enforcer.py), allowed_token_ids and bad words together."""
+"""Which tokens may come next in an answer: by its form (a grammar: enforcer.py), allowed_token_ids and bad words."""
 
 import copy
 from collections import defaultdict
@@ -47,7 +47,6 @@ class TokenRules:
                     forbid(mask, token)
 
     def permits(self, token: int, tail: tuple[int, ...]) -> bool:
-        """Whether `token` may follow."""
         return allowed(self._fixed, token) and not any(
             token in self._last.get(tail[len(tail) - n :], ()) for n in self._lengths if n <= len(tail)
         )
@@ -56,7 +55,7 @@ class TokenRules:
 class Answer:
     """One unfinished answer. Used by one thread at a time.
 
-    `tight`: so few tokens are left that the next one must go through `settle`: else the form may stay incomplete.
+    `tight`: so few tokens are left that `settle` must choose the next one, or the form may stay incomplete.
     """
 
     def __init__(self, enforcer: Enforcer | None, rules: TokenRules | None) -> None:
@@ -84,7 +83,7 @@ class Answer:
 
     @property
     def safe(self) -> bool:
-        """Whether `settle` cannot fail: the token it would take instead of the sampled one is not forbidden."""
+        """Whether the token that `settle` would take instead of the sampled one is allowed."""
         if self._enforcer is None or self._rules is None or not self._enforcer.tight:
             return True
         return self._rules.permits(self._enforcer.fallback, self._tail)

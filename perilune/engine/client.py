@@ -127,7 +127,7 @@ class _Process:
         """Spawns a process and waits until it is loaded; EngineError with its own message when it cannot start."""
         body = msgspec.msgpack.encode((str(launch.model), launch.config))
         try:
-            self = await cls._spawn(launch, len(body))  # no await up to the next `try`, or the process could be left
+            self = await cls._spawn(launch, len(body))  # no await up to the next `try`: cancelling there would leak it
         except OSError as e:  # no memory, process or descriptor is left
             raise EngineError(f"the engine process cannot be started: {e.strerror or e}") from e
         if self.process.stderr is not None:
@@ -190,12 +190,12 @@ class _Process:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), wait_seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # the group outlives its leader: ranks, compilers
+            os.killpg(self.process.pid, signal.SIGKILL)  # also ranks and compilers, which outlive the process
         self._killed = True
         self.writer.close()
         self._pixels.close()
         await self.process.wait()
-        if self._relaying is not None:  # log its last lines; a process that it started may still hold the pipe open
+        if self._relaying is not None:  # log its last lines; other processes may still hold the pipe open
             await asyncio.wait([self._relaying], timeout=CRASH_SECONDS)
             self._relaying.cancel()
 
@@ -347,7 +347,7 @@ class EngineClient:
 
     def _submit(self, request: _Request) -> None:
         message = request.message
-        if request.deadline is not None:  # submit with the seconds that remain
+        if request.deadline is not None:  # the seconds that remain
             order = replace(message.order, deadline_seconds=max(request.deadline - _now(), 0.0))
             message = replace(message, order=order)
         request.runs += 1
@@ -401,7 +401,7 @@ class EngineClient:
             while True:
                 messages = await _read(process.reader)
                 taken += len(messages)
-                if taken >= TURN_MESSAGES:  # reading does not yield to other tasks while bytes are buffered
+                if taken >= TURN_MESSAGES:  # while bytes are buffered, reading does not yield to other tasks
                     taken = 0
                     await asyncio.sleep(0)
                 for message in messages:

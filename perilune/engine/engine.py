@@ -74,7 +74,7 @@ class Engine:
                 capture_first(self.runner, self.config)
                 if self.scheduler.pacer is not None:
                     measure_prompts(self.runner, self.config, self.scheduler.pacer.times.record)
-        except BaseException:  # the traceback keeps this object, and so would keep kv_disk's lock, ranks and kernels
+        except BaseException:  # else the traceback keeps this object: kv_disk's lock, ranks, kernels
             if self._ranks is not None:
                 self._ranks.ready()  # else closing may wait for a rank that hangs
             with suppress(Exception):  # the first error is the cause
@@ -189,7 +189,6 @@ class Engine:
         return self.scheduler.plan_chained(drafts) if self.runner.needs_no_host(running) else None
 
     def _commits_first(self, running: StepPlan) -> bool:
-        """Whether to wait for the running step before the next one is planned."""
         if (drafting := self._drafting) is None or not running.work:
             return False
         # Planning now would leave out the requests with drafts in flight, because their next position is unknown: the
@@ -297,7 +296,7 @@ class Engine:
         self.runner.follow(drafter)
         self.speculator = None
         if draft != "off" and tokens is None and build_ops.compiling():
-            return  # step times cannot be measured while kernels are still compiled: no drafts until the next start
+            return  # step times cannot be measured while kernels compile: no drafts until the next start
         if draft != "off" and tokens is None and modelled not in self._costs:
             assert not self.scheduler.stats().blocks_cached, "measuring overwrites the cache"
             self._costs[modelled] = measure_costs(self.runner, self.config)

@@ -127,7 +127,7 @@ def demand(model_dir: Path, config: EngineConfig, device: torch.device) -> Wante
         own_kv, features = draft.kv_width * dtype.itemsize, draft.num_aux
         kv_bytes += own_kv
         chains = [own_kv * scratch_tokens(block, n) for n in (config.max_num_seqs, few)]
-        cut = draft.form == "mha"  # ranks share heads; each has all latents
+        cut = draft.form == "mha"  # ranks split keys and values by heads; latents are whole on every rank
         scratch, fewer = (memory.Footprint("scratch", n * cut, n * (not cut)) for n in chains)
     least = config.kv_blocks * block if config.kv_blocks else config.max_model_len or 2 * block
     step = config.max_step_tokens or STEP_TOKENS[device.type]

@@ -6,7 +6,7 @@ from perilune.core.messages import Delta
 
 
 class Inbox:
-    """A request's deltas. One task takes them."""
+    """One task takes the deltas."""
 
     __slots__ = ("_deltas", "_waiter")
 

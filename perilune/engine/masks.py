@@ -78,7 +78,7 @@ class Session:
                 state.advance(token)
                 state.fill(mask, row.left - 1)
             except GrammarError:
-                break  # this draft is not verified; if its token is sampled, the next step reports the error
+                break  # the draft is not verified; if its token is sampled, the next step reports the error
             mask = _ends_forbidden(mask, work, row.output_index + 1)
             if not mask.any() or not state.safe:
                 break
@@ -223,7 +223,7 @@ class Grammars:
         for row, state, left, session in tight:
             try:
                 taken[row] = state.settle(taken[row], left)
-            except NoTokenLeft as e:  # never for a token after a draft: `walk` has cut the drafts before that
+            except NoTokenLeft as e:  # only for a work's first token: else `walk` has cut the drafts before
                 session.error = str(e)
         return on_device(np.array(taken), tokens.device)
 

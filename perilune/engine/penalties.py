@@ -1,8 +1,8 @@
 """Changes logits before sampling, by a request's parameters: penalties, logit_bias, no end token before min_tokens.
 
-Step N+1 is planned, and may be queued, before the host knows the token of step N. So the device counts what a request
-has generated: each request with penalties has a row of counts, found by its slot, to which every sampled token is added
-at once. The host writes a row when the request starts or resumes: its work then has all its tokens (Work.history).
+Step N+1 may be queued before the host knows the token of step N, so the device counts what a request has generated:
+each request with penalties has a row of counts, found by its slot, to which every sampled token is added at once. The
+host writes a row when the request starts or resumes: its work then has all its tokens (Work.history).
 
 A token sampled after drafts counts these as generated: its penalties come from a copy of the counts with the drafts
 added. Only accepted tokens are added to the counts themselves.

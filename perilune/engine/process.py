@@ -40,7 +40,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             if isinstance(message, Submit | Pixels):
                 try:
                     engine.submit(message) if isinstance(message, Submit) else engine.provide(message)
-                except RequestError as e:  # the client has checked; this is the second check
+                except RequestError as e:  # the client has checked already
                     engine.cancel(message.rid)
                     out.append(Delta(message.rid, finish_reason="error", error=str(e)))
             elif isinstance(message, Cancel):
@@ -58,8 +58,8 @@ def serve(engine: Engine, channel: Channel) -> None:
 
 
 def end_with_server() -> None:
-    """Asks Linux to kill this process when its server dies, also if the server is killed -9 and also while this process
-    loads weights or waits for a device. On other systems the closed socket ends it, when the loop next reads."""
+    """Asks Linux to kill this process when its server dies, even by SIGKILL, and even while this process loads weights
+    or waits for a device. On other systems the closed socket ends it, when the loop next reads."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -83,7 +83,7 @@ def main() -> None:
             channel.send([Failed(str(e))])
             return
         channel.send([engine.info])
-        channel.send([engine.stats()])  # for /metrics: an idle `serve` sends nothing until a message comes
+        channel.send([engine.stats()])  # for /metrics: `serve` sends nothing before the first message
         try:
             serve(engine, channel)
         except (EngineError, RuntimeError, MemoryError) as e:

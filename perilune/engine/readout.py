@@ -65,7 +65,7 @@ class Readout:
     refused: Mapping[int, str] = field(default_factory=dict)
 
     def wait(self) -> "Readout":
-        """Waits until the device has ended the step; returns self."""
+        """Waits until the device has ended the step."""
         if self.done is not None:
             self.done.synchronize()
         return self

@@ -270,8 +270,8 @@ class Scheduler:
         return plan
 
     def plan_chained(self, drafts: int) -> StepPlan | None:
-        """The next step, planned before the result of the step in flight is known, also where that step has drafts.
-        Every request continues after the tokens that the step in flight will bring, with up to `drafts` drafts of the
+        """The next step, planned before the result of the step in flight is known, even if that step has drafts. Every
+        request continues after the tokens that the step in flight will bring, with up to `drafts` drafts of the
         chain that the draft model drafts at the end of that step. A request that may end in that step is left out.
 
         None if the step in flight must be committed first: a prompt could be computed or its KV restored from a tier, a

@@ -338,7 +338,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
-        # `record` runs the step once before the capture. That run must not change last tokens: it writes to padding.
+        # `record` runs the step once before the capture. So that this changes no last tokens, it writes to padding.
         inputs.fields.stores.fill_(padding)
         drafts = self._drafts
         layers = drafts.drafter.aux_layers if key.followed and drafts is not None else ()

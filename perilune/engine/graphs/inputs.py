@@ -172,7 +172,7 @@ class Inputs:
             to.chained[count:], to.sources[:] = to.chained[0], to.rows[:, 0]
         to.slots[count:], to.stores[count:], to.temperature[count:] = -1, self._padding_row, 0.0
         for i, w in enumerate(work):
-            if host.tables[i] is not w.blocks:  # Request.table makes a new tuple only when the table changes
+            if host.tables[i] is not w.blocks:  # a table that changes is a new tuple (Request.table)
                 to.tables[i, : len(w.blocks)] = self._arrays.of(w)
                 to.tables[i, len(w.blocks) :] = w.blocks[0]
                 host.tables[i] = w.blocks

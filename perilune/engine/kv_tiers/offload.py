@@ -102,7 +102,7 @@ class Offload:
             return asking.digests  # found before: a request that waits for room asks again before every step
         found = self._tiers.match(digests)
         count = self.worth.beginning(found)
-        request.refused = bool(found) and not count  # decided once, because every plan looks at waiting requests
+        request.refused = bool(found) and not count  # decide once: every plan looks at waiting requests
         return list(digests[:count])
 
     def has_room(self, blocks: int) -> bool:

@@ -1,7 +1,7 @@
 """The requests that wait to run, and which of them the next step admits. Pure policy: no tensors.
 
 The first request is admitted when the pool has blocks for all of its known tokens, besides those that running requests
-will need soon. While it does not fit, no younger request of its priority is admitted: none overtakes an older one.
+will need soon. Until then no younger request of its priority is admitted.
 
 With KV tiers (engine/kv_tiers/offload.py) a waiting request that has KV in a tier leaves the queue until its KV is back
 in the pages, and younger requests are admitted meanwhile: a running request may then be younger than a restoring one.

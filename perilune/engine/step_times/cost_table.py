@@ -192,7 +192,7 @@ class _Timer:
         return (time.perf_counter() - begin) / steps
 
     def _clear(self, blocks: int) -> None:
-        """Zeroes the first blocks: CPUs compute slowly with the denormal numbers that fresh memory may hold."""
+        """Zeroes the first blocks: CPUs are slow with the denormal numbers that fresh memory may hold."""
         if blocks > self._cleared:
             self._runner.zero(blocks)
             self._cleared = blocks

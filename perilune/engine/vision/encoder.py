@@ -102,12 +102,10 @@ class Encoder:
         return tuple(Placed(s.item, s.start, s.stop, p.digest, p.grid) for s, p in zip(found, pictures))
 
     def open(self, request: Request) -> None:
-        """Registers a new request with pictures."""
         self._live[request.rid] = request
         self._users.update({p.digest for p in request.pictures})
 
     def close(self, request: Request) -> None:
-        """Forgets a request that has ended."""
         if self._live.pop(request.rid, None) is None:
             return
         for digest in {p.digest for p in request.pictures}:
@@ -200,7 +198,7 @@ class Encoder:
         self._late = False
         if any(r.planned >= r.prompt_len for r in running):  # some request decodes
             budget = STEP_SHARE * (statistics.median_low(self._steps) if self._steps else FIRST_STEP_SECONDS)
-            if prompts and not late:  # only every second step with prompts has a slice, because it is long already
+            if prompts and not late:  # steps with prompts are long: only every second one has a slice
                 self._late = True
                 return (), tuple(dropped)
         return tuple(self._slices(budget)), tuple(dropped)
@@ -212,7 +210,7 @@ class Encoder:
         if not self._measured:
             self._flop_seconds = max(seconds / flops, LEAST_FLOP_SECONDS)
         elif measured >= self._flop_seconds:
-            self._flop_seconds = measured  # slower than assumed: not averaged, because long slices delay all requests
+            self._flop_seconds = measured  # slower than assumed: not averaged, long slices delay all requests
         elif seconds > 2 * runs * RUN_SECONDS:  # shorter slices measure launches, not operations
             self._flop_seconds = (measured + self._flop_seconds) / 2
         self._measured = True

@@ -113,7 +113,7 @@ class Tower:
         elapsed = _stopwatch(self.model.weights.norm.device)
         for run in runs:
             self._run(own, run)
-        if own.start:  # copying pixels takes the host's time, which later slices do not
+        if own.start:  # not the first slice, in which the host also copies pixels
             self._measuring.append((cells.flops(own.start, own.stop), len(runs), elapsed()))
 
     def _run(self, own: Slice, run: Run) -> None:
