@@ -57,7 +57,6 @@ class BlockPool:
         return count == 1
 
     def free(self, block: int) -> None:
-        """Makes an idle block free."""
         assert self._references[block] == 0, f"block {block} has {self._references[block]} references"
         self._references[block] = _FREE
         self._free.append(block)

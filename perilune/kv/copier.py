@@ -1,9 +1,9 @@
 """Copies KV blocks between the pages of a device and rows of host memory.
 
 A row holds a block's bytes of all layers, one after the other. In the pages a block's bytes of one layer are
-contiguous, and the next layer's bytes begin one pitch further on. So a block of a cache is one two-dimensional copy: a
-GPU's copy engine makes it by one command, without a kernel, so that steps keep all SMs. On a CPU the calling thread
-copies with numpy: torch would start a second team of OpenMP threads, which halves the speed of steps on few cores.
+contiguous, and the next layer's bytes begin one pitch further on. So a block of a cache is one two-dimensional copy,
+one command of a GPU's copy engine: steps keep all SMs. On a CPU the calling thread copies with numpy: torch would start
+a second team of OpenMP threads, which halves the speed of steps on few cores.
 """
 
 import ctypes

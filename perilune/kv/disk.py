@@ -230,8 +230,8 @@ def read_file(path: Path, header: memoryview, payload: memoryview) -> int:
 
 def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
     """Reads a file's header and payload; False if the file is shorter. Uses O_DIRECT, because the kernel's read-ahead
-    of 128 KB is slower (docs/kv.md). Files in the page cache are read with O_DIRECT, too: testing whether a file is
-    there, by RWF_NOWAIT, would itself start read-ahead."""
+    of 128 KB is slower (docs/kv.md), even for files in the page cache: testing for these, by RWF_NOWAIT, would itself
+    start read-ahead."""
     total = len(header) + len(payload)
     for direct in (True, False):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -252,8 +252,8 @@ def _fill(file: int, header: memoryview, payload: memoryview) -> bool:
 
 
 def _header_of_thread() -> memoryview:
-    """Memory for a header, one per thread: mapping new memory for each file would briefly stop the process's threads.
-    Page-aligned for O_DIRECT."""
+    """Page-aligned memory for a header, for O_DIRECT. One per thread: a mapping per file would stop all threads
+    briefly."""
     if not hasattr(_local, "header"):
         _local.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
     header: memoryview = _local.header
@@ -261,8 +261,7 @@ def _header_of_thread() -> memoryview:
 
 
 def _files(folder: Path, *patterns: str) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files of blocks below a folder, also those being written; a file that is deleted meanwhile is left out, and
-    what is no regular file."""
+    """All regular files of blocks below a folder, also those being written; not those deleted meanwhile."""
     for pattern in patterns or ("**/*.kv", "**/*.part"):
         for path in folder.glob(pattern):
             try:

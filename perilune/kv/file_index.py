@@ -63,7 +63,6 @@ class FileIndex:
         return file
 
     def release(self, file: File) -> None:
-        """Ends a restore's use."""
         file.users -= 1
         if file.dropped and not file.users:
             self._dropped.remove(file.name.digest)

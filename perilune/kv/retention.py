@@ -1,8 +1,8 @@
 """Which blocks host memory drops: least recently used, corrected by how often blocks of the same kind came back.
 
 A block comes back when a request asks for it again. Blocks are written to files before they are dropped, but only if
-dropped blocks of their kind come back; other files are rarely read: when all blocks of 48 agents among 1,500 single
-questions were written, 87 % of the files were never read.
+dropped blocks of their kind come back: when all blocks of 48 agents among 1,500 single questions were written, 87 % of
+the files were never read.
 
 A block's kind is the turn of the conversation that computed it, as far as the cache can see: 0 for a prompt of which
 nothing was cached, 1 for what follows cached text of kind 0, and so on. In a tool loop, a session that has come back a

@@ -289,7 +289,7 @@ class Tiers:
             for held in islice(queue.values(), len(self._writing) + SEARCHED_ROWS):
                 if held.users or not held.complete:
                     continue
-                # Nothing is lost if the pages have the block, it has a file, or no file would be written.
+                # Lossless: the pages have the block, it has a file, or it would not be written to one.
                 lossless = held.in_pages or held.fileless or held.name.digest in self._disk
                 lossless = lossless or not (self._disk.limit and self._retention.worth_writing(held.turn))
                 score = inf if held.in_pages else (now - held.used) / self._retention.chance(held.turn)
@@ -321,7 +321,6 @@ class Tiers:
             self._free.append(held.row)
 
     def _end_use(self, held: _Row) -> None:
-        """Ends a transfer's use of the row."""
         held.users -= 1
         if held.forgotten and not held.users:
             del self._limbo[held.row]
@@ -403,7 +402,7 @@ class Tiers:
         self._disk.expire(now - self._ttl)
 
     def _warn(self, kind: str, text: str) -> None:
-        """Logs a warning once per kind: a damaged disk would give one for each of many files."""
+        """Logs a warning once per kind: a damaged disk could give thousands."""
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("%s (said once)", text)

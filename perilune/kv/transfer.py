@@ -84,7 +84,7 @@ class Transfer:
             )
         self._done: deque[Done] = deque()  # bounded by the numbers of blocks and rows
         self._arrived = threading.Event()
-        self._memory.start()  # only now: pinning would have slowed the measurement of the link
+        self._memory.start()  # only now: pinning slows the measurement of the link
 
     @property
     def rows(self) -> int:
@@ -177,8 +177,7 @@ class Transfer:
 
     @staticmethod
     def _drain(queue: Copier) -> None:
-        """After a failure: waits for the copies queued before it. They must not write after their blocks or rows were
-        reused."""
+        """After a failure: waits for earlier copies, which must not write to blocks or rows that are reused."""
         with contextlib.suppress(*_COPY_FAILED):
             queue.wait()
 
@@ -229,14 +228,14 @@ class Transfer:
         for at in range(len(pieces) + reads):
             if at < len(pieces):
                 if at >= staged:
-                    self._inward.wait(marks[at - staged])  # until the block that was in the row is in the pages
+                    self._inward.wait(marks[at - staged])  # until the row's previous block is in the pages
                 reading.append(self._begin(pieces[at], self._memory.row(at % staged)))
             if at < reads or not reading:
                 continue
             read = reading.popleft()
             if (problem := read.problem.result()) is not None:
                 bad = {read.piece.name.digest: problem}
-                for other in reading:  # wait for reads in flight: their staging rows are used again
+                for other in reading:  # wait for reads in flight before their staging rows are reused
                     if (problem := other.problem.result()) is not None:
                         bad[other.piece.name.digest] = problem
                 self._drain(self._inward)

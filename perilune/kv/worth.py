@@ -44,8 +44,8 @@ class Worth:
         self.compute.learn(seconds / blocks)
 
     def restored(self, host: int, disk: int, seconds: float) -> None:
-        """Learns from a complete restore of `host` and `disk` blocks. If it had both, it counts for the disk, which is
-        much slower, less the estimated time of the `host` blocks."""
+        """Learns from a complete restore of `host` and `disk` blocks. With both, it counts for the disk, which is much
+        slower, less the estimated time of the `host` blocks."""
         expected = host * (self.tiers[HOST].seconds or 0.0) if disk else 0.0
         self.tiers[DISK if disk else HOST].learn(max(seconds - expected, 0.0) / (disk or host))
         if self.compute.latest:
