@@ -206,8 +206,8 @@ class _Process:
     def mark(self) -> None: ...
 
     def progress(self) -> int:
-        """Number of calls before which the process had used BUSY_SECONDS of CPU time since the previous call: a rank
-        that waits for others uses hardly any."""
+        """How many calls found that the process had used BUSY_SECONDS of CPU time since the call before: a rank that
+        waits for others uses hardly any."""
         used = time.process_time()
         self._busy_calls += used - self._used_seconds >= BUSY_SECONDS
         self._used_seconds = used

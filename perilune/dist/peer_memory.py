@@ -1,8 +1,8 @@
 """GPU memory that the other ranks' GPUs write to, for kernels that exchange values without a collective.
 
 Every rank allocates a mailbox on its GPU and sends its CUDA IPC handle (64 bytes) to the others through a `Swap`, any
-all-gather of bytes. NVLink multicast is not used. The kernels on this memory wait for the peers' kernels, so each rank
-needs a GPU of its own: two processes on one GPU are time-sliced, and each would spend its slice waiting for the other.
+all-gather of bytes. NVLink multicast is not used. The kernels wait for the peers' kernels, so each rank needs a GPU of
+its own: two processes on one GPU are time-sliced, and each would spend its slice waiting for the other.
 """
 
 import ctypes

@@ -2,9 +2,9 @@
 tokens, those that one rank with all columns would sample.
 
 Ranks exchange whole rows of logits, 4 V / N bytes per row to every other rank, and then sample with the same ops as one
-rank. Exchanging candidates would take fewer bytes, but needs a first exchange for the largest logit of all ranks, and
-top_p without top_k needs all logits. If there are few rows, every rank gets and samples all of them. Else each rank
-gets and samples an equal share of the rows; a second exchange gives the tokens to all ranks.
+rank. Candidates alone would take fewer bytes, but need a first exchange for the largest logit, and top_p without top_k
+needs all logits. If there are few rows, every rank gets and samples all of them. Else each rank gets and samples an
+equal share of the rows; a second exchange gives the tokens to all ranks.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from perilune.dist.group import ALONE, Group, exchanged
 from perilune.ops.drafts import argmax_probability
 from perilune.ops.sampling import argmax, sample
 
-# With fewer rows per rank every rank samples for all rows: the first exchange is then so short that a second one would
-# take longer than it saves.
+# With fewer rows per rank every rank samples all rows: the first exchange is so short that a second one costs more than
+# it saves.
 MIN_SHARE_ROWS = 4
 
 

@@ -165,7 +165,7 @@ class KimiK2:
                 qkv = apply(w.qkv_a, out)
             else:
                 qkv = self._add_project(h, out, layer.input_norm, w.qkv_a, i in layers)
-            del out  # pairs of a long prompt are a gigabyte, which the next layer's experts need
+            del out  # `Pairs` of a long prompt are a gigabyte, which this layer's experts need
             if i in layers:
                 kept[i] = h.clone()  # the stream is updated in place
             if q_full is not None:
@@ -238,20 +238,20 @@ class KimiK2:
         return apply(w, self._add(h, x, norm))
 
     def _scatter_project(self, h: Tensor, x: Pairs, norm: Tensor, w: Matrix, peers: Peers) -> Tensor:
-        """As `_add_project`, but each rank sums, normalises and multiplies only its own rows, then all exchange the
-        products: each row is computed once, not by every rank."""
+        """As `_add_project`, but each rank sums, normalises and multiplies only its own rows; then ranks exchange the
+        products."""
         if linear_w8a8.applies(w, h):
             rounded = scatter_pairs_add_rmsnorm_quantize(h, x, norm, self.eps, peers)
             own = linear_w8a8.linear_w8a8(*rounded, w, h.dtype == torch.float32)
         else:
             own = apply(w, scatter_pairs_add_rmsnorm(h, x, norm, self.eps, peers))
-        if missing := -(-len(h) // peers.ranks) - len(own):  # the last ranks own fewer rows; all send equally many
+        if missing := -(-len(h) // peers.ranks) - len(own):  # the last ranks own fewer rows; pad to equal numbers
             own = torch.cat([own, own.new_empty(missing, own.shape[1])])
         return exchange_rows(own.view(1, -1), peers).view(-1, own.shape[1])[: len(h)]
 
     @property
     def _fused_over_sums(self) -> bool:
-        """Whether one kernel may span a sum over ranks, which it then computes itself, over peer memory."""
+        """Whether a kernel may contain the sum over ranks: there is one rank, or peer memory."""
         return self.group.ranks == 1 or self.peers is not None
 
     def _norm(self, weight: Tensor) -> Norm:

@@ -3,7 +3,7 @@
 Few tokens: all ranks gather the queries of all heads; each rank attends to its own positions with all heads and sends
 each head's partial output to the rank of that head, which merges the parts by their log-sum-exp. Two exchanges, of 576
 and 514 values per token and head. Many tokens: ranks gather the latents of whole contexts and attend with their own
-heads, as without sharding. One exchange of 576 values per token of context: little beside attention of a long chunk.
+heads, as without sharding. One exchange of 576 values per token of context, small beside a long chunk's attention.
 """
 
 from collections.abc import Iterator
