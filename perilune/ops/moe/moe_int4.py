@@ -229,7 +229,9 @@ def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: 
     ),
 )
 def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
-    return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+    y = torch.empty(len(x), 1, x.shape[1], dtype=FLOAT32, device=x.device)
+    moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared), y)
+    return y
 
 
 @op.impl("cuda", when=_fits, waits=(T1, MMA_TMA))
@@ -315,23 +317,15 @@ _on_cpu = build.launcher("experts", "moe_int4", "p" * 11 + "l" * 7)
 def cpp(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     (T, D), k, (E, both, _) = x.shape, chosen.ids.shape[1], gate_up.weight.shape
     I = both // 2  # noqa: E741
-    weights = (gate_up.weight, gate_up.scale, down.weight, down.scale)
-    read = [t.contiguous() for t in (x, chosen.ids, chosen.weights, *weights) if t is not None]
-    pointers, S = [t.data_ptr() for t in read], 0
-    fused = shared is not None and shared.down.scale is None
-    if shared is not None and fused:
-        upper, lower, S = (
-            shared.gate_up.weight.contiguous(),
-            shared.down.weight.contiguous(),
-            shared.down.weight.shape[1],
-        )
-        pointers += upper.data_ptr(), lower.data_ptr()
-    else:
-        pointers += 0, 0
+    fused = shared if shared is not None and shared.down.scale is None else None
+    S = 0 if fused is None else fused.down.weight.shape[1]
+    of_shared = (None, None) if fused is None else (fused.gate_up.weight, fused.down.weight)
+    given = (x, chosen.ids, chosen.weights, gate_up.weight, gate_up.scale, down.weight, down.scale, *of_shared)
+    read = [t if t is None else t.contiguous() for t in given]
     h, y = torch.empty(T * (k * I + S)), torch.empty(T, 1, D)
-    failed = _on_cpu()(*pointers, h.data_ptr(), y.data_ptr(), T, k, E, D, I, S, threads.count())
+    failed = _on_cpu()(*addresses(*read, h, y), T, k, E, D, I, S, threads.count())
     assert not failed, f"an id is no expert: {chosen.ids.min()=} {chosen.ids.max()=} {E=}"
-    if shared is not None and not fused:
+    if shared is not None and fused is None:
         y[:, 0] += _shared(x, shared)
     return y
 
@@ -378,7 +372,7 @@ def moe_int4_pairs(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, sha
         return None
     run = op.choice(x, chosen, gate_up, down, shared, False)
     if run is cuda_cluster:
-        return moe_int4_cluster.unsummed(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
+        return moe_int4_cluster.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared), None)
     if run is cuda_prefill and len(x) <= moe_int4_grouped.CHUNK:
         rest = None if shared is None else functools.partial(_shared, w=shared)
         return moe_int4_grouped.unsummed(x, chosen, gate_up, down, rest)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.harness import build
-from perilune.ops.harness.case import BFLOAT16, FLOAT32
+from perilune.ops.harness.case import BFLOAT16
 from perilune.ops.harness.tensors import address, aligned
 from perilune.ops.layouts.operands import Matrix, Pairs, pointers
 from perilune.ops.moe.chosen import Chosen
@@ -49,20 +49,9 @@ def needs(x: Tensor, gate_up: Matrix) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Tensor:
-    """`shared` [T, D] bfloat16: the shared expert's result."""
-    y = torch.empty(len(x), 1, x.shape[1], dtype=FLOAT32, device=x.device)
-    _launch(x, chosen, gate_up, down, shared, y)
-    return y
-
-
-def unsummed(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None) -> Pairs:
-    """As `run`, with the results of pairs not yet summed."""
-    return _launch(x, chosen, gate_up, down, shared, None)
-
-
-def _launch(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None) -> Pairs:
-    """Writes the sums to y, if given."""
+def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor | None, y: Tensor | None) -> Pairs:
+    """The unsummed results of pairs; also writes their sums to y, if given. `shared` [T, D] bfloat16: the shared
+    expert's result."""
     x = aligned(x)
     (T, D), k, (E, _, words) = x.shape, chosen.ids.shape[1], down.weight.shape
     I = 8 * words  # noqa: E741

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perilune.ops.harness import build
 from perilune.ops.harness.case import BFLOAT16, FLOAT32
-from perilune.ops.harness.tensors import aligned
+from perilune.ops.harness.tensors import address, aligned
 from perilune.ops.layouts.operands import Matrix, pointers
 from perilune.ops.moe.chosen import Chosen
 
@@ -78,7 +78,7 @@ def run(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Tensor
         weights.data_ptr(),
         *pointers(gate_up)[:2],
         *pointers(down)[:2],
-        None if shared is None else shared.data_ptr(),
+        address(shared),
         *(t.data_ptr() for t in (y, plan, position, source, ordered, h, part)),
         T,
         k,
