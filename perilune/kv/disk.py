@@ -108,9 +108,7 @@ class Directory:
     def write(self, name: Name, payload: memoryview, checksum: int) -> None:
         """Writes the block's file, whole or not at all. Raises OSError; FileNotFoundError: the directory was
         deleted."""
-        header = _HEADER.pack(
-            _MAGIC, self.fingerprint, name.digest, name.first, self.payload_bytes, checksum
-        )  # fmt: skip
+        header = _HEADER.pack(_MAGIC, self.fingerprint, name.digest, name.first, self.payload_bytes, checksum)
         header += _CRC.pack(zlib.crc32(header))
         path = self._path(name)
         part = self._own / f"{os.getpid()}-{next(self._numbers)}.part"

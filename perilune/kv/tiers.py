@@ -105,7 +105,7 @@ class Tiers:
         self._filling: dict[int, _Row] = {}  # by row: stores in flight
         self._limbo: dict[int, _Row] = {}  # by row: forgotten, but a transfer still uses the row
         self._writing: dict[bytes, _Row] = {}
-        self._leaving: set[int] = set()  # blocks with pages that are being copied
+        self.leaving: set[int] = set()  # blocks being copied to host memory: their pages must not be overwritten yet
         self._stores: list[tuple[Name, int, int]] = []  # not sent yet
         self._restores: dict[int, _Restore] = {}
         self._pause_until, self._expired_at = now, now - EXPIRE_SECONDS  # the first poll drops files that are too old
@@ -114,13 +114,8 @@ class Tiers:
         self.damaged = 0  # blocks found damaged or missing when they were restored
 
     @property
-    def leaving(self) -> set[int]:
-        """Blocks being copied to host memory: their pages must not be overwritten yet."""
-        return self._leaving
-
-    @property
     def busy(self) -> bool:
-        return bool(self._leaving or self._restores)
+        return bool(self.leaving or self._restores)
 
     @property
     def host_blocks(self) -> int:
@@ -187,7 +182,7 @@ class Tiers:
         held = _Row(name, row, self._clock(), min(turn, KINDS - 1))
         self._host[name.digest] = self._filling[row] = self._kinds[held.turn][name.digest] = held
         self._retention.stored(name.digest)
-        self._leaving.add(block)
+        self.leaving.add(block)
         self._stores.append((name, block, row))
         return True
 
@@ -219,7 +214,7 @@ class Tiers:
         for done in self._mover.poll():
             match done:
                 case Copied():
-                    self._leaving.remove(done.block)
+                    self.leaving.remove(done.block)
                     freed.append(done.block)
                 case Stored():
                     self._stored(done)
