@@ -414,15 +414,13 @@ def cache_directory(name: str) -> Path:
     """A directory in the user's cache that only this user can write: a library that others could write would let them
     run code as this user."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / name
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # no home, or a read-only one
+        directory = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "perilune" / name
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = directory.stat()
         ours = info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if ours and os.access(directory, os.W_OK):
             return directory
-    except (OSError, RuntimeError):  # no home, or a read-only one
-        return Path(_private_directory().name)
     return Path(_private_directory().name)
 
 
