@@ -257,30 +257,20 @@ def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callabl
         return group
 
     tower_dir = model_dir if source is load and sees(model_dir, config, choices) else None
-    try:
+    opened = None
+    with contextlib.ExitStack() as failed:
+        failed.callback(worker.shutdown, cancel_futures=True)
         config, model, pages, drafter, tower = worker.submit(
             _allocate, weights, config, choices, device, kv_dtype, drafter_dir, tower_dir, meet
-        ).result()  # fmt: skip
-    except BaseException:
-        worker.shutdown(cancel_futures=True)
-        raise
-    if rounding is not None and rounding.matrices:
-        choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
-    assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
-    opened = None
-    if config.kv_host_gb is not None or config.kv_disk is not None:
-        try:
+        ).result()
+        if rounding is not None and rounding.matrices:
+            choices.note("expert_scales", "compact", f"made of the checkpoint's at load: {rounding}")
+        if config.kv_host_gb is not None or config.kv_disk is not None:
             opened = worker.submit(open_tiers, config, choices, model, pages, drafter, task.ranks, tower).result()
-        except BaseException:
-            worker.shutdown(cancel_futures=True)
-            raise
-    try:
+            failed.callback(opened.transfer.close)
         encoder = None if tower is None else open_encoder(tower, config, choices)
-    except BaseException:
-        if opened is not None:
-            opened.transfer.close()
-        worker.shutdown(cancel_futures=True)
-        raise
+        failed.pop_all()
+    assert config.kv_blocks and config.block_size and config.max_model_len and config.max_step_tokens
     scheduler = Scheduler(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,
@@ -364,10 +354,8 @@ def _allocate(
         drafter = load_drafter(drafter_dir, model_config, weights, dtype=dtype, device=device, fp8=fp8, group=group)
     tower, reserved = None, 0.0
     if tower_dir is not None:
-        tower, reserved = (
-            open_tower(tower_dir, dtype, device, group),
-            bytes_beside(tower_dir, config, device, dtype),
-        )
+        tower = open_tower(tower_dir, dtype, device, group)
+        reserved = bytes_beside(tower_dir, config, device, dtype)
     grow_segments(device, False)
     config = resolve_sizes(config, model_config, device, kv_dtype, choices, drafter, group, reserved)
     assert config.kv_blocks and config.block_size and config.max_model_len

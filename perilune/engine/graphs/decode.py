@@ -240,13 +240,12 @@ class DecodeGraphs:
         """Finishes a step after `forward`: accepts drafts, runs the draft model. `sampled` [R] int64, negative where
         logits were not finite. cut[i] = n: only the first n drafts of work i may be accepted."""
         graph, each = self._graphs[run.key], run.key.each
-        fields = graph.inputs.fields
         grid = torch.zeros_like(graph.following)
         if run.rows is None:
             grid[: len(sampled)] = sampled
         else:
             grid[run.rows] = sampled
-        stop = fields.stop
+        stop = graph.inputs.fields.stop
         if cut:
             ends = [each - w.count + cut.get(i, w.drafts) for i, w in enumerate(plan.work)]
             stop = stop.clone()
@@ -333,9 +332,7 @@ class DecodeGraphs:
         device, padding, (requests, each, *_) = self._last_tokens.device, len(self._last_tokens) - 1, key
         inputs = Inputs(key, device, self._arrays, block_size=self._pages.block_size, padding_row=padding)
         rows = requests * each
-        graph = Graph(
-            inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests]
-        )  # fmt: skip
+        graph = Graph(inputs, self._step(inputs), self._following[:rows], self._last[:requests], self._out[:requests])
         if inputs.fill(plan.work):
             self._advance(inputs.fields)
         # `record` runs the step once before the capture. So that this changes no last tokens, it writes to padding.
