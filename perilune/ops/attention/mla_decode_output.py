@@ -28,7 +28,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Matrix, Span
-from perilune.ops.linear import linear, linear_fp8
+from perilune.ops.linear import linear_fp8
 
 HEADS = (8, 16, 32, 64)
 MOST_PROCESSORS = 160
@@ -117,15 +117,8 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    return projected_reference(mla_decode.reference(q_full, pages, span, weights.w_uv, scale), weights)
-
-
-def projected_reference(o: Tensor, weights: Attention) -> Tensor:
-    """y [T, D] of o [T, H, v]."""
-    o, w = o.flatten(1), weights.o
-    if w.scale is None:
-        return linear.reference(o, w.weight, wide=False)
-    return linear_fp8.reference(o, None, w.weight, w.scale, 0.0, wide=False)
+    o = mla_decode.reference(q_full, pages, span, weights.w_uv, scale)
+    return linear_fp8.matmul_reference(o.flatten(1), weights.o)
 
 
 op = Op("mla_decode_output", CASES, TOL, inputs, cost, reference, decides=("q_full", "pages", "weights"))
@@ -286,13 +279,7 @@ def cuda(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: f
 
 @op.impl("composed")
 def composed(q_full: Tensor, pages: Tensor, span: Span, weights: Attention, scale: float) -> Tensor:
-    return projected(mla_decode.mla_decode(q_full, pages, span, weights.w_uv, scale), weights.o)
-
-
-def projected(o: Tensor, w: Matrix) -> Tensor:
-    """y [T, D] of o [T, H, v]."""
-    o = o.flatten(1)
-    return linear.linear(o, w.weight) if w.scale is None else linear_fp8.linear_fp8(o, None, w.weight, w.scale)
+    return linear_fp8.matmul(mla_decode.mla_decode(q_full, pages, span, weights.w_uv, scale).flatten(1), weights.o)
 
 
 def check(q_full: Tensor, pages: Tensor, span: Span, weights: Attention) -> None:

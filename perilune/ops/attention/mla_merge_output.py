@@ -20,6 +20,7 @@ from perilune.ops.attention.mla_decode_output import Ranges
 from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Tol
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Attention
+from perilune.ops.linear import linear_fp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(o: Tensor, lse: Tensor, weights: Attention) -> Tensor:
-    return mla_decode_output.projected_reference(mla_decode_merge.reference(o, lse, weights.w_uv), weights)
+    return linear_fp8.matmul_reference(mla_decode_merge.reference(o, lse, weights.w_uv).flatten(1), weights.o)
 
 
 op = Op("mla_merge_output", CASES, TOL, inputs, cost, reference, decides=("o", "weights"))
@@ -103,7 +104,7 @@ def cuda(o: Tensor, lse: Tensor, weights: Attention) -> Tensor:
 
 @op.impl("composed")
 def composed(o: Tensor, lse: Tensor, weights: Attention) -> Tensor:
-    return mla_decode_output.projected(mla_decode_merge.mla_decode_merge(o, lse, weights.w_uv), weights.o)
+    return linear_fp8.matmul(mla_decode_merge.mla_decode_merge(o, lse, weights.w_uv).flatten(1), weights.o)
 
 
 def check(o: Tensor, lse: Tensor, weights: Attention) -> None:

@@ -29,7 +29,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, 
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import addresses
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Norm, Rotary
-from perilune.ops.linear import linear, linear_fp8
+from perilune.ops.linear import linear_fp8
 from perilune.ops.pointwise import add_rmsnorm
 
 OUTER = K2.q_rank + K2.latent + K2.rope  # rows of qkv_a
@@ -125,11 +125,7 @@ def reference(
     latents: Latents,
     inner_eps: float,
 ) -> Tensor:
-    y, a = exchange_add_rmsnorm.add_norm_reference(residual, x, norm), weights.qkv_a
-    if a.scale is None:
-        qkv = linear.reference(y, a.weight, False)
-    else:
-        qkv = linear_fp8.reference(y, None, a.weight, a.scale, norm.eps, False)
+    qkv = linear_fp8.matmul_reference(exchange_add_rmsnorm.add_norm_reference(residual, x, norm), weights.qkv_a)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
     return mla_project_query.reference(q_a, ckv, weights, rotary, latents, inner_eps)
 
@@ -208,8 +204,7 @@ def composed(
     latents: Latents,
     inner_eps: float,
 ) -> Tensor:
-    y, a = exchange_add_rmsnorm.add_norm(residual, x, norm), weights.qkv_a
-    qkv = linear.linear(y, a.weight) if a.scale is None else linear_fp8.linear_fp8(y, None, a.weight, a.scale)
+    qkv = linear_fp8.matmul(exchange_add_rmsnorm.add_norm(residual, x, norm), weights.qkv_a)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
     return mla_project_query.mla_project_query(q_a, ckv, weights, rotary, latents, inner_eps)
 

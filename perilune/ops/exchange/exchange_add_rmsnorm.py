@@ -107,11 +107,7 @@ def fits(source: str, residual: Tensor, peers: Peers, device: torch.device) -> b
     )
 
 
-def _fits(a: Any, device: torch.device) -> bool | str:
-    return fits(SOURCE, a.residual, a.peers, device)
-
-
-@op.impl(KERNEL, when=_fits, alone=True, waits=(SOURCE,))
+@op.impl(KERNEL, when=lambda a, device: fits(SOURCE, a.residual, a.peers, device), alone=True, waits=(SOURCE,))
 def cuda(residual: Tensor, x: Tensor, w: Tensor, eps: float, peers: Peers) -> Tensor:
     return launch(residual, x, w, eps, peers, _two_shots(residual, peers))
 

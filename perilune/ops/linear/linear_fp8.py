@@ -19,8 +19,10 @@ from perilune.core import cost as costs
 from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, K2, Make, Sized, sums
 from perilune.ops.harness.registry import Op
+from perilune.ops.layouts.operands import Matrix
 from perilune.ops.linear import skinny_gemm
-from perilune.ops.linear.linear import run_streamed, streamable
+from perilune.ops.linear.linear import linear, run_streamed, streamable
+from perilune.ops.linear.linear import reference as dense_reference
 from perilune.ops.linear.scale_columns import scale_columns
 from perilune.ops.linear.widen_fp8 import widen_fp8
 from perilune.ops.pointwise.rmsnorm import reference as norm_reference
@@ -130,3 +132,14 @@ def linear_fp8(
     assert scale.shape == (w.shape[0],) and scale.dtype == FLOAT32, f"{scale.shape=} {scale.dtype=}"
     assert norm is None or (norm.shape[0] == x.shape[1] and norm.dtype == x.dtype), f"{x.dtype=}"
     return op(x, norm, w, scale, eps, wide)
+
+
+def matmul(x: Tensor, w: Matrix) -> Tensor:
+    """x w^T; w is dense or FP8."""
+    return linear(x, w.weight) if w.scale is None else linear_fp8(x, None, w.weight, w.scale)
+
+
+def matmul_reference(x: Tensor, w: Matrix) -> Tensor:
+    if w.scale is None:
+        return dense_reference(x, w.weight, False)
+    return reference(x, None, w.weight, w.scale, 0.0, False)

@@ -45,7 +45,7 @@ from perilune.ops.layouts.int4 import GROUP
 from perilune.ops.layouts.operands import Matrix, Mlp, Pairs
 from perilune.ops.linear import linear_w8a8, skinny_gemm
 from perilune.ops.linear.linear import linear
-from perilune.ops.linear.linear_fp8 import linear_fp8, quantize_rows
+from perilune.ops.linear.linear_fp8 import matmul, quantize_rows
 from perilune.ops.moe import (
     combine_add_rmsnorm,
     experts_int4,
@@ -158,14 +158,10 @@ def reference(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: 
 op = Op("moe_int4", CASES, TOL, inputs, cost, reference, decides=("x", "chosen", "gate_up"))
 
 
-def _linear(x: Tensor, w: Matrix) -> Tensor:
-    return linear(x, w.weight) if w.scale is None else linear_fp8(x, None, w.weight, w.scale)
-
-
 def _shared(x: Tensor, w: Mlp) -> Tensor:
     if linear_w8a8.applies(w.gate_up, x):
         return linear_w8a8.mlp(x, w)
-    return _linear(swiglu(_linear(x, w.gate_up)), w.down)
+    return matmul(swiglu(matmul(x, w.gate_up)), w.down)
 
 
 def _add_shared(y: Tensor, x: Tensor, w: Mlp) -> None:
