@@ -284,9 +284,9 @@ class Nccl(_Process):
         super().abort()
 
     def close(self) -> None:
-        """Aborts NCCL's connections, which needs no other rank: NCCL's orderly end is a collective, and may wait for
-        ranks that have ended. A thread runs the destructor of torch's object, which waits for torch's own threads;
-        `close` waits at most END_SECONDS for this thread."""
+        """Aborts NCCL's connections: their orderly end is a collective, and may wait for ranks that have ended. A
+        thread runs the destructor of torch's object, which waits for torch's own threads; `close` waits at most
+        END_SECONDS for this thread."""
         if self._memory is not None:
             self._memory.close(lambda own: [own])
             self._memory = self.peers = None
@@ -334,8 +334,8 @@ def join(slicing: Slicing, meeting: Path, device: torch.device, *, shared: bool 
         # NCCL sets up its connections over these sockets. Multicast over NVLink needs rights that containers lack.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # Otherwise a thread of torch reads the store every second. The store's file is removed once all ranks have
-        # joined: the thread would then wait for it up to TIMEOUT, and the end of the group would wait for the thread.
+        # Otherwise a thread of torch reads the store every second. Its file is removed once all ranks have joined: the
+        # thread would then wait for it up to TIMEOUT, and the end of the group for the thread.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # engine/ranks.py says which rank is lost. Torch would end the process that holds the engine, a minute later.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

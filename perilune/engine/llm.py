@@ -286,7 +286,7 @@ class LLM:
                 self._reader.close()
 
     def __del__(self) -> None:
-        """Closes an LLM that was dropped without `close`, as when a notebook cell runs again: otherwise other ranks and
+        """Closes an LLM that was dropped without `close`, as when a notebook cell runs again: else other ranks and
         their memory would stay until the process ends. A new thread closes, because the garbage collector may run
         anywhere: inside a lock that `close` takes, or on a thread that `close` joins."""
         engine = self.__dict__.get("_engine")

@@ -1,7 +1,7 @@
 """Sends orders from rank 0 to the other ranks: a ring in shared memory that rank 0 writes once and every rank reads.
 
-With a socket for each rank, rank 0 would pay a system call that wakes a process for each: 20 to 60 us on a virtual
-machine. Here a rank with a GPU polls the ring, so that sending is one copy:
+With a socket for each rank, rank 0 would make a system call that wakes a process for each: 20 to 60 us on a virtual
+machine. Here a rank with a GPU polls the ring, so sending is one copy:
 
 1. Rank 0 copies a piece into the ring, then stores the new count of written bytes.
 2. A reader that sees the count grow reads the piece, checks its checksum and stores its own count of read bytes. On

@@ -367,11 +367,9 @@ class Runner:
 
 
 def compute_thread(threads: int | None, place: Place) -> ThreadPoolExecutor:
-    """The one thread on which an engine runs torch's ops, loading included.
-
-    A second such thread would get its own OpenMP team. With more OpenMP threads than cores, libgomp lets idle workers
-    sleep instead of spin, and every parallel region pays for waking them: on two cores that halves the decode speed.
-    """
+    """The one thread on which an engine runs torch's ops, loading included. A second one would get its own OpenMP team:
+    with more OpenMP threads than cores, libgomp lets idle workers sleep instead of spin, and every parallel region pays
+    for waking them. On two cores that halves the decode speed."""
     return ThreadPoolExecutor(1, "perilune-compute", initializer=_set_threads, initargs=(threads, place))
 
 

@@ -213,9 +213,9 @@ class Scheduler:
                 budget -= count
             turn += 1
 
-        # No request is admitted in a step that preempted one: a running request needs the blocks given back, and no
-        # request may overtake the victim. The victim itself cannot resume before its pending token, if any, is
-        # committed: the device holds that token in the row of the victim's old slot.
+        # A step that preempted a request admits none: a running request needs the blocks given back, and none may
+        # overtake the victim. The victim cannot resume before its pending token, if any, is committed: the device
+        # holds that token in the row of the victim's old slot.
         if self._queue.requests and not preempted:
             if turns is None:
                 turns = self._prompt_turns()

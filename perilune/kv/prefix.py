@@ -3,11 +3,11 @@
 A full block is named by a chained digest: a hash of its predecessor's digest, its own token ids and the pictures that
 lie in it, so it depends on all tokens and pictures before. In place of a predecessor, the first block has the digest
 of the request's cache keys (`root_of`), such as its tenant's salt.
-The tree has at most one block per digest, and a request that references a block references all its predecessors: if a
-request has computed a block that is already known, it takes the known one instead (`insert`). Blocks of a request are
-released last to first, so a block always becomes idle before its predecessor does. The queue of idle blocks, in the
-order in which they became idle, is therefore both least recently used first and leaf first: eviction is O(1) and never
-removes a block before those that follow it.
+The tree has at most one block per digest: a request that has computed a known block takes the known one instead
+(`insert`). A request that references a block references all its predecessors. Its blocks are released last to first, so
+a block becomes idle before its predecessor. The queue of idle blocks, in the order in which they became idle, is
+therefore both least recently used first and leaf first: eviction is O(1) and never removes a block before those that
+follow it.
 """
 
 import itertools

@@ -1,10 +1,10 @@
 """Moves KV blocks in the background: pages to host memory and back, host memory to files and back.
 
 Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
-checksum is computed once the row is filled, and compared whenever the row is read. Several threads do this, because one
-checks about 10 GB/s and PCIe 5 transfers 45. Blocks are stored in windows: the thread queues the next window before it
-waits for the last one. Blocks from files go through staging rows: while COPIED_ROWS of these are copied to the pages,
-the others are filled from files.
+checksum is computed when the row is filled, and compared whenever it is read, on several threads: one checks about 10
+GB/s, and PCIe 5 transfers 45. Blocks are stored in windows: the next window is queued before the thread waits for the
+last one. Blocks from files go through staging rows: while COPIED_ROWS of these are copied to the pages, the others are
+filled from files.
 """
 
 import contextlib

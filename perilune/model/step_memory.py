@@ -10,8 +10,8 @@ from perilune.ops.attention.mla_prefill import KEY_VALUE_BYTES
 from perilune.ops.moe.moe_int4_grouped import CHUNK, WIDEST
 
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # default of max_step_tokens
-# What the formula does not count: tensors of less than 1 % of a step, gaps of the allocator (up to 20 MB beside each
-# tensor), and what the driver and NCCL take when a kernel or a collective first runs. On a CPU: the whole step.
+# What the formula does not count: tensors of less than 1 % of a step, the allocator's gaps (up to 20 MB per tensor),
+# and what the driver and NCCL take when a kernel or a collective first runs. On a CPU: the whole step.
 SLACK_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 
 

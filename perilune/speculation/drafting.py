@@ -61,7 +61,6 @@ class Speculator:
 
     @property
     def paused(self) -> int:
-        """Steps left of a pause, in which the engine asks for no drafts; 0: no pause. See `record_paused`."""
         return self._pause.steps
 
     def open(self, rid: int, prompt: Sequence[int], root: bytes = b"") -> None:
@@ -73,8 +72,7 @@ class Speculator:
         self._requests.drop(rid)
 
     def record_paused(self, requests: int, deltas: Sequence[Delta]) -> None:
-        """Call it instead of `observe` and `record_time` for each step committed during a pause. Its tokens are added
-        to the texts when the pause ends, so that a paused step needs hardly any Python here."""
+        """The tokens are added to the texts when the pause ends: a paused step needs hardly any Python here."""
         self._requests.unread.append(deltas)
         if self._records is not None:
             self._records.record_paused()
@@ -128,7 +126,6 @@ class Speculator:
         return self._policy.chained(running)
 
     def propose(self, plan: StepPlan) -> Mapping[int, Sequence[int]]:
-        """Drafts by rid for a step about to run; none if the step before it was not observed yet."""
         if any(w.tokens[-1] == PENDING for w in plan.work):
             return {}
         states, policy = self._requests.states, self._policy
@@ -159,7 +156,7 @@ class Speculator:
         return self._policy.chain_length(plan)
 
     def maintain(self) -> None:
-        """Learns from what was observed and indexes texts; best called while the device is busy."""
+        """Learns from what was observed, and indexes texts."""
         if self._records is not None:
             self._records.apply()
         self._rates.apply()

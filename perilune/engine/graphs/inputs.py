@@ -1,9 +1,9 @@
 """The inputs of a decode or verify step's CUDA graph: one buffer, which reaches the device in one copy.
 
 The buffer has rows for a fixed number of requests with a fixed number of tokens each. Rows beyond the step's requests
-are padding: they repeat the first request, so that no more experts are read for them, and their results are not used.
-Where requests have different numbers of tokens, those with fewer get padding rows in front, which repeat their first
-token at the positions before it and write no cache; these positions are computed already, so attention may read them.
+are padding: they repeat the first request, so that they read no other experts, and their results are not used. A
+request with fewer tokens than others gets padding rows in front, which repeat its first token at the positions before
+it and write no cache; these positions are computed already, so attention may read them.
 
 If a work is chained to a step with a result that the host has not read, the device completes the work's inputs
 (ops/drafts/advance_inputs).

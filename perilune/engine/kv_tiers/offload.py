@@ -2,9 +2,8 @@
 
 A request with blocks in a tier that are not on the GPU leaves the queue while they are copied back; other requests run
 meanwhile. When all blocks have arrived and their checksums agree, they enter the prefix tree, and the request returns
-to its place in the queue, where they are prefix hits. It keeps a reference to them until it starts: else copies that
-free blocks ahead of need, and restores of younger requests, would evict them first. If one block is missing or damaged,
-none is used.
+to its place in the queue, where they are prefix hits. It references them until it starts: else evictions ahead of need,
+and restores of younger requests, would take them. If one block is missing or damaged, none is used.
 """
 
 import logging
@@ -24,9 +23,9 @@ log = logging.getLogger("perilune.kv")
 
 SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
 MAX_RESTORES = 3  # of one request. If others need its blocks each time before it runs, it is then computed instead.
-# Blocks evicted to make room for a restore need host rows, which may first have to be written to files. The restore
-# waits for that at most this share of the time of computing its blocks. Larger: later first tokens where the disk is
-# slow. Smaller: more blocks are dropped.
+# A restore evicts blocks to host rows, which may first have to be written to files. It waits for that at most this
+# share of the time of computing its blocks. Larger: later first tokens if the disk is slow. Smaller: more blocks are
+# dropped.
 ROOM_SHARE = 0.25
 LIMIT_SECONDS = 60.0  # A restore that takes longer is given up, and the request computed: its disk may never answer.
 
@@ -175,7 +174,6 @@ class Offload:
             self.worth.computed(prompts / self._block_size, seconds)
 
     def forget(self, first: bytes) -> None:
-        """As Tiers.forget."""
         self._tiers.forget(first)
 
     def report(self, stats: EngineStats) -> EngineStats:

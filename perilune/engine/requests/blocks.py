@@ -214,8 +214,8 @@ class RequestBlocks:
     def _readable(self, request: Request) -> list[bytes]:
         """Digests of the blocks that a request may take from the cache.
 
-        The last token's block is left out: that token is computed in any case, because its logits are needed. Prompt
-        log-probabilities need the logits of all tokens, so a request that wants them takes no block.
+        Not the last token's block: that token is computed in any case, for its logits. Prompt log-probabilities need
+        the logits of all tokens, so a request that wants them takes no block.
         """
         if not self._prefix_cache or request.params.prompt_logprobs is not None:
             return []

@@ -114,9 +114,8 @@ def time_steps(runner: Runner, config: EngineConfig) -> step_cost.Costs:
 
 
 def capture_first(runner: Runner, config: EngineConfig) -> None:
-    """Captures and self-tests the graphs of steps in which 1 up to FIRST_REQUESTS requests decode, and the draft
-    model's graphs after them, so that the first requests do not wait for captures. Overwrites the KV cache, which must
-    be empty."""
+    """Captures and self-tests the graphs of steps in which 1 to FIRST_REQUESTS requests decode, and the draft model's,
+    so that the first requests do not wait for captures. Overwrites the KV cache, which must be empty."""
     if runner.graphs is None:
         return
     assert config.kv_blocks
@@ -128,9 +127,8 @@ def capture_first(runner: Runner, config: EngineConfig) -> None:
 
 
 def measure_prompts(runner: Runner, config: EngineConfig, record: Callable[[int, float], None]) -> None:
-    """Calls `record(tokens, seconds)` for steps that compute a prompt. Only on GPUs: on a CPU this would take longer
-    than the rest of a start, and seconds are nearly proportional to tokens. Overwrites the KV cache, which must be
-    empty."""
+    """Calls `record(tokens, seconds)` for steps that compute a prompt. Only on GPUs: on a CPU it would take longer than
+    the rest of a start, and seconds are nearly proportional to tokens. Overwrites the KV cache, which must be empty."""
     if runner.pages.data.device.type == "cpu" or not config.decode_stretch:
         return
     assert config.max_step_tokens and config.max_model_len and config.kv_blocks and config.block_size

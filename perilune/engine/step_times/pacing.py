@@ -13,15 +13,15 @@ would then take more than DEAR_RATIO times as long as in a whole step, prompts w
 A prompt that has waited for `patience_seconds` is computed in whole steps, even if that breaks the bound: under such a
 load no chunk size keeps both the bound and a short time to the first token. If no chunk fits the bound, or its tokens
 take too long (DEAR_RATIO), a prompt shorter than a whole step waits a proportional share of `patience_seconds`, 0.25 of
-2 s for 1,000 of 8,192 tokens: waiting ten times as long as its computation would cost its user more than its step costs
-the others. With larger `patience_seconds` the bound holds under more load.
+2 s for 1,000 of 8,192 tokens: a long wait would cost its user more than its short step costs the others. With larger
+`patience_seconds` the bound holds under more load.
 
 Simulated (tests/cpu/engine/test_pacing.py), with Kimi K2.5's measured step times on one GPU (15 layers): while 64
 requests decode and a prompt of 10,000 tokens comes every 3 s, the interval p99 is 1.9 medians instead of 8.9, and the
 median time to the first token 1.1 s instead of 0.4. While 8 requests decode, few whole steps keep the bound and many
-small chunks would not: a chunk of 64 tokens reads as many experts as one of 1,000. While 8 or 16 requests decode and
-prompts of 1,000 tokens come every 2 s, these get their first token as soon as without a bound, and the bound holds; if
-they come every 0.5 s, they get it after 0.3 s instead of 0.07, and the bound does not hold.
+small chunks would not: a chunk of 64 tokens reads as many experts as one of 1,000. While 8 or 16 requests decode,
+prompts of 1,000 tokens every 2 s get their first token as soon as without a bound, and the bound holds; every 0.5 s,
+they get it after 0.3 s instead of 0.07, and the bound does not hold.
 
 Sarathi-Serve (arXiv 2403.02310) bounds the tokens of a step; here the measured seconds are bounded.
 """

@@ -89,8 +89,8 @@ def open_encoder(tower: Tower, config: EngineConfig, choices: Choices) -> Encode
 
 
 def bytes_beside(model_dir: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes that pictures need on each device besides the tower's weights: the cache of embeddings, and what encoding a
-    picture of the largest size allocates."""
+    """Bytes that pictures need on each device besides the tower's weights: the cache of embeddings, and what encoding
+    the largest picture allocates."""
     c, limits = MoonVitConfig.from_directory(model_dir), Limits.from_directory(model_dir)
     values = 10 * c.hidden_size + 2 * c.intermediate_size
     scratch = PADDED_RATIO * limits.max_patches * (values * dtype.itemsize + 3 * c.hidden_size * 4)
