@@ -99,7 +99,7 @@ class _Request:
 
     message: Submit
     inbox: Inbox
-    deadline: float | None  # of the event loop's clock
+    deadline: float | None  # by the event loop's clock
     pictures: tuple[Picture, ...] = ()
     produced: bool = False
     runs: int = 0

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from perilune.core.errors import EngineError
 
 RING_BYTES = 4 << 20  # Smaller: rank 0 waits for readers when several prompts with penalties start in one step.
-MAX_PIECE_BYTES = 256 << 10  # of a frame; longer ones are sent in pieces
+MAX_PIECE_BYTES = 256 << 10  # longer frames are sent in pieces
 HEAD_BYTES = 4096
 LINE_WORDS = 8  # 64 bytes from one reader's counter to the next: a cache line each, so that there is no false sharing
 PIECE = struct.Struct("<III")  # bytes of this piece, its CRC-32, bytes of the frame after it

@@ -70,7 +70,7 @@ class Writer:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._known: dict[int, Work] = {}  # by slot: the first work of the slot's last series
-        self._slots: list[int] = []  # of the last plan
+        self._slots: list[int] = []  # slots of the last plan
         self._series: list[int] = []
 
     def plan(self, plan: StepPlan, kind: str = "plan") -> bytes:
@@ -121,7 +121,7 @@ class Reader:
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(Order)
         self._known: dict[int, Terms] = {}  # by slot
-        self._slots: Sequence[int] = ()  # of the last plan
+        self._slots: Sequence[int] = ()  # slots of the last plan
 
     def order(self, body: bytes) -> Order:
         """The decoded order. EngineError if it is malformed."""

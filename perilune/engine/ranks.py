@@ -154,7 +154,7 @@ class _Rank:
     def __init__(self, place: Place, process: "subprocess.Popen[bytes]", orders: socket.socket, pulse: socket.socket):
         self.place, self.process, self.orders, self.pulse = place, process, orders, pulse
         self.frames = Frames(pulse)
-        self.digests: deque[int] = deque()  # of steps that rank 0 has no result of yet
+        self.digests: deque[int] = deque()  # digests of steps that rank 0 has no result of yet
         self.loaded = False
         self.silent_seconds = 0.0
         self.beat = Report("beat")  # its last heartbeat

@@ -224,7 +224,7 @@ class Transfer:
             return {}
         reads, staged = self._staged - COPIED_ROWS, self._staged  # `reads`: files being read at a time
         reading: deque[_Read] = deque()
-        marks: list[object] = []  # of the copy of each piece
+        marks: list[object] = []  # one after each piece's copy
         for at in range(len(pieces) + reads):
             if at < len(pieces):
                 if at >= staged:

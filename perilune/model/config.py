@@ -68,7 +68,7 @@ class Parameters:
 class KimiConfig:
     """The text model's shapes and constants. Field names are the checkpoint's own."""
 
-    model_type: str  # of the outermost level
+    model_type: str  # as at the outermost level
     has_vision: bool
     quantization: str  # as declared; formats/scheme.py
 

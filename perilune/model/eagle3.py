@@ -81,7 +81,7 @@ class Eagle3:
         )
         device = weights.norm.device
         cos, sin = ((f(angles) * config.rope_magnitude).to(device, torch.float32) for f in (torch.cos, torch.sin))
-        self.angles = Rotary(cos, sin)  # of all positions
+        self.angles = Rotary(cos, sin)  # rows for all positions
 
     def features(self, aux: Tensor) -> Tensor:
         """[T, A * target D] from `KimiK2.hidden_with_aux` -> [T, D]."""

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perilune.model.moonvit_config import MAX_SIDE_PATCHES, MERGE_SIDE, MoonVitConfig
 
-EPS = 1e-5  # of the tower's norms; no key of config.json sets it
-THETA = 10000.0  # of rotations and of the frames' sinusoids
+EPS = 1e-5  # epsilon of the tower's norms; no key of config.json sets it
+THETA = 10000.0  # base of rotations and of the frames' sinusoids
 
 ALL = slice(None)
 

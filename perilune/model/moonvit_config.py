@@ -14,7 +14,7 @@ from perilune.core.jsonfile import read_object
 from perilune.model.config import Keys
 
 MERGE_SIDE = 2  # a token is a square of 2 x 2 patches
-MAX_SIDE_PATCHES = 512  # of a grid; the preprocessor's limit on one side, and the reference's table of rotations
+MAX_SIDE_PATCHES = 512  # longest side of a grid: the preprocessor's limit, and the reference's table of rotations
 MAX_PATCH_WIDTH = 256  # pixels
 PLACEHOLDER = 163605  # <|media_pad|>, where the file does not say
 
@@ -36,7 +36,7 @@ class MoonVitConfig:
     """Shapes and constants of MoonViT-3D. Field names are transformers', but for `text_hidden_size`."""
 
     patch_size: int  # pixels on a side
-    pos_emb_height: int  # of the learned table, in patches
+    pos_emb_height: int  # rows of the learned table, in patches
     pos_emb_width: int
     pos_emb_time: int  # frames of a chunk of video, at most
     hidden_size: int
@@ -44,7 +44,7 @@ class MoonVitConfig:
     num_hidden_layers: int
     num_attention_heads: int
     projector_eps: float
-    text_hidden_size: int  # of the projector's output; the file's mm_hidden_size is the tower's width
+    text_hidden_size: int  # width of the projector's output; the file's mm_hidden_size is the tower's width
     placeholder: int  # id of the token that prompts have for each row of a picture
 
     @classmethod

@@ -25,7 +25,7 @@ LEGACY_LAYERS = NESTED + "layers."  # instead of NESTED_LAYERS, in some NVFP4 sh
 VISION = ("vision_tower.", "mm_projector.")  # prefixes of the tensors of the vision tower and its projector
 INV_FREQ = ".rotary_emb.inv_freq"  # in some checkpoints; computed from config.json instead
 KV_SCALES = (".k_scale", ".v_scale")  # scales of an FP8 KV cache, which is not served
-TIME_WEIGHT = "pos_emb.time_weight"  # of the vision tower, in some checkpoints; computed from its formula instead
+TIME_WEIGHT = "pos_emb.time_weight"  # in the vision tower of some checkpoints; computed from its formula instead
 SKIPPED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(\w+\.)?[kv]_scale)")
 ROUTED = ".mlp.experts."  # in the name of every tensor of a routed expert
 # A matrix of a routed expert. Groups: name prefix of the expert, of all experts of its layer; gate, up or down.

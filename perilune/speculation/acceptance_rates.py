@@ -84,9 +84,9 @@ class AcceptanceRates:
         self._by_turns = by_turns
         self._suffix: dict[Cell, Rate] = {}
         self._model = [Rate(PRIOR_DRAFTS * first, PRIOR_DRAFTS) for first in _PRIOR_RATES * 3]  # by column of the cell
-        self._positions: list[Rate] = []  # of a draft model's chains
+        self._positions: list[Rate] = []  # by position in a draft model's chain
         self._requests: dict[int, dict[str, Rate]] = {}  # by rid and source: hits over expected hits
-        self._tokens: dict[int, Rate] = {}  # of suffix drafts: hits over expected hits
+        self._tokens: dict[int, Rate] = {}  # by token, for suffix drafts: hits over expected hits
 
     @property
     def chains(self) -> float:
@@ -161,7 +161,7 @@ class AcceptanceRates:
 
     def _cell(self, cell: Cell) -> Rate:
         source, row, column = cell
-        if source != "suffix":  # of a draft model; `row`, the position in the chain, is ignored: it would add little
+        if source != "suffix":  # a draft model's; `row`, the position in the chain, is ignored: it would add little
             return self._model[column]
         found = self._suffix.get(cell)
         if found is None:

@@ -83,7 +83,7 @@ class ModeChoice:
             left += PROMPT_WINDOW_STEPS
         self.steps_left = left if len(modes) > 1 else NEVER_STEPS
         self._steps = 0  # since a trial began or ended
-        self._trial_seconds = self._trial_tokens = 0.0  # of the current trial; tokens of one request
+        self._trial_seconds = self._trial_tokens = 0.0  # in the current trial; tokens of one request
         self._trials = 0
         self._tried: dict[Mode, int] = {}  # by mode: `_trials` at its last trial
 

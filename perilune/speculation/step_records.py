@@ -46,7 +46,7 @@ class StepRecords:
         self._costs, self._modes, self._lengths = costs, modes, lengths
         self._rates, self._pause, self._drafter = rates, pause, drafter
         self._planned: dict[int, Mode] = {}  # by StepPlan.step
-        self.landed = 0, 0  # of the step committed last: tokens, and length of the longest chain after it
+        self.landed = 0, 0  # the step committed last: its tokens, and the longest chain drafted after it
         self._samples: list[Sample] = []
         self._unrecorded, self._mode = 0, Mode.PLAIN  # steps since the last sample, all planned in this mode
         self.learns = True  # whether to learn from the chains of the step that is committed next

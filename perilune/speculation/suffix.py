@@ -125,7 +125,7 @@ class _Pointer:
     tokens: list[int]
     position: int  # index of the drafted token in `tokens`
     length: int
-    number: int  # of a stored text, or _NOWHERE for the request's own text
+    number: int  # a stored text's number, or _NOWHERE for the request's own text
 
 
 class SuffixMatcher:

@@ -43,9 +43,9 @@ from perilune.speculation.drafter import Drafter, Drafts, Followed, Start
 log = logging.getLogger("perilune.engine")
 
 MAX_GRAPHS = 128  # the least recently used is dropped first
-MAX_BYTES = 1 << 30  # of all graphs; engine/resolve.py reserves them. Larger: a smaller KV cache.
-MAX_REQUESTS = 256  # of a graph; larger steps run op by op
-MAX_ROWS = 512  # of a graph: requests times tokens of each; larger steps run op by op
+MAX_BYTES = 1 << 30  # Memory of all graphs, reserved by engine/resolve.py. Larger: a smaller KV cache.
+MAX_REQUESTS = 256  # requests of a graph; larger steps run op by op
+MAX_ROWS = 512  # rows of a graph: requests times tokens of each; larger steps run op by op
 GRAPH_TOKENS = (1, 2, 3, 4, 6, 9)  # tokens per request that there are graphs for
 # First column of a chain's ids in a step's results; the chain's probabilities begin MAX_DRAFTS columns later.
 CHAIN_COLUMN = max(GRAPH_TOKENS) + 2
@@ -174,8 +174,8 @@ class DecodeGraphs:
         self._arrays = Arrays()
         self._following = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self._last = torch.zeros(MAX_REQUESTS, dtype=torch.int64, device=device)
-        self._drafts: DraftGraphs | None = None  # of the selected draft model
-        self._known: DraftGraphs | None = None  # of the draft model selected last, kept for its next use
+        self._drafts: DraftGraphs | None = None  # graphs of the selected draft model
+        self._known: DraftGraphs | None = None  # graphs of the draft model selected last
         self._max_rows = MAX_ROWS  # lowered when a capture fails
         self.broken: str | None = None  # why not even a step of one row can be captured on this machine
 

@@ -22,7 +22,7 @@ from perilune.kv.worth import Worth
 log = logging.getLogger("perilune.kv")
 
 SPARE_SHARE = 8  # At most 1 / 8 of the blocks is kept free ahead of need. A larger part would shrink the GPU's cache.
-MAX_RESTORES = 3  # of one request. If others need its blocks each time before it runs, it is then computed instead.
+MAX_RESTORES = 3  # Restores of one request: if others take its blocks each time before it runs, it is computed.
 # A restore evicts blocks to host rows, which may first have to be written to files. It waits for that at most this
 # share of the time of computing its blocks. Larger: later first tokens if the disk is slow. Smaller: more blocks are
 # dropped.

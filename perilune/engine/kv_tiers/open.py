@@ -33,8 +33,8 @@ from perilune.speculation.drafter import Drafter
 
 FORMAT = "1"  # version of the bytes in rows and files; raise it when the layout changes, so that old files are ignored
 STAGING_BYTES = 10**9  # host memory used as staging buffer if only a disk tier is configured
-HOST_SHARE = 0.9  # of the available memory, at most
-DISK_SHARE = 0.5  # of the free disk space, if kv_disk_gb is not set
+HOST_SHARE = 0.9  # max share of the available memory
+DISK_SHARE = 0.5  # share of the free disk space, if kv_disk_gb is not set
 
 
 def require_room(config: EngineConfig) -> None:

@@ -105,7 +105,7 @@ class RequestQueue:
         """Asserts the order of the queue, also against the `running` requests. Slow: for tests."""
         ranks = [r.rank for r in self.requests]
         assert ranks == sorted(set(ranks)), "waiting requests are not in their order"
-        latest = {r.rank[0]: r.arrival for r in running if r.rank[1] == math.inf}  # of each priority
+        latest = {r.rank[0]: r.arrival for r in running if r.rank[1] == math.inf}  # by priority
         overtaking = self._blocks.offload is not None  # younger requests may overtake one that waits for a tier
         for request in self.requests:
             request.check()

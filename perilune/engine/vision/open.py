@@ -22,7 +22,7 @@ from perilune.model.moonvit_config import MoonVitConfig
 
 # A picture is padded up to whole tokens on both sides, so that it may have a few patches more than the limit.
 PADDED_RATIO = 1.1
-CACHE_GB = {"cuda": 1.0, "cpu": 0.25}  # of embeddings: 17 and 2 pictures of Kimi K2.5's largest size
+CACHE_GB = {"cuda": 1.0, "cpu": 0.25}  # embeddings of 17 and 2 pictures of Kimi K2.5's largest size
 
 
 def sees(model_dir: Path, config: EngineConfig, choices: Choices) -> bool:

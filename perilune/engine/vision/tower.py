@@ -37,7 +37,7 @@ class Tower:
         self._passes: dict[bytes, Pass] = {}
         self._merged: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # merged patches; embeddings computed so far
         self._rows: dict[bytes, Tensor] = {}
-        self._patches: dict[bytes, memoryview] = {}  # of pictures before their first slice
+        self._patches: dict[bytes, memoryview] = {}  # patches of pictures before their first slice
         self._dropped: tuple[bytes, ...] = ()
         self._measuring: list[tuple[float, int, Callable[[], float | None]]] = []
 

@@ -37,7 +37,7 @@ class Case(Sized):
     r: int = NANO.rope
     block_size: int = 16
     narrow: bool = False  # the cache is bfloat16
-    scale: float = 1.0  # of the scores
+    scale: float = 1.0  # factor of the scores
     packed: bool = False
 
 

@@ -56,7 +56,7 @@ class Case(Sized):
     v: int = K2.value
     block_size: int = 16
     narrow: bool = False  # a bfloat16 cache whatever the activations are
-    scale: float = 1.0  # of the scores
+    scale: float = 1.0  # factor of the scores
     rows: int = 0  # padding rows after those of the requests
     packed: bool = False
 

@@ -35,7 +35,7 @@ MOST_PROCESSORS = 160
 LEAST_ROWS = 32  # min rows of o per SM
 MMA_HEADS = (8, 16)  # heads for which "cuda_mma" takes one token too
 MMA_TOKENS = 4
-OWNERS, MOST_TILES = 16, 8  # of "cuda_mma": CTAs that compute values; max tiles of 8 rows of o per other CTA
+OWNERS, MOST_TILES = 16, 8  # "cuda_mma": CTAs that compute values; max tiles of 8 rows of o per other CTA
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Case(Sized):
     r: int = K2.rope
     block_size: int = 16
     narrow: bool = False  # the cache is bfloat16
-    scale: float = 1.0  # of the scores
+    scale: float = 1.0  # factor of the scores
     packed: bool = False
 
     def tol(self, output: str, dtype: torch.dtype) -> Tol | None:

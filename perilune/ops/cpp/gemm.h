@@ -11,7 +11,7 @@ constexpr int64_t TILE = 16;  // output rows of one piece of work
 #ifdef __AVX512VL__
 constexpr int64_t SMALL = 6;  // vectors in registers at once: 4 rows times 6 sums, of 32 registers
 #else
-constexpr int64_t SMALL = 3;  // of 16 registers
+constexpr int64_t SMALL = 3;  // 4 rows times 3 sums, of 16 registers
 #endif
 constexpr int64_t PARALLEL = 1 << 15;  // max multiplications for one thread: using more threads would cost more time
 

@@ -24,7 +24,7 @@ constexpr int TOKEN_WORDS = 7168 / 4, BEFORE_WORDS = LINE_WORDS, AFTER_WORDS = B
 // Last: lines of two_shots.cuh, one row per CTA.
 constexpr int ROWS = 264, ROW_WORDS = CLUSTER * LINE_THREADS, ROWS_AT = AFTER_WORDS + TOKEN_WORDS;
 constexpr int64_t HALF = ROWS_AT + ROWS * ROW_WORDS;
-constexpr int MAX_CTAS = 160;  // of the kernels before and after attention
+constexpr int MAX_CTAS = 160;  // max CTAs of the kernels before and after attention
 // `control`: first counter of each kernel; number of all words.
 constexpr int BEFORE_COUNTS = 1 + REGIONS * CLUSTER, AFTER_COUNTS = BEFORE_COUNTS + 4 * MAX_CTAS;
 constexpr int ROW_COUNTS = AFTER_COUNTS + MAX_CTAS, CONTROL = ROW_COUNTS + ROWS;
@@ -38,7 +38,7 @@ struct Peers {
   int64_t limit_ns;           // timeout of one wait for a peer
   uint32_t* control;          // [CONTROL]: word 0 is not 0 after a failure; the others are epoch counters of CTAs
   uint32_t* failed;           // in host memory: 1 + the rank that timed out, or the host's value that ends all waits
-  uint4* mailbox[MAX_RANKS];  // of each rank: [2 halves, senders, HALF]
+  uint4* mailbox[MAX_RANKS];  // by rank, each [2 halves, senders, HALF]
 
   // Address of word `at` from `sender` in the mailbox of `receiver`, in the epoch's half.
   __device__ __forceinline__ uint4* word(int receiver, int sender, uint32_t epoch, int at) const {

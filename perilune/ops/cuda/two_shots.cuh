@@ -37,7 +37,7 @@ enum Input { NARROW, PARTS, PAIRS, CLUSTER_PAIRS };
 struct Args {
   bf16* residual;  // [T, D]
   const void* x;   // NARROW [T, D] bf16; PARTS [T, parts, D] float; PAIRS [M, D] bf16
-  int parts;       // of PAIRS: experts per token
+  int parts;       // PAIRS: experts per token
   const int* position;   // [T, parts]: row in x of each pair; below 0: no such row
   const float* weights;  // [T, parts]
   const bf16* shared;    // [T, D], added last, or null

@@ -11,7 +11,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32
 
 PACKED = torch.uint8
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # e4m3's largest number
 
 
 def width(R: int, r: int, dtype: torch.dtype) -> int:

@@ -60,7 +60,7 @@ from perilune.ops.moe.experts import chosen
 from perilune.ops.pointwise.swiglu import swiglu
 
 T1, MMA_TMA = "moe_int4_t1.cu", "moe_int4_mma_tma.cu"
-MAX_TOKENS = 128  # of "cuda"; above, dequantising an expert once for all its tokens is faster
+MAX_TOKENS = 128  # max tokens of "cuda"; with more, dequantising an expert once for all its tokens is faster
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
 MAX_JOINED = 2048  # max T * I for gate_up and down in one launch; above, two launches with more registers are faster

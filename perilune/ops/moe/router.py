@@ -27,7 +27,7 @@ from perilune.ops.layouts.operands import Routing
 from perilune.ops.linear import skinny_gemm
 from perilune.ops.moe.chosen import Chosen, mailbox
 
-MAX_ROWS = 16  # of router_mma.cu
+MAX_ROWS = 16  # max rows of router_mma.cu
 MOST_EXPERTS = 512
 MOST_CHOICES = 32
 MOST_CHUNKS = 14  # chunks of 32 values of x in a warp's registers
@@ -44,7 +44,7 @@ class Case(Sized):
     norm: bool = True
     ties: bool = False
     narrow: bool = False  # a bfloat16 gate
-    scale: float = 1.0  # of the logits
+    scale: float = 1.0  # factor of the logits
 
 
 CASES = [

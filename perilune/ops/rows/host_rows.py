@@ -58,7 +58,7 @@ class Places:
 
     address: int
     layers: int
-    block_bytes: int  # of one layer
+    block_bytes: int  # bytes of a block in one layer
     pitch_bytes: int
 
 

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, 1) streamed_kernel(const __grid_const
   __syncthreads();
 
   int tile = blockIdx.x + group * gridDim.x;  // evenly over SMs
-  int ahead = 0, filled = 0, ahead_tile = tile;  // of the next load: its piece of the row, stage, and tile
+  int ahead = 0, filled = 0, ahead_tile = tile;  // the next load: piece of the row, stage, tile
   const uint8_t* from = a.w + static_cast<int64_t>(tile) * TILE * I + part * P::PART;
   const auto load = [&] {
     if (ahead_tile >= tiles) return;

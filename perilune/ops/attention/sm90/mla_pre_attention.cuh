@@ -25,7 +25,7 @@ constexpr int TILES_A = 2, ROWS_A = TILES_A * TILE;                        // ti
 constexpr int CTAS = OUTER / ROWS_A;
 constexpr int SHARE = 128, KS_Q = 4;  // values of a row of q_b that a warp multiplies per slot; warps that share a tile
 constexpr int GROUPS_Q = WARPS / KS_Q, ROWS_Q = GROUPS_Q * TILE;
-constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b, per CTA
+constexpr int NOPE_ROWS = NOPE / 2, ROPE_ROWS = ROPE / 2, ROWS = NOPE_ROWS + ROPE_ROWS;  // rows of q_b per CTA
 // A CTA adds one piece of the residual: PIECE quads of 4 values.
 constexpr int QUADS = HIDDEN / 4, PIECE = (QUADS + CTAS - 1) / CTAS, PIECES = (QUADS + PIECE - 1) / PIECE;
 constexpr int USUAL_PARTS = 9;    // parts of x: 8 experts of a token, and the shared one
@@ -39,9 +39,9 @@ constexpr int MOST_SPLIT_HEADS = 32;  // max heads with SPLIT > 2
 template <int SPLIT_>
 struct Part {
   static constexpr int SPLIT = SPLIT_;
-  static constexpr int NOPE_ROWS = NOPE / SPLIT, ROPE_ROWS = ROPE / SPLIT, ROWS = NOPE_ROWS + ROPE_ROWS;  // of q_b
+  static constexpr int NOPE_ROWS = NOPE / SPLIT, ROPE_ROWS = ROPE / SPLIT, ROWS = NOPE_ROWS + ROPE_ROWS;  // in q_b
   static constexpr int TILES = ROWS / TILE, ROUNDS = (ROWS + ROWS_Q - 1) / ROWS_Q;
-  static constexpr int COLUMNS = LATENT / SPLIT;  // of W_UK
+  static constexpr int COLUMNS = LATENT / SPLIT;  // columns of W_UK
   static_assert(NOPE_ROWS % ROWS_Q == 0 || ROUNDS == 1);
 };
 

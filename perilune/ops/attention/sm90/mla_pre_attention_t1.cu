@@ -31,7 +31,7 @@ struct Plan : Slots<W, SPLIT> {
 struct Mailbox {
   uint32_t launches, unused[31];
   uint64_t x[HIDDEN / 2];       // times the norm's weights
-  uint64_t pieces[PIECES * 2];  // of a piece of x: sum of squares before the weights, largest magnitude after
+  uint64_t pieces[PIECES * 2];  // per piece of x: sum of squares before the weights, largest magnitude after
   uint64_t qkv[OUTER / 2];
   uint64_t nope[MOST_SPLIT_HEADS][NOPE / 2];  // q_nope, with SPLIT > 2
 };

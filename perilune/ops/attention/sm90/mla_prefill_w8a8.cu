@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0) barrier_arrive(k_empty);
     to_softmax(0);
     pack();
-    int stage = 0, phase = 0;  // of tile j - 1
+    int stage = 0, phase = 0;  // stage and phase of tile j - 1
     for (int j = 1; j < tiles; j++) {
       const int last = stage, last_phase = phase;
       const float of_last = now.y;

@@ -38,7 +38,7 @@ using StageOf = stream::Stage<C == 2 ? W::BYTES * 128 : W::BYTES == 2 ? 128 : 19
 struct Args {
   stream::Rows in;
   const uint8_t* w;    // [H (NOPE + ROPE), i]
-  const float* scale;  // of the rows of w, for e4m3 weights
+  const float* scale;  // one per row of e4m3 w
   NewRows rows;
   const bf16* w_uk;  // [H, NOPE, LATENT]
   bf16* out;         // [T, H, WIDTH]

@@ -49,7 +49,7 @@ template <bool record>
 __device__ __forceinline__ Work share_work(const int* query_start, const int* context, int B, int H, int ctas,
                                            int least, Found* found, int first_token, int tokens) {
   int lane = threadIdx.x % 32, mine = blockIdx.x, quarter = -1;
-  int start = 0, count = 0, known = 0, n = 0;  // of request base + lane; n: its tiles
+  int start = 0, count = 0, known = 0, n = 0;  // request base + lane; n: its tiles
   auto read = [&](int b) {
     bool real = b < B;
     start = real ? kept(query_start + b) : 0;

@@ -198,7 +198,7 @@ __device__ __forceinline__ void packed_scores(char* memory, uint64_t* full, int 
   }
   float d[N][2][4] = {};
 #pragma unroll 2
-  for (int n = 0; n < 4; ++n) {  // of 64 latents each, lane t has 16 t .. 16 t + 15
+  for (int n = 0; n < 4; ++n) {  // 64 latents: lane t has 16 t .. 16 t + 15
     const int chunk = part * 2 + n / 2;
     uint4 a[4];
 #pragma unroll

@@ -23,7 +23,7 @@ struct Args {
   const float* scale;  // [o], for e4m3 weights
   void* y;             // [T, o] bf16, or float if wide
   int o, wide;
-  int stages;  // of each warp's ring
+  int stages;  // stages of each warp's ring
 };
 
 constexpr int LONG = 32;  // min tiles per group of warps for which larger copies of bf16 weights are faster

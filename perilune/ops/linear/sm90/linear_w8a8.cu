@@ -14,7 +14,7 @@ using namespace hopper;
 namespace {
 
 constexpr int BLOCK = 128;    // values of k that share a scale
-constexpr int OUTPUTS = 128;  // of a tile
+constexpr int OUTPUTS = 128;  // outputs of a tile
 constexpr int PAIR = 2;       // CTAs of a cluster
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int BAND = 8;  // Rows of tiles computed column by column, so that their activations stay in L2.
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint64_t* empty = full + S::STAGES;
   float* w_scales = reinterpret_cast<float*>(empty + S::STAGES);  // [2][2 warpgroups][OUTPUTS]
   const int tid = threadIdx.x, rank = cluster_rank(), clusters = gridDim.x / PAIR;
-  const int rows = (a.T + S::TOKENS - 1) / S::TOKENS;  // of tiles
+  const int rows = (a.T + S::TOKENS - 1) / S::TOKENS;  // rows of tiles
   const int pairs = (a.o + PAIR * OUTPUTS - 1) / (PAIR * OUTPUTS), tiles = rows * pairs;
   if (tid == 0) {
     for (int i = 0; i < S::STAGES; i++) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_take<232>();
     const int group = tid / 128, lane = tid % 32, t = lane % 4;
-    const int row = group * (64 * WAVES) + tid / 32 % 4 * 16 + lane / 4;  // of a tile: this thread's first
+    const int row = group * (64 * WAVES) + tid / 32 % 4 * 16 + lane / 4;  // this thread's first row in a tile
     const uint64_t x0 = slab_descriptor(xs) + (group * 64 * WAVES * BLOCK >> 4), w0 = slab_descriptor(ws);
     float sums[WAVES][64], part[64];
     int stage = 0, phase = 0, turn = 0;

@@ -38,7 +38,7 @@ __device__ inline int group_pairs(const int* ids, int T, int k, int E, const Pla
     const int e = id_of(lane);
     const unsigned same = __match_any_sync(~0u, e), before = (1u << lane) - 1;
     const int place = __popc(same & before), size = min(COLUMNS, __popc(same) - place);
-    const bool first = e >= 0 && place % COLUMNS == 0;  // of a segment
+    const bool first = e >= 0 && place % COLUMNS == 0;  // first pair of a segment
     int at = first ? size : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {

@@ -39,7 +39,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
   __shared__ float parts[ROWS][8];
   __shared__ uint64_t barrier;
   __shared__ uint32_t turn_shared;
-  auto& choosing = *reinterpret_cast<routing::Choosing<EACH, WARPS>*>(memory);  // of the CTA that has no rows
+  auto& choosing = *reinterpret_cast<routing::Choosing<EACH, WARPS>*>(memory);  // for the CTA without rows
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tid = threadIdx.x;
   const int pieces = a.D / 8, E = a.choice.E, begin = blockIdx.x * ROWS;
   const bool watches = blockIdx.x == gridDim.x - 1;
@@ -53,7 +53,7 @@ __global__ __launch_bounds__(THREADS, 3) void mla_decode_router_kernel(const __g
     barriers_visible();
     if (!watches) {
       barrier_expect(&barrier, ROWS * a.D * 2);
-      for (int r = 0; r < ROWS; r++) {  // past the last expert: its row again
+      for (int r = 0; r < ROWS; r++) {  // rows past the last expert repeat its row
         bulk_load_once(memory + r * a.D * 2, a.gate + static_cast<int64_t>(min(begin + r, E - 1)) * a.D, a.D * 2,
                        &barrier);
       }

@@ -31,7 +31,7 @@ constexpr int THREADS = CONSUMERS + 128;
 constexpr int SHARED = 227 * 1024;
 constexpr int CLUSTERED = 64;  // from this width on, two CTAs share every copy of activations
 
-constexpr int CLASSES = 31;  // of tiles, by width
+constexpr int CLASSES = 31;  // widths of tiles
 __host__ __device__ constexpr int width_of(int c) { return 16 + 8 * c; }
 using Planned = Planner<2, CLASSES>;
 
@@ -59,11 +59,11 @@ template <bool GATE_UP, bool COMPACT, int N>
 struct Sizes {
   static constexpr int CTAS = N <= 32 ? 2 : 1;  // per SM
   static constexpr int REGISTERS = CTAS == 2 ? 96 : 224, PRODUCER_REGISTERS = CTAS == 2 ? 48 : 56;
-  static constexpr int SLABS = N <= 64 ? 2 : 1;  // of 64 k, in a stage
+  static constexpr int SLABS = N <= 64 ? 2 : 1;  // slabs of 64 k in a stage
   static constexpr int STAGE = SLABS * N * 128;
   static constexpr int OUT = GATE_UP ? N * 128 : 2 * 64 * 128;
   static constexpr int SCALES = COMPACT ? 4 : 8;    // bytes for a row of a block
-  static constexpr int PIECE = 1024 + 16 * SCALES;  // of a warp's block: for each lane 16 bytes of two rows, and scales
+  static constexpr int PIECE = 1024 + 16 * SCALES;  // a warp's block: for each lane 16 bytes of two rows, and scales
   static constexpr int RING = DEPTH * WARPS * PIECE;
   static constexpr int FIT = (SHARED / CTAS - 2048 - OUT - RING) / STAGE;
   static constexpr int STAGES = FIT < 12 ? FIT : 12;

@@ -9,7 +9,7 @@ enum Phases { GATE_UP = 1, DOWN = 2, BOTH = 3 };
 // Counters in global memory, zero at first. Launches of one stream use the halves in turn; each clears the other's half
 // after its wait, when the launch before has ended.
 struct Units {
-  static constexpr int WORDS = MAX_PAIRS + 4;  // of a half
+  static constexpr int WORDS = MAX_PAIRS + 4;  // words of a half
   uint32_t ctas;  // CTAs started, modulo the CTAs of two launches: selects the half
   uint32_t apart[3];  // with two launches: ranges taken in gate_up's, in down's; each launch clears the other's
   uint32_t half[2][WORDS];
@@ -277,7 +277,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = GROUP * a.parts;
     Sums& c = sums_ring();
     uint32_t* units = control().units;
-    float* weights = reinterpret_cast<float*>(memory(a.places));  // of pairs, in the memory of the plan's `places`
+    float* weights = reinterpret_cast<float*>(memory(a.places));  // the pairs' weights, in place of `places`
     if (!UP) {
       for (int n = lane; n < a.T * a.k; n += 32) weights[n] = __ldcg(a.weights + n) * RESULT;
       __syncwarp();
@@ -340,7 +340,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
       if (number != held) {
         held = number;
         const Segment segment = plan_of(a).segments[held];
-        const int count = segment.count(), lanes = count == 1 ? 4 : count == 2 ? 2 : 1;  // per token
+        const int count = segment.count(), lanes = count == 1 ? 4 : count == 2 ? 2 : 1;  // lanes per token
         mine = t % lanes == 0 && t / lanes < count;
         if (mine) {
           const int pair = plan_of(a).sorted[segment.first() + t / lanes];

@@ -17,7 +17,7 @@ struct Matrix {
   int64_t expert;         // rows of an expert
   int64_t second;         // rows between a tile's row 0 and its row 8
   int row;                // bytes of a row
-  int tiles;              // of an expert; 0 if there is no such matrix
+  int tiles;              // tiles of an expert; 0 if there is no such matrix
 };
 
 struct Args {
@@ -40,10 +40,10 @@ struct Args {
   int dealt;          // gate_up: routed units that CTAs take without the counter, one each; 0: all from the counter
   uint32_t* counter;  // routed units that gate_up's CTAs have taken from it; zero before, down clears it
   int chunk;          // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
-  int slots;          // of the ring
+  int slots;          // slots of the ring
   int scale_buffers;  // units with scales and factors in shared memory
   int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
-  int xs_bytes;                  // of staged activations
+  int xs_bytes;                  // bytes of staged activations
   int sums, starts, xs, held;    // offsets in shared memory, behind the ring; held: scales and factors
   int xs_shared;                 // offset of the shared expert's activations: xs, or a second buffer
 };
@@ -90,8 +90,8 @@ struct Range {
 
 struct Plan {
   Chosen chosen[MAX_CHOICES];
-  int count;    // of `chosen`
-  Range units;  // of the numbers of all (choice, unit), choice by choice
+  int count;    // length of `chosen`
+  Range units;  // this CTA's numbers of all (choice, unit), counted choice by choice
 };
 
 // A CTA's shared memory.
@@ -344,7 +344,7 @@ struct OneToken : InShared {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (left <= h * 64) break;
-      float starts[4];  // of this half's groups
+      float starts[4];  // start values of this half's groups
       *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) {

@@ -18,7 +18,7 @@ namespace moe {
 struct Joint {
   Args down;
   Maps maps;
-  int parts;         // of a row
+  int parts;         // parts of a row
   uint32_t* counts;  // CTAs that have started, of all launches; CTAs of this launch that have ended gate_up
   uint32_t* h;       // [2, half]: the mailbox
   int half;          // words
@@ -53,7 +53,7 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
   using Base::SLOT;
   using Base::THREADS;
   using Base::UNIT_ROWS;
-  static constexpr int TILES = 7;  // of a unit, one of each warp
+  static constexpr int TILES = 7;  // tiles of a unit, one per warp
   static constexpr int ENDED = 3;  // named barrier: this CTA needs the router's mailbox and the counter no more
 
   // The mailbox's row of choice `number` in this launch; number k: of the shared expert.

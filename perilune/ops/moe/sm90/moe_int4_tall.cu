@@ -16,7 +16,7 @@ namespace {
 
 using namespace hopper;
 
-constexpr int CLASSES = 12;  // of tiles: 8, 16, .. 96 columns
+constexpr int CLASSES = 12;  // widths of tiles: 8, 16, .. 96 columns
 constexpr int width_of(int c) { return 8 + 8 * c; }
 using Planned = Planner<1, CLASSES>;
 

@@ -18,12 +18,12 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;  // per thread; in sum as 640 threads of 96
 constexpr int BOX = 128;       // rows of a box
-constexpr int ROWS = 2 * BOX;  // of a stage of weights
+constexpr int ROWS = 2 * BOX;  // rows of a stage of weights
 constexpr int DEEP = 256;      // k of a stage of weights; of activations half
 constexpr int WEIGHTS = ROWS * DEEP / 2, STAGE = WEIGHTS + ROWS * 16;
 
 template <bool GATE_UP>
-constexpr int RESULTS = GATE_UP ? BOX : ROWS;  // of the 256 rows
+constexpr int RESULTS = GATE_UP ? BOX : ROWS;  // results of 256 weight rows
 template <bool GATE_UP>
 constexpr int STAGED = 32 * (GATE_UP ? 64 : 128);  // bytes: results of 32 columns of a warpgroup
 
@@ -51,7 +51,7 @@ struct Ring {
 template <bool GATE_UP, int STAGES_, int INPUTS_, int SLAB_, int CLUSTER_>
 struct Rings {
   static constexpr int STAGES = STAGES_, INPUTS = INPUTS_, SLAB = SLAB_, INPUT = 2 * SLAB, CLUSTER = CLUSTER_;
-  static constexpr int REST = 1024 + 512;  // to align; barriers
+  static constexpr int REST = 1024 + 512;  // bytes to align; for barriers
   static constexpr int BYTES = REST + STAGES * STAGE + GROUPS * STAGED<GATE_UP> + INPUTS * INPUT;
   uint8_t *weights, *inputs, *staged;
   uint64_t *full, *empty, *in_full, *in_empty;  // full, empty: of weights
@@ -94,7 +94,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer() {
     const int tid = threadIdx.x;
     lane = tid % 32, group = tid / 32 / 4, w = tid / 32 % 4, g = lane / 4, t = lane % 4;
-    p = g / 2 + g % 2 * 4;  // of 8 rows
+    p = g / 2 + g % 2 * 4;  // this lane's row of 8
     low_row = (GATE_UP ? 32 * w + 8 * group : 64 * group + 16 * w) + p;
     high_row = low_row + (GATE_UP ? BOX : 8);
   }
@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[N / 2],
     barrier_wait(rings.full + me.from.at, me.from.phase);
     const uint8_t* stage = rings.weights + me.from.at * STAGE;
 #pragma unroll
-    for (int part = 0; part < 2; part++) {  // of 128 k
+    for (int part = 0; part < 2; part++) {  // 128 k each
       const int chunk = ((4 * part + me.t) ^ me.p) * 16;
       const uint4 low = *reinterpret_cast<const uint4*>(stage + me.low_row * 128 + chunk);
       const uint4 high = *reinterpret_cast<const uint4*>(stage + me.high_row * 128 + chunk);

@@ -17,11 +17,11 @@ struct Matrix {
   const uint8_t* data;
   const uint8_t* scale;   // INT4: one for 32 k
   const uint8_t* factor;  // one for a row: bf16 of compact scales, float of e4m3 weights; else null
-  int64_t rows;           // of all experts
+  int64_t rows;           // rows of all experts
   int expert;             // rows of an expert
   int second;             // gate_up: rows between a gate row and its up row
   int row;                // bytes of a row
-  int tiles;              // of an expert; 0 if there is no such matrix
+  int tiles;              // tiles of an expert; 0 if there is no such matrix
   int chunk;              // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
 };
 
@@ -36,8 +36,8 @@ struct Args {
   int T, k, E, K, width, P;
   int shared_tiles_of_h;  // down: gate_up's `shared.tiles`
   uint32_t per_round;     // 2^32 / (4 CTAs), rounded up
-  uint32_t* taken;        // of a launch of one phase: ranges taken after every CTA's first; zero before
-  int slots;         // of the ring
+  uint32_t* taken;        // in a launch of one phase: ranges taken after every CTA's first; zero before
+  int slots;         // slots of the ring
   int parts;         // groups of warps that share a tile
   int visit, shared_visit;  // slots of a tile per group
   int scale_row, scale_pitch, scale_swizzle;  // bytes; whether tensor maps swizzle the 16-byte chunks of scales
@@ -63,7 +63,7 @@ struct Place {  // a slot of a ring, and the parity of its barrier's phase
 };
 struct Control {
   uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
-  Sums sums[2];  // of down, of gate_up
+  Sums sums[2];  // [0]: down's, [1]: gate_up's
   uint32_t* units;  // this launch's half of `Units`
   int segments;
   int item[MAX_SLOTS];
