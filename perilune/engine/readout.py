@@ -112,11 +112,7 @@ def from_graph(plan: StepPlan, arriving: Arriving, sampled: Sampled | None = Non
 
 
 def from_calls(
-    step: int,
-    sampled: Sampled,
-    accepted: Accepted | None,
-    chains: Drafts | None,
-    scores: list[Callable[[], Output]],
+    step: int, sampled: Sampled, accepted: Accepted | None, chains: Drafts | None, scores: list[Callable[[], Output]]
 ) -> Readout:
     """The readout of a step queued op by op: queues the copies to the host. `accepted` None: no work has drafts."""
     kept = _ragged(sampled, accepted, chains)

@@ -353,12 +353,7 @@ def _rows(
     q: Tensor, ckv: Tensor, rotary: Rotary, latents: Latents, rows: slice
 ) -> tuple[Tensor, Tensor, Rotary, Latents]:
     """The rows of one span."""
-    return (
-        q[rows],
-        ckv[rows],
-        Rotary(rotary.cos[rows], rotary.sin[rows]),
-        Latents(latents.pages, latents.slots[rows]),
-    )
+    return q[rows], ckv[rows], Rotary(rotary.cos[rows], rotary.sin[rows]), Latents(latents.pages, latents.slots[rows])
 
 
 def _attend(w: Attention, q_full: Tensor, span: Span, pages: Tensor, scale: float, sharded: ShardedKv | None) -> Tensor:

@@ -48,12 +48,7 @@ class DraftGraphs:
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        recorder: Recorder,
-        out: Tensor,
-        draft_buffer: Tensor,
-        tested_by: Group | None,
+        self, drafter: Drafter, recorder: Recorder, out: Tensor, draft_buffer: Tensor, tested_by: Group | None
     ) -> None:
         self.drafter, self._tested_by = drafter, tested_by
         self._recorder, self._out, self._buffer = recorder, out, draft_buffer

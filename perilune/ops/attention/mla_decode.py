@@ -236,10 +236,7 @@ def attend_one(q_full: Tensor, pages: Tensor, span: Span, scale: float) -> tuple
     return partials, weights, -ranges
 
 
-@op.impl(
-    "cuda",
-    when=lambda a, device: build.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.pages)),
-)
+@op.impl("cuda", when=lambda a, device: build.on_hopper("mla_decode.cu", device, *needs(a.q_full, a.pages)))
 def cuda(q_full: Tensor, pages: Tensor, span: Span, w_uv: Tensor, scale: float) -> Tensor:
     T, H, _ = q_full.shape
     assert w_uv.shape == (H, K2.latent, K2.value) and w_uv.is_contiguous(), f"{w_uv.shape=} {w_uv.stride()=}"

@@ -163,10 +163,7 @@ def fits_mma(counts: Sequence[int], weights: Attention, device: torch.device, *n
         device,
         (1 <= T <= MMA_TOKENS, f"1 to {MMA_TOKENS} tokens"),
         *needs,
-        (
-            H in (MMA_HEADS if T == 1 else HEADS),
-            f"{', '.join(map(str, MMA_HEADS))} heads, more from 2 tokens on",
-        ),
+        (H in (MMA_HEADS if T == 1 else HEADS), f"{', '.join(map(str, MMA_HEADS))} heads, more from 2 tokens on"),
         (weights.uv_fp8 is not None, "FP8 weights"),
         (D <= MOST_TILES * 8 * (processors - OWNERS), f"at most {MOST_TILES * 8} outputs for a processor"),
     )

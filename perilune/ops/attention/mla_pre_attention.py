@@ -117,13 +117,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 
 def reference(
-    residual: Tensor,
-    x: Tensor,
-    norm: Norm,
-    weights: Attention,
-    rotary: Rotary,
-    latents: Latents,
-    inner_eps: float,
+    residual: Tensor, x: Tensor, norm: Norm, weights: Attention, rotary: Rotary, latents: Latents, inner_eps: float
 ) -> Tensor:
     qkv = linear_fp8.matmul_reference(exchange_add_rmsnorm.add_norm_reference(residual, x, norm), weights.qkv_a)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
@@ -159,13 +153,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
 
 @op.impl("cuda", when=_fits, alone=True, waits=("mla_pre_attention_t1.cu", "mla_pre_attention_mma.cu"))
 def cuda(
-    residual: Tensor,
-    x: Tensor,
-    norm: Norm,
-    weights: Attention,
-    rotary: Rotary,
-    latents: Latents,
-    inner_eps: float,
+    residual: Tensor, x: Tensor, norm: Norm, weights: Attention, rotary: Rotary, latents: Latents, inner_eps: float
 ) -> Tensor:
     w, a, q = weights, weights.qkv_a, weights.q_b
     assert all(t.is_contiguous() for t in (a.weight, q.weight, w.w_uk)), f"{a.weight.stride()=} {q.weight.stride()=}"
@@ -196,13 +184,7 @@ def cuda(
 
 @op.impl("composed")
 def composed(
-    residual: Tensor,
-    x: Tensor,
-    norm: Norm,
-    weights: Attention,
-    rotary: Rotary,
-    latents: Latents,
-    inner_eps: float,
+    residual: Tensor, x: Tensor, norm: Norm, weights: Attention, rotary: Rotary, latents: Latents, inner_eps: float
 ) -> Tensor:
     qkv = linear_fp8.matmul(exchange_add_rmsnorm.add_norm(residual, x, norm), weights.qkv_a)
     q_a, ckv = qkv.tensor_split((len(weights.q_a_norm),), -1)
@@ -210,13 +192,7 @@ def composed(
 
 
 def mla_pre_attention(
-    residual: Tensor,
-    x: Tensor,
-    norm: Norm,
-    weights: Attention,
-    rotary: Rotary,
-    latents: Latents,
-    inner_eps: float,
+    residual: Tensor, x: Tensor, norm: Norm, weights: Attention, rotary: Rotary, latents: Latents, inner_eps: float
 ) -> Tensor:
     (T, D), a, r = residual.shape, weights.qkv_a, 2 * rotary.cos.shape[1]
     add_rmsnorm.check(residual, x, norm.weight)

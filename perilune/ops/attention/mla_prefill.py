@@ -173,10 +173,7 @@ def needs(q: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[tuple[bool, str], ...]
     n, v = w_uk.shape[1], w_uv.shape[2]
     return (
         (q.dtype == BFLOAT16, "bfloat16"),
-        (
-            (n, q.shape[2] - n, v) == (K2.nope, K2.rope, K2.value),
-            f"head sizes {K2.nope} + {K2.rope} and {K2.value}",
-        ),
+        ((n, q.shape[2] - n, v) == (K2.nope, K2.rope, K2.value), f"head sizes {K2.nope} + {K2.rope} and {K2.value}"),
         (w_uk.shape[2] % 16 == 0, "a latent width that is a multiple of 16"),
     )
 

@@ -41,11 +41,7 @@ CASES = [
     Case(5, 3, 24, 1),
     Case(2, 5, 7, 3),
 ]
-TOL = {
-    "x": rounded(),
-    "cos_rows": exact(),
-    "sin_rows": exact(),
-}
+TOL = {"x": rounded(), "cos_rows": exact(), "sin_rows": exact()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:

@@ -37,13 +37,7 @@ class Mailboxes:
     """
 
     def __init__(
-        self,
-        rank: int,
-        addresses: Sequence[int],
-        device: torch.device,
-        wait_seconds: float,
-        *,
-        owner: object = None,
+        self, rank: int, addresses: Sequence[int], device: torch.device, wait_seconds: float, *, owner: object = None
     ) -> None:
         assert 0 <= rank < len(addresses) <= MAX_RANKS, f"{rank=} {len(addresses)=}"
         self._owner = owner

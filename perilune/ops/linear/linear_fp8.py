@@ -108,10 +108,7 @@ def cuda(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, w
     return run_streamed(x, w, wide, scale=scale, norm=norm, eps=eps)
 
 
-@op.impl(
-    "cuda_many",
-    when=lambda a, device: build.on_hopper(skinny_gemm.SOURCE, device, *skinny_gemm.needs(a.x, a.w)),
-)
+@op.impl("cuda_many", when=lambda a, device: build.on_hopper(skinny_gemm.SOURCE, device, *skinny_gemm.needs(a.x, a.w)))
 def cuda_many(x: Tensor, norm: Tensor | None, w: Tensor, scale: Tensor, eps: float, wide: bool) -> Tensor:
     return skinny_gemm.run(x if norm is None else rmsnorm(x, norm, eps), w, scale=scale, wide=wide)
 

@@ -54,10 +54,7 @@ op = Op("linear_int4", CASES, TOL, inputs, cost, reference, decides=("x", "scale
 _kernel = build.launcher("linear", "linear_int4", "plpppllll")
 
 
-@op.impl(
-    "cpp",
-    when=lambda a, device: build.on_cpu("linear", device, (a.scale.dtype == BFLOAT16, "bfloat16 scales")),
-)
+@op.impl("cpp", when=lambda a, device: build.on_cpu("linear", device, (a.scale.dtype == BFLOAT16, "bfloat16 scales")))
 def cpp(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     f, packed, scale = x.float(), packed.contiguous(), scale.contiguous()
     if f.stride(1) != 1:

@@ -60,9 +60,7 @@ _kernel = build.launcher(SOURCE, "scale_columns", "pplllp")
 @op.impl(
     "cuda",
     when=lambda a, device: build.on_hopper(
-        SOURCE,
-        device,
-        (a.y.shape[1] * a.y.itemsize % 16 == 0, "rows of a multiple of 16 bytes"),
+        SOURCE, device, (a.y.shape[1] * a.y.itemsize % 16 == 0, "rows of a multiple of 16 bytes")
     ),
 )
 def cuda(y: Tensor, scale: Tensor) -> None:

@@ -66,10 +66,7 @@ _kernel = build.launcher(SOURCE, "widen_fp8", "pplp")
 @op.impl(
     "cuda",
     when=lambda a, device: build.on_hopper(
-        SOURCE,
-        device,
-        (a.y.dtype == BFLOAT16, "bfloat16"),
-        (a.w.numel() % 8 == 0, "a multiple of 8 values"),
+        SOURCE, device, (a.y.dtype == BFLOAT16, "bfloat16"), (a.w.numel() % 8 == 0, "a multiple of 8 values")
     ),
 )
 def cuda(w: Tensor, y: Tensor) -> None:

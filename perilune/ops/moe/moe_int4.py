@@ -189,10 +189,7 @@ def _fits(a: Any, device: torch.device) -> bool | str:
         MMA_TMA,
         device,
         (a.x.dtype == BFLOAT16 and a.gate_up.scale.dtype in (BFLOAT16, torch.uint8), "bfloat16"),
-        (
-            1 <= T <= most and T * a.chosen.ids.shape[1] <= MAX_PAIRS,
-            f"1 to {most} tokens, {MAX_PAIRS} choices",
-        ),
+        (1 <= T <= most and T * a.chosen.ids.shape[1] <= MAX_PAIRS, f"1 to {most} tokens, {MAX_PAIRS} choices"),
         (_streams(D, 1792, 7168) and _streams(both // 2, 2048, 4096), f"widths that are multiples of {4 * PIECE}"),
         (E <= 1024, "at most 1024 experts"),
     )
@@ -206,11 +203,7 @@ def _streams(width: int, short: int, most: int) -> bool:
 
 @op.impl(
     "cuda_tall",
-    when=lambda a, device: build.on_hopper(
-        moe_int4_tall.SOURCE,
-        device,
-        *moe_int4_tall.needs(a.x, a.gate_up),
-    ),
+    when=lambda a, device: build.on_hopper(moe_int4_tall.SOURCE, device, *moe_int4_tall.needs(a.x, a.gate_up)),
 )
 def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
     return moe_int4_tall.run(x, chosen, gate_up, down, None if shared is None else _shared(x, shared))
@@ -219,9 +212,7 @@ def cuda_tall(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: 
 @op.impl(
     "cuda_cluster",
     when=lambda a, device: build.on_hopper(
-        moe_int4_cluster.source_for(a.gate_up),
-        device,
-        *moe_int4_cluster.needs(a.x, a.gate_up),
+        moe_int4_cluster.source_for(a.gate_up), device, *moe_int4_cluster.needs(a.x, a.gate_up)
     ),
 )
 def cuda_cluster(x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool) -> Tensor:
@@ -349,12 +340,7 @@ def _check_shared(x: Tensor, w: Mlp) -> None:
 
 
 def moe_int4(
-    x: Tensor,
-    chosen: Chosen,
-    gate_up: Matrix,
-    down: Matrix,
-    shared: Mlp | None,
-    partial: bool = True,
+    x: Tensor, chosen: Chosen, gate_up: Matrix, down: Matrix, shared: Mlp | None, partial: bool = True
 ) -> Tensor:
     _check(x, chosen, gate_up, down, shared)
     return op(x, chosen, gate_up, down, shared, partial)

@@ -44,12 +44,7 @@ CASES = [
     Case(0, 16, 8, 4),
     Case(5, 3, 7, 1),
 ]
-TOL = {
-    "h": exact(),
-    "x": rounded(),
-    "cos_rows": exact(),
-    "sin_rows": exact(),
-}
+TOL = {"h": exact(), "x": rounded(), "cos_rows": exact(), "sin_rows": exact()}
 
 
 def inputs(c: Case, g: Make) -> dict[str, Any]:
