@@ -52,9 +52,8 @@ from perilune.ops.layouts.operands import Gate, Latents, Norm, Pairs, Rotary, Ro
 from perilune.ops.linear import linear_w8a8
 from perilune.ops.linear.add_rmsnorm_quantize import add_rmsnorm_quantize
 from perilune.ops.linear.linear import linear
-from perilune.ops.linear.linear_fp8 import linear_fp8
+from perilune.ops.linear.linear_fp8 import linear_fp8, matmul
 from perilune.ops.linear.linear_int4 import linear_int4
-from perilune.ops.linear.rmsnorm_linear import rmsnorm_linear
 from perilune.ops.moe.chosen import Chosen
 from perilune.ops.moe.combine_add_rmsnorm import combine_add_rmsnorm
 from perilune.ops.moe.combine_add_rmsnorm_quantize import combine_add_rmsnorm_quantize
@@ -413,10 +412,6 @@ def apply(w: Matrix, x: Tensor, wide: bool = False) -> Tensor:
 
 def _norm_apply(w: Matrix, x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """norm(x) w^T, fused where an op does so."""
-    if w.scale is None:
-        return rmsnorm_linear(x, norm, w.weight, eps)
     if linear_w8a8.applies(w, x):
         return linear_w8a8.linear(x, w, norm, eps)
-    if w.format == "fp8":
-        return linear_fp8(x, norm, w.weight, w.scale, eps)
-    return apply(w, rmsnorm(x, norm, eps))
+    return apply(w, rmsnorm(x, norm, eps)) if w.format == "int4" else matmul(x, w, norm, eps)

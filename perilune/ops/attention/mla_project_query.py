@@ -22,7 +22,7 @@ from perilune.ops.harness.case import BFLOAT16, FLOAT32, K2, NANO, Make, Sized, 
 from perilune.ops.harness.registry import Op
 from perilune.ops.harness.tensors import address, aligned
 from perilune.ops.layouts.operands import Attention, Latents, Matrix, Rotary
-from perilune.ops.linear import linear_fp8, rmsnorm_linear
+from perilune.ops.linear import linear_fp8
 
 FEW_TOKENS = 8
 LEAST_HEADS = 8  # min heads: 8 SMs then share a head
@@ -74,10 +74,7 @@ def cost(c: Case, dtype: torch.dtype) -> costs.Cost:
 
 def reference(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float) -> Tensor:
     w = weights
-    if w.q_b.scale is None:
-        q = rmsnorm_linear.reference(q_a, w.q_a_norm, w.q_b.weight, eps)
-    else:
-        q = linear_fp8.reference(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps, False)
+    q = linear_fp8.matmul_reference(q_a, w.q_b, w.q_a_norm, eps)
     T, H = q_a.shape[0], w.w_uk.shape[0]
     q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.reference(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)
@@ -130,10 +127,7 @@ def cuda(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: 
 @op.impl("composed")
 def composed(q_a: Tensor, ckv: Tensor, weights: Attention, rotary: Rotary, latents: Latents, eps: float) -> Tensor:
     w = weights
-    if w.q_b.scale is None:
-        q = rmsnorm_linear.rmsnorm_linear(q_a, w.q_a_norm, w.q_b.weight, eps)
-    else:
-        q = linear_fp8.linear_fp8(q_a, w.q_a_norm, w.q_b.weight, w.q_b.scale, eps)
+    q = linear_fp8.matmul(q_a, w.q_b, w.q_a_norm, eps)
     T, H = q_a.shape[0], w.w_uk.shape[0]
     q = q.view(T, H, q.shape[1] // H)
     return mla_absorb_query.mla_absorb_query(q, ckv, w.kv_a_norm, rotary, w.w_uk, latents, eps)

@@ -20,7 +20,7 @@ from perilune.ops.harness import build
 from perilune.ops.harness.case import FLOAT32, K2, Make, Sized, sums
 from perilune.ops.harness.registry import Op
 from perilune.ops.layouts.operands import Matrix
-from perilune.ops.linear import skinny_gemm
+from perilune.ops.linear import rmsnorm_linear, skinny_gemm
 from perilune.ops.linear.linear import linear, run_streamed, streamable
 from perilune.ops.linear.linear import reference as dense_reference
 from perilune.ops.linear.scale_columns import scale_columns
@@ -131,12 +131,14 @@ def linear_fp8(
     return op(x, norm, w, scale, eps, wide)
 
 
-def matmul(x: Tensor, w: Matrix) -> Tensor:
-    """x w^T; w is dense or FP8."""
-    return linear(x, w.weight) if w.scale is None else linear_fp8(x, None, w.weight, w.scale)
+def matmul(x: Tensor, w: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x w^T; w is dense or FP8; x is normalised first if `norm` is given."""
+    if w.scale is not None:
+        return linear_fp8(x, norm, w.weight, w.scale, eps)
+    return linear(x, w.weight) if norm is None else rmsnorm_linear.rmsnorm_linear(x, norm, w.weight, eps)
 
 
-def matmul_reference(x: Tensor, w: Matrix) -> Tensor:
-    if w.scale is None:
-        return dense_reference(x, w.weight, False)
-    return reference(x, None, w.weight, w.scale, 0.0, False)
+def matmul_reference(x: Tensor, w: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    if w.scale is not None:
+        return reference(x, norm, w.weight, w.scale, eps, False)
+    return dense_reference(x, w.weight, False) if norm is None else rmsnorm_linear.reference(x, norm, w.weight, eps)
