@@ -12,9 +12,9 @@ and the outputs of the ranges it splits a long context into.
 "cuda" is two launches (see mla_decode.cu). Their grids depend only on T, B and the GPU, as a CUDA graph needs. The
 split of contexts into ranges, and whether four CTAs share a tile of query rows (short contexts), depend on the contexts
 of the whole batch. So a token's last bits depend on the batch, but the same batch always gives the same bits.
-Before its PDL wait (cuda/hopper.cuh) it reads the span, and the latents of positions before the step's queries. So the
-kernels that write these must end before `mla_absorb_query` starts; copies, earlier steps, and kernels that do not
-trigger their successor early do so.
+Before its PDL wait (cuda/hopper.cuh) it reads the span, and the latents of positions before the step's queries. So what
+writes these must end before `mla_absorb_query` starts, as do copies, earlier steps, and kernels that do not trigger
+their successor early.
 Packed rows are widened while they are copied to shared memory. `perilune bench decode --kernels` times it in a step.
 """
 

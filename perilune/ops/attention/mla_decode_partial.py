@@ -10,8 +10,8 @@ Each of `groups` groups of adjacent heads is sent to another rank: o [groups, T,
 T, H / groups] float32. If context[t] is 0, o is 0 and lse is -inf. Softmax and sums in fp32, o rounded once. Positions
 outside a row's context are never used: they may hold anything, nan included.
 
-A verify step is passed as T rows of one token each, not as requests of several tokens: with all 64 heads one row fills
-a tile of the kernel, so the cost is the same; and on a shard, contexts of adjacent tokens need not differ by one.
+A verify step is passed as T rows of one token each, not as requests of several tokens: on a shard, contexts of adjacent
+tokens need not differ by one, and with all 64 heads one row fills a tile of the kernel, so the cost is the same.
 
 "cuda" computes ranges of each context with mla_decode.cu's kernel, then merges them in one launch; it also rounds
 probabilities and the outputs of ranges. Grids depend only on T, the table's width and the GPU. As in `mla_decode`, the

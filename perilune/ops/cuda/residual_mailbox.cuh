@@ -36,9 +36,8 @@ __device__ __forceinline__ bool look(uint4 (&v)[PIECES], const uint32_t* half, i
   return !__any_sync(~0u, waits);
 }
 
-// d += dot product of this lane's 8 values v and 8 values w. The tensor cores compute all products between the 8 lanes
-// of equal lane % 4; `of_diagonal` picks those of a lane with itself. A quarter of the instructions of separate
-// multiplications.
+// d += dot product of this lane's 8 values v and 8 values w, in a quarter of the instructions of multiply-adds: the
+// tensor cores compute all products between the 8 lanes of equal lane % 4; `of_diagonal` picks each lane's own.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint4& v, const uint4& w) {
   const uint32_t low[4] = {v.x, 0, v.y, 0}, high[4] = {v.z, 0, v.w, 0};
   mma(d, low, w.x, w.y, bf16());
@@ -49,8 +48,8 @@ __device__ __forceinline__ float of_diagonal(const float (&d)[4]) {
   return warp_sum(t == g / 2 ? g % 2 ? d[1] : d[0] : 0);
 }
 
-// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps. What
-// does not need the sum of squares is computed before the barrier.
+// Converts v, inverted pairs from `look`, to x. squares: 8 floats of shared memory. meet: a barrier of the 7 warps. All
+// that does not need the sum of squares comes before the barrier.
 template <typename Meet>
 __device__ __forceinline__ void normalise(uint4 (&v)[PIECES], const uint4 (&w)[PIECES], int pieces, float eps,
                                           float* squares, Meet meet) {

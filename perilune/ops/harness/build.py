@@ -60,9 +60,8 @@ def library(source: str) -> "ctypes.CDLL | str":
 
 
 def compile_aside(done: Callable[[], None]) -> int:
-    """Starts threads that compile the CPU kernels missing from the cache; returns how many kernels. Until a kernel is
-    compiled, `library` returns a reason instead, so that slower implementations run. A thread calls `done` after each
-    kernel."""
+    """Starts threads that compile the CPU kernels missing from the cache and call `done` after each; returns how many.
+    Until a kernel is compiled, `library` returns a reason instead, so that slower implementations run."""
     absent = _absent(".cpp")
     _aside.update(absent)
 
@@ -75,8 +74,8 @@ def compile_aside(done: Callable[[], None]) -> int:
 
 
 def compile_ahead(device: torch.device) -> int:
-    """Starts threads that compile the CUDA kernels missing from the cache if `device` can run them; returns how many
-    kernels. `library` waits for its kernel, so that a first start takes as long as the slowest one, not as all."""
+    """Starts threads that compile the CUDA kernels missing from the cache if `device` can run them; returns how many.
+    `library` waits for its kernel, so a first start takes as long as the slowest one, not as all."""
     absent = _absent(".cu") if is_hopper(device) else []
     _on_threads(absent, "for this GPU, once", lambda _: None)
     return len(absent)

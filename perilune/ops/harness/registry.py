@@ -3,8 +3,8 @@
 An op file makes one `Op` and decorates its implementations. Their order in the file is the order of preference; the
 reference, which runs everywhere, comes last under the name "reference". The choice for a call is cached under the kinds
 of the op's deciding arguments (shape and dtype of a tensor, `kind` of a record, a number itself), so a call costs one
-dictionary lookup beyond the implementation. The implementation that was chosen and logged is the one that runs: no
-implementation may call another one of its op, so it can refuse a call only by its deciding arguments, in `when`.
+dictionary lookup more than its implementation. What was chosen and logged is what runs: no implementation may call
+another one of its op, so it can refuse a call only by its deciding arguments, in `when`.
 """
 
 import contextlib

@@ -9,9 +9,9 @@ captured on one stream hold the addresses of its mailboxes, and must be replayed
 
 `Workspaces` is the owner: the workspaces of one engine (engine/runner.py), of a model outside an engine
 (model/varlen.py), of a test or a measurement (`owned`). The caller of ops enters the owner with `use`, and an op finds
-its workspace with `current(device)`: so neither the model nor other ops pass it as an argument, and two engines of one
-process never share memory, even if PyTorch gives both the same stream of its pool. Close an owner only after the last
-replay of the graphs that were captured while it was in use: they hold addresses, not tensors.
+its workspace with `current(device)`: neither the model nor ops pass it, and two engines of one process never share
+memory, even if PyTorch gives both the same stream of its pool. Close an owner only after the last replay of the graphs
+that were captured while it was in use: they hold addresses, not tensors.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -19,7 +19,7 @@ from perilune.ops.moe import scatter_pairs_add_rmsnorm as plain
 CASES, inputs, cost = plain.CASES, plain.inputs, quantized.cost
 _STEP = to_e4m3.TOL["values"][BFLOAT16]
 # Where a sum is rounded the other way, the residual is off by an ulp of a partial sum, y by up to 0.1, and values by
-# 448 / 4 times as much (4: the smallest of the groups' largest magnitudes).
+# 448 / 4 times as much: 4 is the smallest of the groups' largest magnitudes.
 _VALUES = Tol(12.0, _STEP.rel, _STEP.norm, "an ulp of a partial sum, scaled")
 _SCALE = Tol(1e-3, 2**-6, 1e-3, "the largest value of a group is off likewise")
 TOL = {

@@ -177,7 +177,7 @@ def cuda(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
 def by_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
 ) -> Tensor:
-    """All rows take the same path, whatever their parameters, so that the host does not wait for values."""
+    """All rows take the same path, whatever their parameters: the host does not wait for values."""
     rows = zip(*(torch.split(x, PIECE) for x in (logits, temperature, top_k, top_p, min_p, u)))
     return torch.cat([_piece(*piece) for piece in rows])
 

@@ -1,8 +1,8 @@
 // The operations before absorbed attention for two to four tokens, in one launch. Contract in mla_pre_attention.py.
 //
 // As mla_pre_attention_t1.cu, but more tokens publish more and leave less shared memory for the ring. So each lane
-// copies the values of x that it multiplies from the mailbox into registers, and the tensor cores multiply by W_UK. A
-// token's sums do not depend on the number of tokens.
+// reads the values of x that it multiplies into registers, and the tensor cores multiply by W_UK. A token's sums do not
+// depend on the number of tokens.
 //
 // CTAs publish results as words that are zero until they are written. Launch n uses set n % 2 of the words and zeroes
 // the other set for launch n + 1: the readers of launch n - 1 have ended.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void publish_piece(const Args& a, uint64_t& published
   }
 }
 
-// Copies the values of x that this lane multiplies from the mailbox: 8 values of a block for each slot of qkv_a.
+// Reads from the mailbox what this lane multiplies: 8 values of a block of x for each slot of qkv_a.
 // lowered, for e4m3 weights: factor of the sums of this lane's token in this warp.
 template <typename W, int T, typename Shared, int A_SLOTS>
 __device__ __forceinline__ void take_x(const Args& a, Shared& shared, int turn, uint4 (&x)[A_SLOTS], float& lowered) {

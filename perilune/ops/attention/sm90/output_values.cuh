@@ -53,8 +53,8 @@ struct ValuesShared {
   mla::Found found[4];
 };
 
-// turn: number of launches before this one; epoch: of the exchange with peers. `taken` advances both counters, after
-// all threads of the CTA have read them.
+// turn: number of launches before this one; epoch: that of the exchange with peers. `taken` advances both counters,
+// once all threads of the CTA have read them.
 template <bool EXCHANGES>
 struct Turn {
   uint32_t turn, epoch;

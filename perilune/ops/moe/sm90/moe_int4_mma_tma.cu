@@ -185,8 +185,8 @@ bool size(Args& a) {
          !(a.shared.tiles && a.shared_visit > most_shared);
 }
 
-// Slots of the ring must be a multiple of this number. The same warps must read all contents of a slot: a barrier's
-// parity distinguishes only two phases. The shared expert's slots restrict the ring only if they go around it.
+// The number of slots of the ring is a multiple of this, so that the same warps read all contents of a slot: a
+// barrier's parity distinguishes only two phases. The shared expert's slots count only if they wrap around the ring.
 template <typename P>
 int unit_of(const Args& a, int sms) {
   const bool around = divide_up(a.shared.tiles, sms) * P::halves(a) * a.shared_visit > a.slots;

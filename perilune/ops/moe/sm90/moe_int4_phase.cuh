@@ -169,7 +169,7 @@ struct Phase : Tile<UP, COMPACT, WIDE> {
     for (int n = rt; n < items; n += lanes) {
       const int half = n % halves(a);
       if (half != held) {
-        if (JOINED && !UP) barrier_wait(&control().full[w.from.at], w.from.phase);  // then h is complete
+        if (JOINED && !UP) barrier_wait(&control().full[w.from.at], w.from.phase);  // filled only once h was complete
         Base::template hold_tokens<FP8>(a, w, half, b);
       }
       held = half;

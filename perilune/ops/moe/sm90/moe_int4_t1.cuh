@@ -283,8 +283,8 @@ struct OneToken : InShared {
     int first, end;
   };
 
-  // Offset in a slot of 16 bytes of this warp's share: number `column` < 4 of row `row` < 16 of tile rt. other_half:
-  // the same in the row's other 64 bytes.
+  // Offset in a slot of the 16 bytes `column` (0 to 3) of row `row` (0 to 15) of tile rt, in this warp's share.
+  // other_half: the same in the row's other 64 bytes.
   static __device__ __forceinline__ int place(const Args& a, int ks, int rt, int row, int column) {
     const int line = GATE_UP ? rt * 8 + row % 8 : rt * 16 + row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
     const int turned = column ^ (a.chunk == 128 ? row % 8 : row % 8 / 2);

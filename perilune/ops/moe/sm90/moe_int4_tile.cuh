@@ -179,12 +179,12 @@ struct Tile {
     w.from.advance(a.parts, a.slots);
   }
 
-  // Offset in a slot of 16 bytes of this warp's chunk: number `column` < 4 of row `row` < 16 RT.
+  // Offset in a slot of the 16 bytes `column` (0 to 3) of row `row` < 16 RT, in this warp's chunk.
   static __device__ __forceinline__ int near_of(int chunk, int ks, int row, int column) {
     const int line = GATE_UP ? row % 8 : row, half = GATE_UP ? row / 8 * (SLOT / 2) : 0;
     return half + ks * 128 * BOX_ROWS + line * chunk + (column ^ (chunk == 128 ? row % 8 : row % 8 / 2)) * 16;
   }
-  // The same of the row's other 64 bytes.
+  // The same in the row's other 64 bytes.
   static __device__ __forceinline__ int far_of(int chunk, int near) {
     return chunk == 128 ? near ^ 64 : near + 64 * BOX_ROWS;
   }
