@@ -2,8 +2,8 @@
 
 Each direction has its own thread, and on a GPU its own stream, so that storing, restoring and steps overlap. A row's
 checksum is computed when the row is filled, and compared whenever it is read, on several threads: one checks about 10
-GB/s, and PCIe 5 transfers 45. Blocks are stored in windows: the next window is queued before the thread waits for the
-last one. Blocks from files go through staging rows: while COPIED_ROWS of these are copied to the pages, the others are
+GB/s, and PCIe 5 transfers 45. Blocks are stored in windows: a window is queued before the thread waits for the one
+before. Blocks from files go through staging rows: while COPIED_ROWS of these are copied to the pages, the others are
 filled from files.
 """
 
