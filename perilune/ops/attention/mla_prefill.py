@@ -56,6 +56,7 @@ CASES = [
     Case((300, 1, 129), (300, 4100, 1000), K2.heads, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
     Case((200, 128), (5000, 128), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
     Case((40, 0, 129), (41, 5, 130), 16, K2.nope, K2.rope, K2.value, K2.latent, 16, big=True),
+    Case((3,), (12000,), 5, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),  # heads in groups of 3 and 2
     Case((129,) * 70, (129,) * 30 + (300,) * 40, 8, K2.nope, K2.rope, K2.value, K2.latent, 64, big=True),
     Case((512,), (512,)),
     Case((64,), (700,)),

@@ -40,16 +40,15 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(THREADS, 1)
     attend_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                   const __grid_constant__ CUtensorMap rope, const __grid_constant__ CUtensorMap v,
-                  const __grid_constant__ Requests requests, bf16* out, int64_t out_row, float scale) {
+                  const __grid_constant__ Requests requests, Order order, bf16* out, int64_t out_row, float scale) {
   extern __shared__ uint8_t memory[];
   uint8_t* queries = memory + (-shared_address(memory) & 1023);
   uint8_t* keys = queries + Q_BYTES;
   uint8_t* values = keys + STAGES * K_BYTES;
   uint64_t* q_full = reinterpret_cast<uint64_t*>(values + STAGES * V_BYTES);
   uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
-  const int tid = threadIdx.x, head = blockIdx.y;
-  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // the most keys first: these CTAs take longest
-  const Request& request = requests.of[blockIdx.z];
+  const int tid = threadIdx.x, head = order.head(), first = order.first();
+  const Request& request = requests.of[order.request()];
   const int count = request.count, context = request.context, before = context - count;
   const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;
   if (tid == 0) {
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_predecessor();
   let_successor_start();
-  if (first >= count) return;
+  if (first >= count || head >= order.heads) return;
 
   if (tid >= CONSUMERS) {
     registers_give<24>();
@@ -199,7 +198,8 @@ API int mla_prefill(const void* q, const void* k, const void* rope, const void* 
       !describe(&maps[3], v, VALUE, total, heads, VALUE, total * VALUE, KEYS)) {
     return -1;
   }
-  const dim3 grid((longest + QUERIES - 1) / QUERIES, heads, count);
-  return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, maps[0], maps[1], maps[2], maps[3],
-                copied(requests, count), static_cast<bf16*>(out), out_row, scale * 1.4426950408889634f);
+  const Requests copy = copied(requests, count);
+  const Order order = order_of(copy, count, heads, 2 * (NOPE + VALUE));
+  return launch(attend_kernel, order.grid(longest, count), dim3(THREADS), SHARED, stream, 1, maps[0], maps[1], maps[2],
+                maps[3], copy, order, static_cast<bf16*>(out), out_row, scale * 1.4426950408889634f);
 }

@@ -41,6 +41,33 @@ Requests copied(const void* requests, int64_t count) {
   return r;
 }
 
+// The order in which CTAs start: heads in groups, in a group the tiles with the most keys first, so that the SMs end
+// together. Every tile of queries reads the keys and values again: those of a group fit the L2 cache.
+constexpr int64_t GROUP_OF_HEADS_BYTES = 24 << 20;
+
+struct Order {
+  int heads, groups;
+
+  __device__ __forceinline__ int head() const { return blockIdx.z % groups * gridDim.x + blockIdx.x; }
+  __device__ __forceinline__ int request() const { return blockIdx.z / groups; }
+  // The first query of the CTA, counted from the first of its request.
+  __device__ __forceinline__ int first() const { return (gridDim.y - 1 - blockIdx.y) * QUERIES; }
+
+  // longest: max queries of a request.
+  dim3 grid(int64_t longest, int64_t count) const {
+    return dim3((heads + groups - 1) / groups, (longest + QUERIES - 1) / QUERIES, groups * count);
+  }
+};
+
+// bytes: of a key and a value of one head.
+Order order_of(const Requests& requests, int64_t count, int64_t heads, int64_t bytes) {
+  int64_t most = 1;  // keys
+  for (int i = 0; i < count; i++) most = requests.of[i].context > most ? requests.of[i].context : most;
+  int64_t size = GROUP_OF_HEADS_BYTES / (most * bytes);
+  size = size < 1 ? 1 : size < heads ? size : heads;
+  return {static_cast<int>(heads), static_cast<int>((heads + size - 1) / size)};
+}
+
 // Online softmax state of a thread's two rows.
 struct Rows {
   float top[2], sum[2];  // the largest score so far, unscaled; the sum of this thread's probabilities

@@ -125,8 +125,8 @@ struct Output {
 __global__ void __launch_bounds__(THREADS, 1)
     attend_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                   const __grid_constant__ CUtensorMap rope, const __grid_constant__ CUtensorMap v,
-                  const __grid_constant__ Requests requests, const float2* scales, int tiles_of_head, Output out,
-                  float scale) {
+                  const __grid_constant__ Requests requests, Order order, const float2* scales, int tiles_of_head,
+                  Output out, float scale) {
   extern __shared__ uint8_t memory[];
   uint8_t* rounded = memory + (-shared_address(memory) & 1023);
   uint8_t* turned = rounded + 2 * GROUP_BYTES;  // rope values of queries
@@ -135,9 +135,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint8_t* values = keys + STAGES * K_BYTES;
   uint64_t* q_full = reinterpret_cast<uint64_t*>(values + STAGES * V_BYTES);
   uint64_t *k_full = q_full + 1, *k_empty = k_full + STAGES, *v_full = k_empty + STAGES, *v_empty = v_full + STAGES;
-  const int tid = threadIdx.x, head = blockIdx.y;
-  const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;  // queries with the most keys first
-  const Request& request = requests.of[blockIdx.z];
+  const int tid = threadIdx.x, head = order.head(), first = order.first();
+  const Request& request = requests.of[order.request()];
   const int count = request.count, context = request.context, before = context - count;
   const int tiles = (min(context, before + first + QUERIES) + KEYS - 1) / KEYS;
   if (tid == 0) {
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_predecessor();
   let_successor_start();
-  if (first >= count) return;
+  if (first >= count || head >= order.heads) return;
 
   if (tid >= CONSUMERS) {
     registers_give<24>();
@@ -362,8 +361,9 @@ API int mla_prefill_w8a8(const void* q, const void* k8, const void* rope, const 
     return -1;
   }
   const Output out = {static_cast<uint8_t*>(values), static_cast<float*>(out_scales), out_row, scale_rows};
-  const dim3 grid((longest + QUERIES - 1) / QUERIES, heads, count);
-  return launch(attend_kernel, grid, dim3(THREADS), SHARED, stream, 1, of_q, of_k, of_rope, of_v,
-                copied(requests, count), static_cast<const float2*>(scales), static_cast<int>(total / KEYS), out,
+  const Requests copy = copied(requests, count);
+  const Order order = order_of(copy, count, heads, NOPE + VALUE);
+  return launch(attend_kernel, order.grid(longest, count), dim3(THREADS), SHARED, stream, 1, of_q, of_k, of_rope, of_v,
+                copy, order, static_cast<const float2*>(scales), static_cast<int>(total / KEYS), out,
                 scale * 1.4426950408889634f);
 }
