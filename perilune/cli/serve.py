@@ -412,7 +412,10 @@ def listen_unix(path: Path) -> socket.socket:
         sock.listen(BACKLOG_CONNECTIONS)
     except OSError as e:
         sock.close()
-        raise ConfigError(f"cannot listen on {path}: {e.strerror or e}; choose another path with --uds") from e
+        why = e.strerror or e
+        if e.errno == errno.EADDRINUSE:  # bind says so of whatever exists
+            why = "it is a directory" if path.is_dir() else "it exists and is no socket"
+        raise ConfigError(f"cannot listen on {path}: {why}; choose another path with --uds") from e
     except ConfigError:
         sock.close()
         raise
