@@ -357,6 +357,8 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         ("*a **b** c*", "<p><em>a <strong>b</strong> c</em></p>"),
         ("a\n===\nb\nc\n--- ", "<h1>a</h1><h2>b\nc</h2>"), ("a\n\n---\n- b", "<p>a</p><hr><ul><li>b</li></ul>"),
         ("- a\n---", "<ul><li>a</li></ul><hr>"), ("---\n===", "<hr><p>===</p>"), ("a\n-", "<p>a\n-</p>"),
+        ("__a *b_c*__, (__d__).", "<p><strong>a <em>b_c</em></strong>, (<strong>d</strong>).</p>"),
+        *((t, f"<p>{t}</p>") for t in ("a__b__c __d__e", "x.__init__() __init__.py __init__()", "__ a__ __a __ ____")),
     ):  # fmt: skip
         html = page.value(f"make('p', {{}}, ...markdown({json.dumps(marked)})).innerHTML")
         assert html.replace(' dir="auto"', "") == shown
@@ -386,7 +388,7 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         page.value(f"document.querySelector('{shown}').click()")
         assert page.value("panel.hidden")
     page.answer()
-    marks = ("*", "`", "[", "_", "~~", "**a", "](", "*a ", "***a", "*a**b** ", "a***")
+    marks = ("*", "`", "[", "_", "~~", " __a", " __a_b", "**a", "](", "*a ", "***a", "*a**b** ", "a***")
     hostile = [mark * (19_000 // len(mark)) + "x" for mark in marks]
     hostile += [mark * 50_000 + "x" for mark in ("> ", "- ", "|-", " ", "#", "- a\n\n", "a\n--")]
     hostile += ["# " + "# " * 25_000 + "x", "```" + " " * 50_000 + "`", "|a|\n|-" + " " * 50_000 + "x|"]

@@ -19,6 +19,7 @@ const INLINE = new RegExp([
   /(`{1,3})(?!`)([^`]{1,2000})\1(?!`)/,
   /(?<![\w*])\*(?=[^\s*]|\*\*[^\s*])((?:[^*\n]|\*\*[^*\n]{1,500}\*\*){1,500})\*(?![\w*])/,
   /\*\*(?=\S)((?:[^*]|\*(?!\*)|\*(?=\*\*(?!\*))){1,500})\*\*/,
+  /(?<![\w.])__(?=[^\s_])((?:[^_]|_(?!_)){1,500})(?<=[^\s_])__(?![\w(]|\.\w)/,  // not x.__init__(), __init__.py
   /(?<!\w)_(?=[^\s_])([^_\n]{1,500})_(?!\w)/,
   /~~(?=\S)([^~]{1,500})~~/,
   /\[([^\]\n]{1,300})\]\((ht{2}ps?:\/\/(?:[^\s()]|\([^\s()]{0,99}\)){1,2000})\)/,
@@ -31,11 +32,11 @@ function inline(text, depth = 0) {
   const nodes = [];
   let end = 0;
   for (const found of text.matchAll(INLINE)) {
-    const [whole, , code, italic, bold, slanted, struck, label, address, bare, escaped] = found;
+    const [whole, , code, italic, bold, strong, slanted, struck, label, address, bare, escaped] = found;
     if (found.index > end) nodes.push(text.slice(end, found.index));
     end = found.index + whole.length;
     if (code !== undefined) nodes.push(make("code", {dir: "ltr"}, code));
-    else if (bold !== undefined) nodes.push(make("strong", {}, ...inline(bold, depth + 1)));
+    else if (bold ?? strong) nodes.push(make("strong", {}, ...inline(bold ?? strong, depth + 1)));
     else if (italic ?? slanted) nodes.push(make("em", {}, ...inline(italic ?? slanted, depth + 1)));
     else if (struck !== undefined) nodes.push(make("s", {}, ...inline(struck, depth + 1)));
     else if (address ?? bare) nodes.push(link(label ?? bare, address ?? bare));
