@@ -28,6 +28,7 @@ from perilune.engine.resolve import (
     Choices,
     free_on,
     grow_segments,
+    require_positions,
     resolve_declared,
     resolve_device,
     resolve_draft,
@@ -135,6 +136,8 @@ def build(
         raise ConfigError(f"gpus={config.gpus} names GPUs, but this engine runs on the CPU: leave it out")
     ranks = None
     if place is None:
+        if source is load:
+            require_positions(config, KimiConfig.from_directory(model_dir))
         ops_build.check_nvcc(device)
         ops_build.compile_ahead(device)
         if config.tp == "auto":

@@ -127,6 +127,12 @@ def resolve_declared(config: EngineConfig, drafter_dir: Path | None, choices: Ch
     return dataclasses.replace(config, draft="eagle3", draft_tokens=tokens)
 
 
+def require_positions(config: EngineConfig, model: KimiConfig) -> None:
+    """ConfigError if max_model_len is above the model's own limit."""
+    if (config.max_model_len or 0) > (most := model.max_position_embeddings):
+        raise ConfigError(f"max_model_len={config.max_model_len} is beyond the model's {most} positions: lower it")
+
+
 def resolve_sizes(
     config: EngineConfig,
     model: KimiConfig,
@@ -170,11 +176,8 @@ def resolve_sizes(
             f"kv_blocks={config.kv_blocks} needs {config.kv_blocks * block / GB:.2f} GB, "
             f"but only {max(0, fits)} blocks fit: lower it or raise memory_fraction"
         )
+    require_positions(config, model)
     longest = config.max_model_len or model.max_position_embeddings
-    if longest > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={longest} is beyond the model's {model.max_position_embeddings} positions: lower it"
-        )
     blocks = config.kv_blocks
     if blocks is None:
         each = -(-longest // config.block_size)

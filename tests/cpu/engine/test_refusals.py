@@ -44,16 +44,17 @@ def test_values_without_a_meaning_are_refused(values: dict[str, Any], why: str) 
         (dict(kv_disk="a\0b"), "cannot be used"),
         (dict(kv_disk="OTHER"), "holds other files"),
         (dict(kv_host_gb=1e9), r"kv_host_gb=1e\+09 is more than"),
+        (dict(max_model_len=10**6), "beyond the model's 4096 positions: lower it"),
     ],
 )
-def test_tiers_that_cannot_be_had_are_refused_before_weights_are_read(
+def test_what_cannot_be_had_is_refused_before_weights_are_read(
     tmp_path: Path, values: dict[str, Any], why: str
 ) -> None:
     shutil.copy(resolve_model("kimi-nano") / "config.json", tmp_path)  # and no weights
     if values.get("kv_disk") == "OTHER":
         values = dict(kv_disk=str(tmp_path))
     with pytest.raises(ConfigError, match=why) as error:
-        LLM(tmp_path, **SMALL, **values)
+        LLM(tmp_path, **SMALL | values)
     assert "\n" not in str(error.value)
 
 
