@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.files import exists, make_writable
 
 SHARDS = "shards.jsonl"
 
@@ -19,9 +20,12 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Locks the directory. ConfigError if another process writes to it: both would list their shards, under the same
-    names, and replace each other's files. On a file system without locks, nothing is checked."""
+def alone(directory: Path, option: str = "--out") -> Iterator[None]:
+    """Makes the directory that the user named with `option`, and locks it. Directories that it made are removed at the
+    end if they are empty. ConfigError if it cannot be written, or another process writes to it: both would list their
+    shards, under the same names, and replace each other's files. A file system without locks is not checked."""
+    made = [path for path in (directory, *directory.parents) if not exists(path)]
+    make_writable(directory, option)
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,6 +37,9 @@ def alone(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+        with contextlib.suppress(OSError):  # of one that has files
+            for path in made:
+                path.rmdir()
 
 
 def listed(directory: Path, make: Callable[[Any], T], again: str) -> list[T]:

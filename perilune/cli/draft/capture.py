@@ -12,7 +12,6 @@ import click
 from perilune.cli.draft.train import layer_numbers
 from perilune.cli.shared import display, options
 from perilune.core.config import EngineConfig, build
-from perilune.core.files import make_writable
 from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
@@ -67,7 +66,6 @@ def command(
     JSON.
     """
     path = resolve_model(model)
-    make_writable(out, "--out")
     click.get_current_context().with_resource(alone(out))
     config = build(EngineConfig, options.engine_values(engine, assignments, {}))
     choices = Choices([])

@@ -17,7 +17,6 @@ from perilune.cli.shared import display, options, targets
 from perilune.client.endpoint import Endpoint
 from perilune.core.config import EngineConfig, build
 from perilune.core.errors import ConfigError
-from perilune.core.files import make_writable
 from perilune.core.sampling import SamplingParams
 from perilune.draft.capture import Capture
 from perilune.draft.collect import Answers, Decoded, Forced, Plan, about, asked, collect
@@ -102,7 +101,6 @@ def command(
     if forced and not isinstance(source, Problems):
         raise ConfigError("--forced needs answers that are known, which only generated problems have: leave it out")
     plan = Plan(rows, shard_rows, max_tokens, seed, minutes, workers, forced)
-    make_writable(out, "--out")
     click.get_current_context().with_resource(alone(out))
     corpus = Corpus(out, about(source, plan, path))
     limit = source.limit()

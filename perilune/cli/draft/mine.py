@@ -14,7 +14,6 @@ from rich.table import Table
 from perilune.cli.shared import display, options
 from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.core.files import make_writable
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row, require_tokens
 from perilune.draft.mine import Domain, Rule, Scored, mine, of_records
@@ -104,7 +103,6 @@ def command(
         raise ConfigError(f"{out} already holds windows: choose an empty directory")
     rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)
     path = resolve_model(model)
-    make_writable(out, "--out")
     click.get_current_context().with_resource(alone(out))
     found: list[Scored] = []
     domains: list[str] = []

@@ -178,13 +178,14 @@ def command(
         raise ConfigError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
     options = options_of(given)
     job = Job(resolve_model(model), corpora, windows, states, begin, run, out, shape, own_head, options, device)
-    make_writable(run, "--run")
-    make_writable(out, "--out")
     if ranks.launched():
+        make_writable(run, "--run")
+        make_writable(out, "--out")
         with ranks.group():
             _train(job)
         return
-    click.get_current_context().with_resource(alone(run))
+    for directory, option in ((run, "--run"), (out, "--out")):
+        click.get_current_context().with_resource(alone(directory, option))
     if gpus > 1:
         if not options.steps:
             raise ConfigError("several GPUs need --steps: the clocks of their processes differ")

@@ -176,7 +176,7 @@ def test_a_server_answers_as_the_engine_here_would(tmp_path: Path) -> None:
     with fake_endpoint.serving() as fake:
         fake.models[0]["max_model_len"], fake.answer = 900, said
         failed = run("served", "--url", "http://127.0.0.1:9/v1", "--seed", "2")
-        assert "cannot connect" in str(failed.exception) and not any((tmp_path / "served").iterdir())
+        assert "cannot connect" in str(failed.exception) and not (tmp_path / "served").exists()
         result = run("served", "--url", fake.url, "--max-num-seqs", "3", "--seed", "1")
         assert result.exit_code == 0, result.output
         assert 1 < fake.most <= 3, "as many at once as asked for"
@@ -474,6 +474,7 @@ def test_a_corpus_of_another_model_is_one_line(tmp_path: Path, given: tuple[str,
     verb, *rest = (str(tmp_path / word) if word in ("run", "out") else word for word in given)
     with pytest.raises(ConfigError, match="has token 163599, but the model's vocabulary has"):
         CliRunner().invoke(command, [verb, "--corpus", str(tmp_path / "corpus"), *rest], catch_exceptions=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"], "no empty directory is left"
 
 
 def test_the_bundled_drafter_is_right_on_held_out_problems() -> None:
