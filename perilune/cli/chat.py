@@ -16,7 +16,7 @@ import click
 from perilune.cli.shared import options, targets
 from perilune.cli.shared.pictures import expanded, image_option, media_part, typed_path, video_option
 from perilune.client.endpoint import Endpoint, is_url, readable, thinking_switch
-from perilune.core.config import EngineConfig, ServerConfig, build
+from perilune.core.config import EngineConfig, ServerConfig
 from perilune.core.errors import ConfigError, EngineError, PeriluneError
 from perilune.core.jsonfile import spelled, write_output
 from perilune.core.messages import pictures_of
@@ -416,7 +416,7 @@ def command(
             "--model-name and --api-key-file belong to a running server: give its http:// address as MODEL"
         )
     else:
-        config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
+        config = options.engine_config({**engine, "max_num_seqs": 1}, assignments, {})
         opened = local(model, config, wanted)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

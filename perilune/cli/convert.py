@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 import torch
 
-from perilune.cli.shared.options import FILE, OUT_FOLDER, FloatRange, device_option
+from perilune.cli.shared.options import FILE, OUT_FOLDER, FloatRange, device_option, require_effect
 from perilune.convert import report as quality
 from perilune.convert.calibrate import calibrated, require_same
 from perilune.convert.stream import Conversion, Loss, sizes
@@ -132,13 +132,16 @@ def command(
     to check the files of a finished one by their SHA-256s. INT4 stays the best source for serving on Hopper
     GPUs and CPUs, where NVFP4 weights are expanded anyway; NVFP4 is for GPUs that multiply in FP4.
     """
-    if not reporting and (min_sqnr is not None or max_kl is not None):
-        raise ConfigError("--min-sqnr and --max-kl bound what --report measures: add it")
-    if text is not None and not (reporting or calibrate):
-        raise ConfigError("--text is what --report and --calibrate run over: add one of them")
+    require_effect(
+        ("layout recipe", to == "nvfp4", "without --to nvfp4"),
+        ("scales", to == "fp8-dense", "without --to fp8-dense"),
+        ("sidecar", to == "bf16", "without --to bf16"),
+        ("calibrate_tokens", calibrate, "without --calibrate"),
+        ("report_tokens problems tasks min_sqnr max_kl", reporting, "without --report"),
+        ("text", reporting or calibrate, "without --report or --calibrate (add one of them)"),
+        ("lm_eval_args", tasks, "without --lm-eval"),
+    )
     if tasks is not None:
-        if not reporting:
-            raise ConfigError("--lm-eval scores belong to the report: add --report")
         lm_eval.require()
     target = Target(to=to, layout=layout, recipe=recipe, scales=scales, sidecar=sidecar, calibrated=calibrate)
     path = hub.resolve_model(source, revision=revision, check=KimiConfig.from_directory)

@@ -13,7 +13,7 @@ import click
 
 from perilune.cli.shared import options
 from perilune.cli.shared.pictures import image_option, read_media, video_option
-from perilune.core.config import EngineConfig, build
+from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, RequestError
 from perilune.core.messages import Picture, Video, pictures_of
 from perilune.core.sampling import SamplingParams
@@ -103,7 +103,7 @@ def command(
     files = [(read_media(file)[0], False) for file in images]
     files += [(read_media(file, is_video=True)[0], True) for file in videos]
     engine, sampling = options.split(values)
-    config = build(EngineConfig, options.engine_values({**engine, "max_num_seqs": 1}, assignments, {}))
+    config = options.engine_config({**engine, "max_num_seqs": 1}, assignments, {})
     path = resolve_model(model, progress=sys.stderr.isatty(), check=KimiConfig.from_directory)
     tokenizer = Tokenizer.from_directory(path)
     tokenizer.require_size(KimiConfig.from_directory(path).vocab_size, path)

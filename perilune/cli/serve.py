@@ -62,40 +62,7 @@ T = TypeVar("T")
 
 @click.command()
 @click.argument("model", required=False)
-@options.field_options(
-    ServerConfig,
-    "host",
-    "port",
-    "served_model_name",
-    "default_max_tokens",
-    "max_waiting",
-    "chat_template",
-    "vendor_strict",
-    "lenient_fields",
-    "cors_origins",
-    "uds",
-    "drain_seconds",
-    "max_body_mb",
-    "body_memory_mb",
-    "media_allow_host",
-    "max_pictures",
-    "media_memory_mb",
-    "trusted_proxies",
-    "client_concurrency",
-    "client_requests_per_minute",
-    "api_key_file",
-    "tls_cert",
-    "tls_key",
-    "log_format",
-    "log_level",
-    "otlp_traces_endpoint",
-    "audit_log",
-    "audit_text",
-    "audit_redact",
-    "audit_mb",
-    "files_dir",
-    "files_gb",
-)
+@options.field_options(ServerConfig, *(f.name for f in fields(ServerConfig) if not f.metadata.get("secret")))
 @click.option(
     "--synthetic", metavar="SHAPE", help="Serve random weights of a shape instead of MODEL: kimi-k2.5 or tiny."
 )
@@ -130,9 +97,14 @@ def command(
     engine_base, server_base = options.file_values(config_file)
     names = {f.name for f in fields(ServerConfig)}
     engine_given = {k: v for k, v in given.items() if k not in names}
-    engine = build(EngineConfig, options.engine_values(engine_given, assignments, engine_base))
+    engine = options.engine_config(engine_given, assignments, engine_base)
     server_given = {k: v for k, v in given.items() if k in names and v not in (None, ())}
     server = build(ServerConfig, {**server_base, **server_given})
+    options.require_effect(
+        ("host port", server.uds is None, "with uds"),
+        ("files_gb", server.files_dir, "without files_dir"),
+        ("audit_mb", server.audit_log, "without audit_log"),
+    )
     proxies = Proxies(server.trusted_proxies)
     if server.chat_template is not None:
         member_named(server.chat_template)  # a wrong name must not cost a download

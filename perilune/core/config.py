@@ -160,18 +160,9 @@ class EngineConfig:
             if self.ranks == 1:
                 object.__setattr__(self, "tp", "auto")
         for name, low in (
-            ("tp", 1),
-            ("ep", 1),
-            ("max_model_len", 2),
-            ("max_num_seqs", 1),
-            ("max_step_tokens", 1),
-            ("kv_blocks", 2),
-            ("block_size", 1),
-            ("absorb_limit", 0),
-            ("threads", 1),
-            ("draft_tokens", 1),
-            ("log_rejected_mb", 1),
-        ):
+            ("tp", 1), ("ep", 1), ("max_model_len", 2), ("max_num_seqs", 1), ("max_step_tokens", 1), ("kv_blocks", 2),
+            ("block_size", 1), ("absorb_limit", 0), ("threads", 1), ("draft_tokens", 1), ("log_rejected_mb", 1),
+        ):  # fmt: skip
             if isinstance(value := getattr(self, name), int) and value < low:
                 raise ConfigError(f"{name} must be at least {low}, not {value}")
         for name, high in (("threads", MAX_THREADS), ("max_num_seqs", MAX_SEQS), ("draft_tokens", MAX_DRAFTS)):
@@ -310,16 +301,9 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
         for name in (
-            "default_max_tokens",
-            "max_waiting",
-            "max_pictures",
-            "media_memory_mb",
-            "max_body_mb",
-            "body_memory_mb",
-            "client_concurrency",
-            "client_requests_per_minute",
-            "audit_mb",
-        ):
+            "default_max_tokens", "max_waiting", "max_pictures", "media_memory_mb", "max_body_mb", "body_memory_mb",
+            "client_concurrency", "client_requests_per_minute", "audit_mb",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")

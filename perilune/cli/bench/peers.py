@@ -8,6 +8,7 @@ import torch
 
 from perilune.bench import peers, rivals
 from perilune.bench.shapes import shape
+from perilune.cli.shared.options import require_effect
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.errors import ConfigError
 from perilune.formats.hub import resolve_model
@@ -46,6 +47,10 @@ def command(
 ) -> None:
     """Routed experts of one Kimi K2 layer on a GPU, beside an installed peer's kernels (humming-kernels). With --cpu:
     decode speed of MODEL, the engine alone and with several users, and transformers' best of two types."""
+    require_effect(
+        ("tokens width compact no_peer impls", not cpu, "with --cpu"),
+        ("threads prompt_tokens output_tokens batch llama_cpp", cpu, "without --cpu"),
+    )
     if not cpu:
         config = shape(peers.SHAPE, 1)
         width = width or config.moe_intermediate_size

@@ -11,7 +11,6 @@ import click
 
 from perilune.cli.draft.train import layer_numbers
 from perilune.cli.shared import display, options
-from perilune.core.config import EngineConfig, build
 from perilune.draft.by_layer import ByLayer
 from perilune.draft.capture import Capture
 from perilune.draft.collect import fingerprint
@@ -67,7 +66,7 @@ def command(
     """
     path = resolve_model(model)
     click.get_current_context().with_resource(alone(out))
-    config = build(EngineConfig, options.engine_values(engine, assignments, {}))
+    config = options.engine_config(engine, assignments, {})
     choices = Choices([])
     device = resolve_device(config, choices)
     _, dtype, _ = resolve_dtypes(config, device, choices)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.cli.shared.options import FOLDER, OUT_FOLDER, FloatRange, device_option
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, FloatRange, device_option, require_effect
 from perilune.core.errors import ConfigError
 from perilune.core.files import make_writable
 from perilune.core.jsonfile import read_object
@@ -156,6 +156,7 @@ def command(
     command to go on where it stopped. Several GPUs: --gpus, or torchrun for several machines; they need --steps. The
     last line of output is JSON.
     """
+    require_effect(("window_share", windows, "without --windows"), ("minutes", not given["steps"], "with --steps"))
     shape = {
         "form": form,
         "draft_vocab": draft_vocab,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from perilune.core import config
 from perilune.core.config import EngineConfig, ServerConfig
@@ -134,6 +135,34 @@ def _started_by_torchrun() -> dict[str, Any]:
     if rank:
         raise SystemExit(0)
     return {"tp": ranks}
+
+
+def engine_config(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of `engine_values`. ConfigError also for a key that was given and has no effect."""
+    made = config.build(EngineConfig, engine_values(given, assignments, base))
+    require_effect(
+        ("kv_ttl_hours", made.kv_host_gb or made.kv_disk, "without kv_host_gb or kv_disk"),
+        ("log_rejected_share log_rejected_mb", made.log_rejected, "without log_rejected"),
+        ("draft_tokens log_rejected", made.draft != "off", "with draft=off"),
+        ("drafter draft_dtype", made.draft not in ("off", "suffix"), f"with draft={made.draft}"),
+        ("vision_cache_gb", made.vision != "off", "with vision=off"),
+        ("prompt_patience", made.decode_stretch, "with decode_stretch=0"),
+    )
+    return made
+
+
+def require_effect(*rules: tuple[str, object, str]) -> None:
+    """ConfigError for an option on the command line that has no effect. Defaults and keys of a configuration file
+    pass. rules: names of options, whether they have an effect, why not."""
+    context = click.get_current_context()
+    keys = [text.partition("=")[0] for text in context.params.get("assignments", ())]
+    found = {key: f"--set {key}" for key in keys} | {
+        p.name: p.opts[0] for p in context.command.params
+        if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    }  # fmt: skip
+    for names, works, why in rules:
+        if idle := [found[name] for name in names.split() if name in found and not works]:
+            raise ConfigError(f"{idle[0]} has no effect {why}: leave it out")
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

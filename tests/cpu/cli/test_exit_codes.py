@@ -16,6 +16,7 @@ import pytest
 from tests.forked import perilune
 
 SCRIPT = Path(sys.executable).with_name("perilune")
+WHERE = ("--corpus", "{}", "--run", "{}/d", "--out", "{}/d")
 NANO = Path(__file__).parents[3] / "perilune" / "bundled" / "kimi-nano"
 
 
@@ -86,7 +87,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("serve", "--set", "threads=100000"), "threads must be at most 1024"),
         (("draft", "collect", "--out", "{}/keys.toml/corpus"), "keys.toml/corpus: Not a directory"),
         (("draft", "mine", "--corpus", "{}", "--out", "{}/w"), "or another directory is meant"),
-        (("draft", "train", "--corpus", "{}", "--run", "{}/d", "--out", "{}/d"), "--run and --out are both "),
+        (("draft", "train", *WHERE), "--run and --out are both "),
         (("draft", "evaluate", str(NANO)), "is no draft's"),  # before minutes of answers
         (("draft", "evaluate", str(NANO), "--json", "{}/none/x"), "none is no directory"),
         (
@@ -104,12 +105,21 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
         (("bench", "drafts", "--rounds", "0"), "0 is not in the range x>=1"),
         (("bench", "drafts", "--requests", "0"), "0 is not in the range x>=1"),
         (("bench", "decode", "--kernels"), "--kernels: goes with --shape: leave it out"),
+        (("serve", "--uds", "{}/s", "--port", "8001"), "--port has no effect with uds: leave it out"),
+        (("serve", "--files-gb", "10"), "--files-gb has no effect without files_dir"),
+        (("serve", "--draft", "off", "--draft-tokens", "3"), "--draft-tokens has no effect with draft=off"),
+        (("generate", "-p", "hi", "--set", "log_rejected_mb=5"), "--set log_rejected_mb has no effect without log_"),
+        (("serve", "--config", "{}/idle.toml", "--chat-template", "x"), "unknown chat template"),  # a file is shared
+        (("convert", "kimi-nano", "{}/r", "--to", "bf16", "--layout", "modelopt"), "--layout has no effect without"),
+        (("draft", "train", *WHERE, "--window-share", "0.5"), "--window-share has no effect without --windows"),
+        (("bench", "peers", "--cpu", "--compact"), "--compact has no effect with --cpu"),
     ],
 )
 def test_wrong_input_is_said_at_once_without_a_traceback(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
     (tmp_path / "left/perilune-stream").mkdir(parents=True)
     (tmp_path / "array.toml").write_text("[[engine]]\nmax_num_seqs = 1\n")
+    (tmp_path / "idle.toml").write_text('[server]\nport = 1\nuds = "x"\nfiles_gb = 2\n[engine]\nlog_rejected_mb = 5\n')
     (tmp_path / "utf16.toml").write_text("[engine]", "utf-16")
     done = perilune(tmp_path, *(a.format(tmp_path) for a in args))
     assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr, done
