@@ -53,7 +53,7 @@ GB = 1e9
 @click.option("--threads", type=click.IntRange(1), help="Threads that convert.  [default: one per CPU, at most 16]")
 @device_option
 @click.option("--revision", help="Branch, tag or commit of a hub repository.  [default: its main branch]")
-@click.option("--dry-run", is_flag=True, help="Only check SRC's headers and the disk, and show sizes.")
+@click.option("--dry-run", is_flag=True, help="Only check SRC's headers, DST and the disk, and show sizes.")
 @click.option(
     "--calibrate",
     is_flag=True,
@@ -150,9 +150,13 @@ def command(
     texts = gather(path, report_tokens, text) if reporting and not dry_run else None
     with Conversion(path, target, device=where, shard_bytes=int(shard_gb * GB)) as conversion:
         _show(conversion, directory)
-        if dry_run:
-            return
         conversion.require_apart(directory)
+        if dry_run:
+            if conversion.finished(directory) is None:
+                _require_target(conversion, directory, dry=True)
+            else:
+                _say(f"{directory} is finished: only its files would be checked")
+            return
         key, run_over, inputs = conversion.fingerprint, None, None
         if calibrate:
             run_over = gather(path, calibrate_tokens, text, split="train")
@@ -162,9 +166,7 @@ def command(
             _say(f"{directory} is complete already: every file has the SHA-256 that it was written with")
         else:
             if run_over is not None:
-                conversion.require_empty(directory)  # before the run: it may take hours
-                conversion.require_same(directory)
-                make_writable(directory, "DST")
+                _require_target(conversion, directory)  # before the run: it may take hours
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
             _report(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
     if texts is not None:
@@ -179,6 +181,13 @@ def command(
         click.echo(json.dumps(record))
         if faults := quality.faults(record, min_sqnr=min_sqnr, max_kl=max_kl):
             raise ConfigError(f"{directory} is below the bound: {'; '.join(faults)}")
+
+
+def _require_target(conversion: Conversion, directory: Path, *, dry: bool = False) -> None:
+    """Error if the conversion cannot be written to `directory`, which is made unless `dry`."""
+    conversion.require_empty(directory)
+    conversion.require_same(directory)
+    make_writable(directory, "DST", dry=dry)
 
 
 def _say(line: str) -> None:

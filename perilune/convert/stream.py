@@ -180,13 +180,8 @@ class Conversion:
         config = json.dumps(self._raw, sort_keys=True)
         return journal.fingerprint(part.encode() for part in (repr(tensors), config, repr(draft), repr(small)))
 
-    def completed(self, directory: Path, *, show: bool = False) -> Loss | None:
-        """The Loss if `directory` holds the finished result of this conversion; None if nothing is finished.
-
-        show  the progress on stderr: all bytes of the result are read, and compared with the SHA-256s of its record
-
-        ConfigError if it is the result of another conversion, CheckpointError if a file is not as it was written.
-        """
+    def finished(self, directory: Path) -> dict[str, Any] | None:
+        """The record of the finished conversion in `directory`. ConfigError if it is another one."""
         if not exists(directory / RECORD) or exists(directory / journal.NAME):
             return None
         record = read_object(directory / RECORD)
@@ -198,6 +193,17 @@ class Conversion:
                 f"{directory} was converted with other options or another source (it differs in "
                 f"{', '.join(differing)}): give the same, or another directory"
             )
+        return record
+
+    def completed(self, directory: Path, *, show: bool = False) -> Loss | None:
+        """The Loss if `directory` holds the finished result of this conversion; None if nothing is finished.
+
+        show  the progress on stderr: all bytes of the result are read, and compared with the SHA-256s of its record
+
+        ConfigError if it is the result of another conversion, CheckpointError if a file is not as it was written.
+        """
+        if (record := self.finished(directory)) is None:
+            return None
         sums = checksums.kept(directory)
         with progress(f"checking {directory.name}", checksums.nbytes(directory, sums), show) as advance:
             faults = checksums.damage(directory, sums, advance)

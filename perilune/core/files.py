@@ -61,10 +61,11 @@ def read_regular(path: Path) -> bytes:
 
 def free_bytes(directory: Path) -> int:
     """Free bytes of the disk that has `directory`, or its nearest parent that exists."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_nearest(directory)).free
+
+
+def _nearest(path: Path) -> Path:
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
 def expanded(text: str, option: str) -> Path:
@@ -75,11 +76,13 @@ def expanded(text: str, option: str) -> Path:
         raise ConfigError(f"{option}={text!r}: there is no such user; give the whole path") from e
 
 
-def make_writable(directory: Path, option: str) -> None:
-    """Makes the directory that the user named with `option`. ConfigError if nothing can be written there."""
+def make_writable(directory: Path, option: str, *, dry: bool = False) -> None:
+    """Makes the directory that the user named with `option`. ConfigError if nothing can be written there. `dry`: only
+    checks that it can be made."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        if not dry:
+            directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=_nearest(directory)).close()
     except OSError as e:
         raise ConfigError(f"cannot write {directory}: {e.strerror}; choose another directory with {option}") from e
 

@@ -481,6 +481,16 @@ def test_the_command_and_its_report(source: Path, tmp_path: Path, monkeypatch: p
     base = ["convert", str(source), str(result), "--to", "nvfp4", "--device", "cpu"]
     dry = CliRunner().invoke(cli, [*base, "--dry-run"], catch_exceptions=False)
     assert dry.exit_code == 0 and "routed experts" in dry.output and "free" in dry.output and not result.exists()
+    result.mkdir()
+    (taken := result / "config.json").touch()
+    for to, said in (
+        (source, "is the source"),
+        (result, "already holds config"),
+        (taken / "r", "r: Not a directory; "),
+    ):
+        dry = CliRunner().invoke(cli, [*base[:2], str(to), *base[3:], "--dry-run"])
+        assert said in str(dry.exception), dry
+    shutil.rmtree(result)
     (source / "tokenizer_config.json").unlink()  # of no real tokenizer
     reporting = ["--report", "--report-tokens", "600", "--problems", "0"]
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
