@@ -35,6 +35,7 @@ from perilune.formats import checksums
 from perilune.formats.checkpoint import INDEX, Checkpoint
 from perilune.formats.checksums import RECORD
 from perilune.formats.progress import Advance, progress
+from perilune.formats.safetensors_file import TensorInfo
 from perilune.formats.served import require_served
 from perilune.formats.writer import SHARD_BYTES
 from perilune.loading.eagle3 import require_draft
@@ -47,6 +48,7 @@ CALIBRATION = ("calibration.json", "calibration.npz")  # written by calibrate.py
 MAX_THREADS = 16
 AHEAD = 2  # pieces finished or queued, in addition to one in work per thread. Larger: more memory
 VERSION = 5  # increased when the written bytes change: a conversion begun by another version is not continued
+SAMPLE_BYTES = 32  # of each tensor, to know the source again; all would take as long as the conversion
 WORST = 10
 SMALL_FILE = 100_000_000
 # Options that errors name for differing keys of a finished conversion; other keys have their option's name.
@@ -172,13 +174,19 @@ class Conversion:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the source's configuration, tensor locations, and bytes of the draft model and the small files."""
-        tensors = sorted(
-            (i.name, str(i.dtype), i.shape, i.file.name, i.offset) for i in self.checkpoint.tensors.values()
-        )
+        """Hash of the source's configuration, the place and some bytes of each tensor, and all bytes of the draft model
+        and the small files."""
+        found = sorted(self.checkpoint.tensors.values(), key=lambda i: (i.file.name, i.offset, i.name))
+        tensors = [(i.name, str(i.dtype), i.shape, i.file.name, i.offset, self._sample(i)) for i in found]
         draft, small = ([(f.name, checksums.sha256(f)) for f in files] for files in (self.drafter, self.small_files()))
         config = json.dumps(self._raw, sort_keys=True)
         return journal.fingerprint(part.encode() for part in (repr(tensors), config, repr(draft), repr(small)))
+
+    def _sample(self, info: TensorInfo) -> bytes:
+        """Bytes from the middle of a tensor: training again changes them, but not its name and size."""
+        raw = torch.empty(min(SAMPLE_BYTES, info.nbytes), dtype=torch.uint8)
+        self.checkpoint.read_into(info, raw, (info.nbytes - len(raw)) // 2)
+        return raw.numpy().tobytes()
 
     def finished(self, directory: Path) -> dict[str, Any] | None:
         """The record of the finished conversion in `directory`. ConfigError if it is another one."""

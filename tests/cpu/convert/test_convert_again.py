@@ -126,11 +126,14 @@ def test_another_request_for_the_same_directory(source: Path, result: Path, tmp_
         convert(source, result, to="bf16")
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_a_copied_file_that_changed_makes_another_source(source: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "model.safetensors"])
+def test_a_file_that_changed_makes_another_source(source: Path, tmp_path: Path, name: str) -> None:
     changed = Path(shutil.copytree(source, tmp_path / "source"))
     convert(changed, tmp_path / "r", to="nvfp4")
-    (changed / name).write_text('{"made": "again"}')
+    if name == "model.safetensors":
+        shutil.copy(oracle.make(tmp_path / "again", int4=True, seed=1).path / name, changed)  # the same names and sizes
+    else:
+        (changed / name).write_text('{"made": "again"}')
     with pytest.raises(ConfigError, match="differs in SRC"):
         convert(changed, tmp_path / "r", to="nvfp4")
 
