@@ -380,10 +380,7 @@ class Chat:
     type=options.FILE,
     help="File with a JSON list of OpenAI tools the model may call; you type their results.",
 )
-@click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]")
-@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the checkpoint's]")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens that sum to this probability.")
-@click.option("--seed", type=int, help="Makes answers reproducible.")
+@options.sampling_options
 @targets.target_options
 @options.engine_options(*options.COMMON)
 def command(

@@ -15,7 +15,6 @@ from perilune.convert.stream import Conversion, Loss, sizes
 from perilune.convert.target import Layout, Recipe, Scales, Target, To
 from perilune.convert.texts import gather
 from perilune.core.errors import ConfigError
-from perilune.core.files import make_writable
 from perilune.evals import lm_eval
 from perilune.formats import hub
 from perilune.formats.writer import SHARD_BYTES
@@ -93,14 +92,10 @@ GB = 1e9
     "--lm-eval-args", default="", show_default=False, help="More arguments for lm_eval, such as '--limit 100'."
 )
 @click.option(
-    "--min-sqnr",
-    type=FloatRange(-1000),
-    help="With --report: exit with 1 if a tensor's SQNR is below this many dB.",
+    "--min-sqnr", type=FloatRange(-1000), help="With --report: exit with 1 if a tensor's SQNR is below this many dB."
 )
 @click.option(
-    "--max-kl",
-    type=FloatRange(0),
-    help="With --report: exit with 1 if the mean KL is above this many nats per token.",
+    "--max-kl", type=FloatRange(0), help="With --report: exit with 1 if the mean KL is above this many nats per token."
 )
 def command(
     source: str,
@@ -153,7 +148,7 @@ def command(
         conversion.require_apart(directory)
         if dry_run:
             if conversion.finished(directory) is None:
-                _require_target(conversion, directory, dry=True)
+                conversion.require_target(directory, dry=dry_run)
             else:
                 _say(f"{directory} is finished: only its files would be checked")
             return
@@ -166,7 +161,7 @@ def command(
             _say(f"{directory} is complete already: every file has the SHA-256 that it was written with")
         else:
             if run_over is not None:
-                _require_target(conversion, directory)  # before the run: it may take hours
+                conversion.require_target(directory, dry=dry_run)  # before the run: it may take hours
                 inputs = calibrated(path, directory, run_over, key=key, device=torch.device(where), say=_say)
             _report(conversion.run(directory, inputs=inputs, threads=threads, show=True), directory)
     if texts is not None:
@@ -181,13 +176,6 @@ def command(
         click.echo(json.dumps(record))
         if faults := quality.faults(record, min_sqnr=min_sqnr, max_kl=max_kl):
             raise ConfigError(f"{directory} is below the bound: {'; '.join(faults)}")
-
-
-def _require_target(conversion: Conversion, directory: Path, *, dry: bool = False) -> None:
-    """Error if the conversion cannot be written to `directory`, which is made unless `dry`."""
-    conversion.require_empty(directory)
-    conversion.require_same(directory)
-    make_writable(directory, "DST", dry=dry)
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from perilune.bench.ledger import origin
 from perilune.cli.shared import display, options, targets
@@ -77,13 +76,11 @@ def command(
     """
     if failures is not None and not failures.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
-    source = click.get_current_context().get_parameter_source
     settings: dict[str, Any] = {"max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
     if problems is not None:
-        given = [name for name in ("count", "seed", "pictures") if source(name) is not ParameterSource.DEFAULT]
-        if given:
+        if given := options.given_of("count", "seed", "pictures"):
             raise ConfigError(
-                f"--{given[0]} does not apply to --problems, which asks every problem of its file: leave it out"
+                f"{given[0]} does not apply to --problems, which asks every problem of its file: leave it out"
             )
         cells = evaluate.plan_of_file(problems, families, MODES[thinking])
         settings |= {"problems": problems.name, "problems_sha256": digest(problems)}

@@ -61,9 +61,7 @@ class Speed:
 @video_option
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--thinking/--no-thinking", default=None, help="Think before answering.  [default: the model's own way]")
-@click.option("--max-tokens", type=int, help="Tokens to generate, at most.  [default: until the context is full]")
-@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the checkpoint's]")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens that sum to this probability.")
+@options.sampling_options
 @click.option("--top-k", type=int, help="Sample from this many of the likeliest tokens.")
 @click.option("--min-p", type=float, help="Drop tokens below this times the likeliest's probability.")
 @click.option("--presence-penalty", type=float, help="Lower logits of generated tokens by this, -2 to 2.")
@@ -74,7 +72,6 @@ class Speed:
     "--repetition-penalty", type=float, help="Lower logits of tokens of prompt and answer by this factor; 1: off."
 )
 @click.option("--min-tokens", type=int, help="Tokens before which the answer cannot end.")
-@click.option("--seed", type=int, help="Makes the answer reproducible.")
 @click.option("--stop", multiple=True, help="End before this text; repeatable.")
 @options.engine_options(*options.COMMON)
 def command(

@@ -95,11 +95,9 @@ def command(
     if layers is not None and synthetic is None:
         raise click.UsageError("--layers belongs to --synthetic")
     engine_base, server_base = options.file_values(config_file)
-    names = {f.name for f in fields(ServerConfig)}
-    engine_given = {k: v for k, v in given.items() if k not in names}
+    engine_given, server_given = options.split(given)
     engine = options.engine_config(engine_given, assignments, engine_base)
-    server_given = {k: v for k, v in given.items() if k in names and v not in (None, ())}
-    server = build(ServerConfig, {**server_base, **server_given})
+    server = build(ServerConfig, {**server_base, **{k: v for k, v in server_given.items() if v not in (None, ())}})
     options.require_effect(
         ("host port", server.uds is None, "with uds"),
         ("files_gb", server.files_dir, "without files_dir"),
@@ -365,17 +363,13 @@ def listening(server: ServerConfig) -> Iterator[socket.socket]:
 def listen_unix(path: Path) -> socket.socket:
     """A socket at `path` that this user and group may connect to. A socket that no process serves any more is replaced;
     ConfigError for anything else at that path."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
-            try:
-                sock.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                sock.close()
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            else:
+            with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(ConnectionRefusedError):
+                other.connect(str(path))
                 raise ConfigError(f"another process serves {path}: choose another path with --uds")
+            path.unlink()
         before = os.umask(0o117)
         try:
             sock.bind(str(path))
@@ -384,9 +378,7 @@ def listen_unix(path: Path) -> socket.socket:
         sock.listen(BACKLOG_CONNECTIONS)
     except OSError as e:
         sock.close()
-        why = e.strerror or e
-        if e.errno == errno.EADDRINUSE:  # bind says so of whatever exists
-            why = "it is a directory" if path.is_dir() else "it exists and is no socket"
+        why = "it exists and is no socket" if e.errno == errno.EADDRINUSE else e.strerror or e
         raise ConfigError(f"cannot listen on {path}: {why}; choose another path with --uds") from e
     except ConfigError:
         sock.close()

@@ -74,13 +74,7 @@ class Outputs:
 
 
 def measure(
-    source: Path,
-    result: Path,
-    *,
-    texts: Texts,
-    problems: int,
-    device: torch.device,
-    say: Say = lambda line: None,
+    source: Path, result: Path, *, texts: Texts, problems: int, device: torch.device, say: Say = lambda line: None
 ) -> dict[str, Any]:
     """A row of plain values, the lists `worst`, `tensors_db` and `layers_db`, and the tables of scores.
 
@@ -249,12 +243,7 @@ def compare_weights(source: Path, result: Path) -> Weights:
 
 
 def compare_outputs(
-    source: Path,
-    result: Path,
-    texts: Texts,
-    device: torch.device,
-    changed: set[str],
-    dtype: torch.dtype | None = None,
+    source: Path, result: Path, texts: Texts, device: torch.device, changed: set[str], dtype: torch.dtype | None = None
 ) -> Outputs:
     """`changed` names the linear layers that differ; `dtype`: default bfloat16 on a GPU, float32 on a CPU."""
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

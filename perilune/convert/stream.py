@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -29,7 +28,7 @@ from perilune.convert.journal import Done, Journal
 from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
 from perilune.core.errors import CheckpointError, ConfigError
-from perilune.core.files import exists, free_bytes, open_regular
+from perilune.core.files import exists, free_bytes, make_writable, open_regular
 from perilune.core.jsonfile import read_object, spelled, write_object
 from perilune.formats import checksums
 from perilune.formats.checkpoint import INDEX, Checkpoint
@@ -123,7 +122,7 @@ class Conversion:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
@@ -156,9 +155,11 @@ class Conversion:
         if strays := sorted(p.name for p in held if p.suffix == ".safetensors" or p.name in written):
             raise CheckpointError(f"{directory} already holds {strays[0]}: choose an empty directory")
 
-    def require_same(self, directory: Path) -> None:
-        """CheckpointError if an unfinished conversion there has other options. Measured inputs, which may not be known
-        yet, are not compared."""
+    def require_target(self, directory: Path, *, dry: bool) -> None:
+        """Makes `directory`, unless `dry`; an error if it cannot be written or holds anything else. Of an unfinished
+        conversion there, measured inputs, which may not be known yet, are not compared."""
+        self.require_empty(directory)
+        make_writable(directory, "DST", dry=dry)
         if (directory / journal.NAME).is_file():
             journal.require_job(directory, {k: v for k, v in self._identity().items() if k != "inputs"})
 
@@ -225,12 +226,7 @@ class Conversion:
             raise CheckpointError(f"{directory / RECORD} is damaged: remove the directory and convert again") from e
 
     def run(
-        self,
-        directory: Path,
-        *,
-        inputs: Inputs | None = None,
-        threads: int | None = None,
-        show: bool = False,
+        self, directory: Path, *, inputs: Inputs | None = None, threads: int | None = None, show: bool = False
     ) -> Loss:
         """Writes the result to `directory`, or the rest of it if an earlier run was stopped; nothing if it is finished.
 

@@ -66,8 +66,7 @@ class EngineConfig:
     )
     max_num_seqs: int = _doc("requests computed together in a step, at most", 64)
     max_step_tokens: int | None = _doc(
-        "tokens computed in a step, at most; longer prompts are split. Default: 512 on CPU, 8192 on GPUs",
-        None,
+        "tokens computed in a step, at most; longer prompts are split. Default: 512 on CPU, 8192 on GPUs", None
     )
     decode_stretch: float = _doc(
         "while prompts of other requests are computed, 99 of 100 intervals between tokens take at most this many times "
@@ -108,8 +107,7 @@ class EngineConfig:
         "gigabytes of pictures' embeddings that are kept on the device; default: 1 on GPUs, 0.25 on a CPU", None
     )
     absorb_limit: int = _doc(
-        "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form",
-        16,
+        "a request advancing by at most this many tokens uses absorbed MLA, a longer one the plain form", 16
     )
     threads: int | None = _doc("CPU threads of the engine; default: torch's choice", None)
     seed: int | None = _doc("seed of requests that bring none; default: the system's random numbers", None)
@@ -132,8 +130,7 @@ class EngineConfig:
         "directory or Hugging Face id of an EAGLE-3 draft model; default: drafter/ in the model's directory", None
     )
     declared_acceptance: float | None = _doc(
-        "with random weights: tokens that a step with drafts yields on average, whatever would be accepted",
-        None,
+        "with random weights: tokens that a step with drafts yields on average, whatever would be accepted", None
     )
     draft_dtype: Literal["auto", "dtype", "fp8"] = _doc(
         "weights of the draft model: as dtype says, or fp8; auto: fp8 on Hopper GPUs and where rest_dtype is fp8. "
@@ -141,8 +138,7 @@ class EngineConfig:
         "auto",
     )
     log_rejected: str | None = _doc(
-        "directory for rejected drafts, with the text before, for `draft mine`; default: none is kept",
-        None,
+        "directory for rejected drafts, with the text before, for `draft mine`; default: none is kept", None
     )
     log_rejected_share: float = _doc("share of the requests that are logged, chosen at random", 0.1)
     log_rejected_mb: int = _doc("megabytes of that log; the oldest files are deleted", 64)
@@ -150,8 +146,7 @@ class EngineConfig:
         "replay each CUDA graph once when it is captured, and compare it with the step without it", True
     )
     ops: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'},
+        default_factory=dict, metadata={"help": 'implementation by op name, e.g. {"mla_absorbed": "reference"}'}
     )
 
     def __post_init__(self) -> None:
@@ -221,8 +216,7 @@ class ServerConfig:
         None,
     )
     chat_template: str | None = _doc(
-        "model whose prompt format is used, e.g. kimi-k2-thinking; default: the one the checkpoint's files show",
-        None,
+        "model whose prompt format is used, e.g. kimi-k2-thinking; default: the one the checkpoint's files show", None
     )
     uds: str | None = _doc("path of a Unix socket to listen on, instead of host and port", None)
     drain_seconds: float = _doc(
@@ -233,8 +227,7 @@ class ServerConfig:
         "megabytes that the bodies of all connections may take in memory; a body beyond is answered 503, unread", 128
     )
     trusted_proxies: tuple[str, ...] = _doc(
-        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8, or unix for uds",
-        (),
+        "addresses or networks of proxies that name the client in X-Forwarded-For, e.g. 10.0.0.0/8, or unix for uds", ()
     )
     client_concurrency: int | None = _doc(
         "requests that a client address may have in flight; more are answered 429", None
@@ -252,8 +245,7 @@ class ServerConfig:
         1024,
     )
     default_max_tokens: int | None = _doc(
-        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for",
-        None,
+        "tokens of a chat answer to a request without max_tokens; default: as many as the context has room for", None
     )
     max_waiting: int = _doc("requests waiting for the engine, at most; more are answered 429", 1024)
     vendor_strict: bool = _doc(
@@ -295,7 +287,8 @@ class ServerConfig:
             raise ConfigError(f"files_gb must be above 0, not {self.files_gb}")
         if (self.audit_text or self.audit_redact) and self.audit_log is None:
             raise ConfigError("audit_text and audit_redact need audit_log, the directory")
-        object.__setattr__(self, "audit_redact", tuple(self.audit_redact))
+        for name in ("audit_redact", "media_allow_host", "trusted_proxies", "cors_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file are both set: keep one")
         if not 0 <= self.port <= 65535:
@@ -313,14 +306,11 @@ class ServerConfig:
             )
         if not 0 <= self.drain_seconds <= 86400:
             raise ConfigError(f"drain_seconds must be between 0 and 86400, not {self.drain_seconds:g}")
-        object.__setattr__(self, "media_allow_host", tuple(self.media_allow_host))
         for host in self.media_allow_host:
             if not _HOST.fullmatch(host):
                 raise ConfigError(
                     f"media_allow_host: {host!r} is not a host: write images.example.org, *.example.org or HOST:PORT"
                 )
-        object.__setattr__(self, "trusted_proxies", tuple(self.trusted_proxies))
-        object.__setattr__(self, "cors_origins", tuple(self.cors_origins))
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -77,8 +77,7 @@ def expanded(text: str, option: str) -> Path:
 
 
 def make_writable(directory: Path, option: str, *, dry: bool = False) -> None:
-    """Makes the directory that the user named with `option`. ConfigError if nothing can be written there. `dry`: only
-    checks that it can be made."""
+    """Makes the directory that the user named with `option`, unless `dry`. ConfigError if it cannot be written."""
     try:
         if not dry:
             directory.mkdir(parents=True, exist_ok=True)

@@ -75,12 +75,7 @@ def walk(
     dtype, device = capture.model.weights.norm.dtype, capture.model.weights.norm.device
     longest = max(len(row.ids) for row in rows)
     drafter.allocate(
-        at_once * -(-longest // block_size),
-        block_size,
-        dtype,
-        device,
-        max_num_seqs=at_once,
-        max_model_len=longest,
+        at_once * -(-longest // block_size), block_size, dtype, device, max_num_seqs=at_once, max_model_len=longest
     )
     tallies = []
     for start in range(0, len(rows), at_once):

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def alone(directory: Path, option: str = "--out") -> Iterator[None]:
-    """Makes the directory that the user named with `option`, and locks it. Directories that it made are removed at the
-    end if they are empty. ConfigError if it cannot be written, or another process writes to it: both would list their
-    shards, under the same names, and replace each other's files. A file system without locks is not checked."""
+    """Makes the directory that the user named with `option`, locks it, and at the end removes it if it is empty.
+    ConfigError if it cannot be written, or another process writes to it: both would list their shards, under the same
+    names, and replace each other's files. On a file system without locks, nothing is checked."""
     made = [path for path in (directory, *directory.parents) if not exists(path)]
     make_writable(directory, option)
     handle = os.open(directory, os.O_RDONLY)

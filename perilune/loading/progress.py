@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -40,7 +39,7 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 

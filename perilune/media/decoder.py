@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -113,7 +112,7 @@ class Decoder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self, data: bytes, is_video: bool) -> tuple[list[Picture], list[str]]:

@@ -123,10 +123,29 @@ class Page:
             f"[...document.querySelectorAll('button')].filter(b => b.textContent === {json.dumps(name)}).at(-1).click()"
         )
 
-    def ask(self, text: str) -> str:
-        """Types a question; the answer's text."""
+    def text(self, selector: str) -> str:
+        return str(self.value(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+    def click(self, selector: str) -> None:
+        self.value(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def count(self, selector: str) -> int:
+        return int(self.value(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def focus(self) -> str:
+        return str(self.value("document.activeElement.id"))
+
+    def send(self, text: str) -> None:
         self.fill("#text", text)
         self.key("Enter")
+
+    def begin_long_answer(self) -> None:
+        self.send("long")
+        self.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+
+    def ask(self, text: str) -> str:
+        """Types a question; the answer's text."""
+        self.send(text)
         return self.answer()
 
     def answer(self) -> str:
@@ -146,12 +165,12 @@ def test_a_real_answer(browser: Browser, server: Server) -> None:
     assert page.value("temperature.placeholder") == "0" and page.value("top_p.placeholder") == "0.95"
     assert "936" in page.ask("What is 347 + 589?")
     assert page.value("document.querySelector('details').open") is False
-    assert page.value("document.querySelector('summary').textContent").startswith("thought for ")
-    note = page.value("document.querySelector('.assistant .note').textContent")
+    assert page.text("summary").startswith("thought for ")
+    note = page.text(".assistant .note")
     assert "tokens/s" in note and "first after" in note  # and drafts, where they pay by the steps that were measured
     page.value("think.click()")
     page.ask("What is 2 + 2?")
-    assert page.value("document.querySelectorAll('details:not([hidden])').length") == 1
+    assert page.count("details:not([hidden])") == 1
 
 
 def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
@@ -159,9 +178,8 @@ def test_a_call_is_answered_by_hand(browser: Browser, server: Server) -> None:
     page.press("Please get the current weather for the city Oslo.")
     page.answer()
     assert page.value("document.querySelector('.assistant .call').innerText").startswith("call: get_weather")
-    assert json.loads(page.value("document.querySelector('.assistant .call code').textContent")) == {"city": "Oslo"}
-    page.fill("#text", "and now?")
-    page.key("Enter")
+    assert json.loads(page.text(".assistant .call code")) == {"city": "Oslo"}
+    page.send("and now?")
     assert page.value("document.activeElement.matches('.results textarea')"), "calls are answered first"
     page.fill(".results textarea", '{"sky": "sunny"}')
     page.press("send results")
@@ -192,15 +210,12 @@ def test_calls_wait_in_a_chat_that_is_opened_during_an_answer(browser: Browser, 
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     page.value(f"localStorage['perilune.chats'] = JSON.stringify({json.dumps([{'id': 'a', 'messages': messages}])})")
     page.reload()
-    page.fill("#text", "long")
-    page.key("Enter")
-    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    page.begin_long_answer()
     page.value("document.querySelectorAll('#history button')[2].click()")
     page.wait("send.textContent === 'send'")
     assert page.said("user") == ["q"]
-    assert page.value("document.querySelectorAll('.results textarea').length") == 1
-    page.fill("#text", "and now?")
-    page.key("Enter")
+    assert page.count(".results textarea") == 1
+    page.send("and now?")
     assert page.value("document.activeElement.matches('.results textarea')")
 
 
@@ -209,9 +224,9 @@ def test_a_chat_that_went_on_in_another_tab(browser: Browser, scripted: Server) 
     assert page.ask("first") == "one"
     page.press("new chat")
     with page.other_tab():
-        page.value("document.querySelector('#history button').click()")
+        page.click("#history button")
         assert page.ask("second") == "two"
-    page.value("document.querySelector('#history button').click()")
+    page.click("#history button")
     assert page.said("assistant") == ["one", "two"]
     assert page.ask("first") == "one"
     assert page.said("user") == ["first", "second", "first"]
@@ -222,7 +237,7 @@ def test_a_chat_that_two_tabs_show(browser: Browser, scripted: Server) -> None:
     assert page.ask("first") == "one"
     page.fill("#text", "a draft")
     with page.other_tab():
-        page.value("document.querySelector('#history button').click()")
+        page.click("#history button")
         assert page.ask("second") == "two"
     page.wait("document.querySelectorAll('.assistant').length === 2")
     assert page.value("text.value") == "a draft"
@@ -232,54 +247,51 @@ def test_a_chat_that_two_tabs_show(browser: Browser, scripted: Server) -> None:
     page.press("new chat")
     page.press("settings")
     page.value("{ const button = document.querySelectorAll('#history button')[1]; button.focus(); button.click() }")
-    assert page.value("document.activeElement.id") == "text", "the keyboard's focus is not lost with a deleted chat"
+    assert page.focus() == "text", "the keyboard's focus is not lost with a deleted chat"
 
 
 def test_an_answer_follows_a_pasted_schema(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     page.fill("#schema", "{")
-    page.fill("#text", "Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.")
-    page.key("Enter")
-    assert page.value("$('schema-fault').textContent").startswith("schema: ")
-    assert page.value("document.activeElement.id") == "schema", "the panel opens at the fault"
+    page.send("Extract name, age and city as JSON from: Emma is 34 years old and lives in Oslo.")
+    assert page.text("#schema-fault").startswith("schema: ")
+    assert page.focus() == "schema", "the panel opens at the fault"
     properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     page.fill("#schema", json.dumps(schema))
     page.value("$('schema').dispatchEvent(new Event('change', {bubbles: true}))")
-    assert page.value("document.querySelectorAll('article').length") == 0
+    assert page.count("article") == 0
     page.value("ask.requestSubmit()")
     assert json.loads(page.answer()) == {"name": "Emma", "age": 34, "city": "Oslo"}
-    assert page.value("$('schema-fault').textContent") == ""
-    assert page.value("$('open').textContent") == "settings: schema"
+    assert page.text("#schema-fault") == ""
+    assert page.text("#open") == "settings: schema"
 
 
 def test_stop_edit_and_regenerate(browser: Browser, scripted: Server) -> None:
     page = Page(browser, scripted)
     page.fill("#text", "long")
     page.key("Enter", modifiers=8)
-    assert page.value("document.querySelectorAll('article').length") == 0, "Shift+Enter does not send"
-    page.fill("#text", "long")
-    page.key("Enter")
-    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    assert page.count("article") == 0, "Shift+Enter does not send"
+    page.begin_long_answer()
     assert page.value("send.textContent") == "stop" and page.value("talk.getAttribute('aria-busy')") == "true"
     assert "tokens/s" in page.wait("document.querySelector('.assistant .note').textContent"), "while it runs"
     page.key("Escape")
     assert page.answer().count("word") < LONG_WORDS
-    note = page.value("document.querySelector('.assistant .note').textContent")
+    note = page.text(".assistant .note")
     assert "4.00 tokens per drafted step, 100 % of drafts accepted" in note and note.endswith("stopped")
-    assert page.value("$('status').textContent") == "stopped"
-    page.value("document.querySelector('.user button:nth-child(2)').click()")
+    assert page.text("#status") == "stopped"
+    page.click(".user button:nth-child(2)")
     page.fill(".user textarea", "first")
     page.press("ask")
     assert page.answer() == "one" and page.said("user") == ["first"]
     assert page.ask("second") == "two"
-    page.value("document.querySelector('.assistant button:last-child').click()")  # regenerates the first answer
+    page.click(".assistant button:last-child")  # regenerates the first answer
     assert page.answer() == "one" and page.said("assistant") == ["one"] and page.said("user") == ["first"]
     page.fill("#tools", "[5]")
     page.press("regenerate")
     assert page.said("assistant") == ["one"], "an answer goes only when another can be asked for"
     page.reload()
-    page.value("document.querySelector('#history button').click()")
+    page.click("#history button")
     assert page.said("assistant") == ["one"], "kept by the browser"
     page.press("delete all")
     assert page.value("localStorage['perilune.chats']") == "[]" and page.said("assistant") == []
@@ -289,16 +301,14 @@ def test_escape_within_an_input_method_is_the_input_methods(browser: Browser, sc
     """It ends a composition, as of Japanese: an answer goes on, and an edit is kept."""
     page = Page(browser, scripted)
     pressed = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true}))"
-    page.fill("#text", "long")
-    page.key("Enter")
-    page.wait("document.querySelector('.assistant .said')?.textContent.includes('word word')")
+    page.begin_long_answer()
     page.value(f"text.{pressed}")
     assert page.value("running.signal.aborted") is False
     page.value("key.value = '\u2026'; models()")
-    assert page.value("document.querySelectorAll('.live').length") == 1, "a wrong key takes no answer from the page"
+    assert page.count(".live") == 1, "a wrong key takes no answer from the page"
     page.key("Escape")
     page.answer()
-    page.value("document.querySelector('.user button:nth-child(2)').click()")
+    page.click(".user button:nth-child(2)")
     page.fill(".user textarea", "changed")
     page.value(f"document.querySelector('.user textarea').{pressed}")
     assert page.value("document.querySelector('.user textarea')?.value") == "changed"
@@ -316,7 +326,7 @@ def test_words_of_a_model_are_never_markup(browser: Browser, scripted: Server) -
         assert page.value(bad) == 0 and page.value("window.hit ?? null") is None
 
     harmless(page.ask("hostile"))
-    assert page.value("document.querySelector('details > div').textContent") == "<u>thought</u>"
+    assert page.text("details > div") == "<u>thought</u>"
     messages = [
         {"role": "user", "content": HOSTILE},
         {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "note": HOSTILE, "thought": HOSTILE,
@@ -328,10 +338,10 @@ def test_words_of_a_model_are_never_markup(browser: Browser, scripted: Server) -
         page.value('localStorage[\'perilune.settings\'] = \'{"system": 3, "think": "<b>"}\'')
         page.reload()
         if isinstance(kept, list):
-            page.value("document.querySelector('#history button').click()")
+            page.click("#history button")
             harmless(page.said("assistant")[0])
-            assert page.value("document.querySelectorAll('article').length") == 2
-            assert page.value("document.querySelectorAll('#panel li :not(button)').length") == 0
+            assert page.count("article") == 2
+            assert page.count("#panel li :not(button)") == 0
     page.value("localStorage['perilune.chats'] = '['")
     page.reload()
     assert page.ask("first") == "one"
@@ -348,7 +358,7 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         ("p em", "slanted"), ("p strong", "bold"), ("p code", "code"), ("ol > li > ul > li", "inner"),
         ("blockquote p", "quoted"), (".code pre code", "print(1)"), ("td", "1"), ("a", "name (example.org)"),
     ):  # fmt: skip
-        assert page.value(f"document.querySelector('.said {selector}').textContent") == text
+        assert page.text(f".said {selector}") == text
     assert page.value("markdown('# Using C# #')[0].textContent") == "Using C#"
     assert page.value(r"make('p', {}, ...markdown('these:\n|a|b|\n|-|-|\n|`x \\|`|')).textContent") == "these:abx |"
     for marked, shown in (
@@ -381,11 +391,11 @@ def test_markdown(browser: Browser, scripted: Server) -> None:
         assert page.value("document.documentElement.scrollWidth") <= PHONE[0]
         assert page.value("talk.scrollWidth <= talk.clientWidth && panel.scrollWidth <= panel.clientWidth")
     page.key("Escape")
-    assert page.value("panel.hidden") and page.value("document.activeElement.id") == "open"
+    assert page.value("panel.hidden") and page.focus() == "open"
     for shown in ("#history button", "#send"):
         page.press("settings")
         page.fill("#text", "first")
-        page.value(f"document.querySelector('{shown}').click()")
+        page.click(shown)
         assert page.value("panel.hidden")
     page.answer()
     marks = ("*", "`", "[", "_", "~~", " __a", " __a_b", "**a", "](", "*a ", "***a", "*a**b** ", "a***")
@@ -424,7 +434,7 @@ def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
     server = Server("--api-key-file", str(file), command=command(script))
     try:
         page = Page(browser, server)
-        assert page.value("document.activeElement.id") == "key" and "key" in page.value("talk.innerText")
+        assert page.focus() == "key" and "key" in page.value("talk.innerText")
         page.fill("#key", "hidden-key\u2026")  # as copied from a shortened display
         page.value("key.dispatchEvent(new Event('change'))")
         page.wait("document.querySelector('main > .error')?.textContent.startsWith('the API key has a character')")
@@ -440,8 +450,7 @@ def test_the_key_stays_in_the_tab(browser: Browser, script: Path) -> None:
         )
         assert not any("hidden-key" in line for line in server.lines)
         server.kill()
-        page.fill("#text", "second")
-        page.key("Enter")
+        page.send("second")
         assert "cannot be reached" in page.wait("document.querySelector('main > .error')?.textContent")
         assert page.said("user")[-1] == "second", "a question without an answer stays"
     finally:

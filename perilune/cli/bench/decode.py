@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from perilune.bench import cycle, decode, microscope
 from perilune.bench.ranks import kv_layouts, over_ranks
 from perilune.bench.shapes import SHAPES
 from perilune.cli.shared import synthetic
+from perilune.cli.shared.options import given_of
 from perilune.cli.shared.rows import finish, ledger_option, numbers, say
 from perilune.core.config import EngineConfig, build
 from perilune.core.step import MAX_DRAFTS
@@ -126,11 +126,8 @@ def command(
     two numbers of layers, so that the time of embedding and head cancels.
     """
     batches, contexts = numbers(batch, "--batch"), numbers(context, "--context")
-    source = click.get_current_context().get_parameter_source
-    given = [name for name in ONLY_SHAPE if source(name) not in (ParameterSource.DEFAULT, None)]
-    if shape is None and given:
-        hint = f"--{given[0].replace('_', '-')}"
-        raise click.BadParameter("goes with --shape: leave it out, or name a shape", param_hint=hint)
+    if shape is None and (given := given_of(*ONLY_SHAPE)):
+        raise click.BadParameter("goes with --shape: leave it out, or name a shape", param_hint=given[0])
     if tokens < 2:
         raise click.BadParameter("must be at least 2", param_hint="--tokens")
     # Random prompts may hold the placeholder token of pictures, which an engine that sees pictures refuses.

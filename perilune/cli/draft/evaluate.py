@@ -40,12 +40,7 @@ SERVED = 3  # chain length that is timed and plotted, if it is among those measu
     help="Problems per family (of the first split) on which the engine is timed, with and without drafts; 0: none.",
 )
 @click.option("--users", default="1,8", help="Requests at once while --speed times, separated by commas.")
-@click.option(
-    "--plot",
-    "drawing",
-    type=options.OUT_FILE,
-    help="Also draw tokens per verify step as SVG.",
-)
+@click.option("--plot", "drawing", type=options.OUT_FILE, help="Also draw tokens per verify step as SVG.")
 @click.option("--json", "file", type=options.OUT_FILE, help="Also write the records here.")
 @options.engine_options("device", "max_num_seqs")
 def command(

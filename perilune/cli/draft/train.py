@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 import torch
 
-from perilune.cli.shared.options import FOLDER, OUT_FOLDER, FloatRange, device_option, require_effect
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, F, FloatRange, device_option, require_effect
 from perilune.core.errors import ConfigError
 from perilune.core.files import make_writable
 from perilune.core.jsonfile import read_object
@@ -28,8 +29,6 @@ from perilune.model.draft_config import config_for
 from perilune.model.eagle3_config import Eagle3Config
 from perilune.model.kimi_k2 import KimiK2
 
-DEFAULTS = Options()
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -46,6 +45,13 @@ class Job:
     own_head: bool
     options: Options
     device: str
+
+
+def _tuned(name: str, kind: Any, text: str) -> Callable[[F], F]:
+    """The option for a field of Options."""
+    default = getattr(Options(), name)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return click.option(f"--{name.replace('_', '-')}", type=kind, help=f"{text}  [default: {shown}]")
 
 
 def layer_numbers(text: str | None) -> list[int] | None:
@@ -68,52 +74,25 @@ def layer_numbers(text: str | None) -> list[int] | None:
     type=FOLDER,
     help="Directory of `draft capture` for these corpora and windows: MODEL itself is then not run.",
 )
-@click.option(
-    "--window-share",
-    type=FloatRange(0, 1, min_open=True, max_open=True),
-    help=f"Share of a batch that comes from --windows.  [default: {DEFAULTS.window_share}]",
-)
+@_tuned("window_share", FloatRange(0, 1, min_open=True, max_open=True), "Share of a batch that comes from --windows.")
 @click.option("--from", "begin", type=FOLDER, help="Directory of a draft to begin with.  [default: random weights]")
-@click.option(
-    "--run",
-    type=OUT_FOLDER,
-    required=True,
-    help="Directory of the run's log and saves.",
-)
+@click.option("--run", type=OUT_FOLDER, required=True, help="Directory of the run's log and saves.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Directory of the finished draft.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps, instead of --minutes.")
-@click.option("--minutes", type=FloatRange(0, min_open=True), help="Minutes of training.  [default: 2]")
-@click.option(
-    "--loss",
-    type=click.Choice(tuple(LOSSES)),
-    help=f"Loss; all but kl aim at the acceptance of drafts.  [default: {DEFAULTS.loss}]",
-)
-@click.option(
-    "--unroll", type=click.IntRange(1, 8), help=f"Drafts of a chain that are trained.  [default: {DEFAULTS.unroll}]"
-)
-@click.option(
-    "--chains",
-    type=click.IntRange(1),
-    help=f"Chains per batch, about; one begins at each token of an answer.  [default: {DEFAULTS.chains}]",
-)
-@click.option("--rate", type=FloatRange(0), help=f"Peak learning rate.  [default: {DEFAULTS.rate}]")
-@click.option("--seed", type=int, help=f"Seed of initial weights and order.  [default: {DEFAULTS.seed}]")
-@click.option(
-    "--keep-gb",
-    type=FloatRange(0),
-    help=f"GB of hidden states kept on the device for later epochs.  [default: {DEFAULTS.keep_gb}]",
-)
+@_tuned("minutes", FloatRange(0, min_open=True), "Minutes of training.")
+@_tuned("loss", click.Choice(tuple(LOSSES)), "Loss; all but kl aim at the acceptance of drafts.")
+@_tuned("unroll", click.IntRange(1, 8), "Drafts of a chain that are trained.")
+@_tuned("chains", click.IntRange(1), "Chains per batch, about; one begins at each token of an answer.")
+@_tuned("rate", FloatRange(0), "Peak learning rate.")
+@_tuned("seed", int, "Seed of initial weights and order.")
+@_tuned("keep_gb", FloatRange(0), "GB of hidden states kept on the device for later epochs.")
 @click.option(
     "--recompute",
     is_flag=True,
     default=None,
     help="Recompute attention and logits in the backward pass: slower, far less memory, for long rows.",
 )
-@click.option(
-    "--save-every",
-    type=FloatRange(0),
-    help=f"Seconds between saves, at least.  [default: {DEFAULTS.save_every:g}]",
-)
+@_tuned("save_every", FloatRange(0), "Seconds between saves, at least.")
 @click.option(
     "--form",
     type=click.Choice(["mla", "mha"]),

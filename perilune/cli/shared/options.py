@@ -1,6 +1,7 @@
 """Command-line options: names, types, defaults and help come from the fields of the configuration."""
 
 import dataclasses
+import functools
 import math
 import os
 import typing
@@ -80,15 +81,22 @@ def field_option(kind: Config, name: str) -> Callable[[F], F]:
     return click.option(f"--{flag}", type=_type(hint), help=text)
 
 
+def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options, in this order on the help page."""
+    return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
+
+
+# Of verbs that answer in the terminal.
+sampling_options = together(
+    click.option("--max-tokens", type=int, help="Tokens of an answer, at most.  [default: until the context is full]"),
+    click.option("--temperature", type=float, help="Temperature; 0 is greedy.  [default: the checkpoint's]"),
+    click.option("--top-p", type=float, help="Sample from the likeliest tokens that sum to this probability."),
+    click.option("--seed", type=int, help="Makes answers reproducible."),
+)
+
+
 def field_options(kind: Config, *names: str) -> Callable[[F], F]:
-    """The options of several fields, in this order on the help page."""
-
-    def add(function: F) -> F:
-        for name in reversed(names):
-            function = field_option(kind, name)(function)
-        return function
-
-    return add
+    return together(*(field_option(kind, name) for name in names))
 
 
 def engine_options(*names: str) -> Callable[[F], F]:
@@ -101,7 +109,7 @@ def engine_options(*names: str) -> Callable[[F], F]:
         metavar="KEY=VALUE",
         help=f"Set an engine key (docs/configuration.md), or ops.NAME=IMPL; repeatable. Keys: {keys}.",
     )
-    return lambda function: field_options(EngineConfig, *names)(assign(function))
+    return together(field_options(EngineConfig, *names), assign)
 
 
 def engine_values(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def _started_by_torchrun() -> dict[str, Any]:
 
 
 def engine_config(given: Mapping[str, Any], assignments: Sequence[str], base: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of `engine_values`. ConfigError also for a key that was given and has no effect."""
+    """`engine_values`, built. ConfigError also for a key that was given without effect."""
     made = config.build(EngineConfig, engine_values(given, assignments, base))
     require_effect(
         ("kv_ttl_hours", made.kv_host_gb or made.kv_disk, "without kv_host_gb or kv_disk"),
@@ -152,17 +160,21 @@ def engine_config(given: Mapping[str, Any], assignments: Sequence[str], base: Ma
 
 
 def require_effect(*rules: tuple[str, object, str]) -> None:
-    """ConfigError for an option on the command line that has no effect. Defaults and keys of a configuration file
-    pass. rules: names of options, whether they have an effect, why not."""
-    context = click.get_current_context()
-    keys = [text.partition("=")[0] for text in context.params.get("assignments", ())]
-    found = {key: f"--set {key}" for key in keys} | {
-        p.name: p.opts[0] for p in context.command.params
-        if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
-    }  # fmt: skip
+    """ConfigError for an option on the command line without effect; a configuration file may have such keys.
+    rules: names of options, whether they have an effect, why not."""
     for names, works, why in rules:
-        if idle := [found[name] for name in names.split() if name in found and not works]:
+        if not works and (idle := given_of(*names.split())):
             raise ConfigError(f"{idle[0]} has no effect {why}: leave it out")
+
+
+def given_of(*names: str) -> list[str]:
+    """The options and keys of these names that the command line has, as they are written there."""
+    context = click.get_current_context()
+    found = {text.partition("=")[0]: f"--set {text}" for text in context.params.get("assignments", ())}
+    for p in context.command.params:
+        if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE:
+            found[p.name] = p.opts[0]
+    return [found[name] for name in names if name in found]
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -29,8 +29,8 @@ def test_a_socket_that_a_killed_server_left_is_replaced_and_nothing_else(tmp_pat
     with listening(ServerConfig(uds=str(path))):
         pass
     path.write_text("precious")
-    for wrong, said in ((path, "s: it exists and is no socket; choose "), (tmp_path, ": it is a directory; choose ")):
-        with pytest.raises(ConfigError, match=said), listening(ServerConfig(uds=str(wrong))):
+    for wrong in (path, tmp_path):
+        with pytest.raises(ConfigError, match="it exists and is no socket; c"), listening(ServerConfig(uds=str(wrong))):
             pass
     assert path.read_text() == "precious"
     with pytest.raises(ConfigError, match="--uds"), listening(ServerConfig(uds=str(tmp_path / ("x" * 200)))):

@@ -420,60 +420,52 @@ def test_a_trained_drafter_is_right_where_training_says(
     assert total.length > 1.4
 
 
-def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path) -> None:
-    corpus, out = tmp_path / "corpus", tmp_path / "drafter"
+def test_the_verbs_make_a_drafter_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
-    def run(*args: str) -> dict[str, Any]:
-        result = CliRunner().invoke(command, [*args, "--device", "cpu"], catch_exceptions=False)
+    def run(args: str) -> dict[str, Any]:
+        result = CliRunner().invoke(command, [*args.split(), "--device", "cpu"], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
         return found
 
-    made = run("collect", "--out", str(corpus), "--rows", "9", "--forced", "--workers", "0")
+    made = run("collect --out corpus --rows 9 --forced --workers 0")
     assert made["rows"] <= 9 and made["answer_tokens"] > 10
-    trained = run(
-        "train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1",
-        "--aux-layers", "1,3,4", "--intermediate-size", "448", "--unroll", "1",
-    )  # fmt: skip
+    shape = "--aux-layers 1,3,4 --intermediate-size 448 --unroll 1"
+    trained = run(f"train --corpus corpus --run run --out drafter --steps 1 {shape}")
     assert 4_800_000 < trained["bytes"] < 5_000_000
-    captured = run("capture", "--corpus", str(corpus), "--out", str(tmp_path / "states"), "--aux-layers", "1,3,4")
+    captured = run("capture --corpus corpus --out states --aux-layers 1,3,4")
     assert captured["rows"] == captured["of"] == made["rows"] and captured["bytes"] > made["tokens"] * 3 * 384 * 2
-    (tmp_path / "mha").mkdir()
+    Path("mha").mkdir()
     for left in ("m.safetensors", ".unfinished"):
-        (tmp_path / "mha" / left).touch()
+        Path("mha", left).touch()
     other = run(
-        "train", "--corpus", str(corpus), "--states", str(tmp_path / "states"), "--run", str(tmp_path / "run2"),
-        "--out", str(tmp_path / "mha"), "--steps", "1", "--aux-layers", "1,3,4", "--intermediate-size", "448",
-        "--unroll", "1", "--form", "mha", "--draft-vocab", "512", "--loss", "hybrid",
-    )  # fmt: skip
+        f"train --corpus corpus --states states --run run2 --out mha --steps 1 {shape} --form mha --draft-vocab 512 "
+        "--loss hybrid"
+    )
     assert other["bytes"] > 2_000_000
     config, weights = load(resolve_model("kimi-nano"), dtype=torch.float32, device="cpu")
-    cut = load_drafter(tmp_path / "mha", config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    cut = load_drafter(Path("mha"), config, weights, dtype=torch.float32, device=torch.device("cpu"))
     assert cut.config.form == "mha" and cut.config.draft_vocab_size == 512
-    drafter = load_drafter(out, config, weights, dtype=torch.float32, device=torch.device("cpu"))
+    drafter = load_drafter(Path("drafter"), config, weights, dtype=torch.float32, device=torch.device("cpu"))
     assert drafter.aux_layers == (2, 4, 5) and drafter.config.norm_output and drafter.config.fc_norm
-    with pytest.raises(ConfigError, match="already holds a checkpoint"):
-        run("train", "--corpus", str(corpus), "--run", str(tmp_path / "run"), "--out", str(out), "--steps", "1")
-    again = ("train", "--corpus", str(corpus), "--run", str(tmp_path / "run3"), "--out", str(tmp_path / "d3"))
-    with pytest.raises(ConfigError, match="several GPUs need --steps"):
-        run(*again, "--gpus", "2")
-    with pytest.raises(ConfigError, match="--from brings its own shape"):
-        run(*again, "--from", str(out), "--form", "mha")
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
-    with pytest.raises(ConfigError, match="--forced needs answers"):
-        run("collect", "--out", str(tmp_path / "c"), "--chats", str(chats), "--forced")
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    for args, said in (
+        ("train --corpus corpus --run run --out drafter --steps 1", "already holds a checkpoint"),
+        ("train --corpus corpus --run run3 --out d3 --gpus 2", "several GPUs need --steps"),
+        ("train --corpus corpus --run run3 --out d3 --from drafter --form mha", "--from brings its own shape"),
+        ("collect --out c --chats chats.jsonl --forced", "--forced needs answers"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(args)
 
 
-@pytest.mark.parametrize(
-    "given", [("train", "--run", "run", "--out", "out", "--draft-vocab", "9"), ("capture", "--out", "out"),
-              ("mine", "--out", "out")]
-)  # fmt: skip
-def test_a_corpus_of_another_model_is_one_line(tmp_path: Path, given: tuple[str, ...]) -> None:
-    Corpus(tmp_path / "corpus", {"families": ["a"]}).add([Row(tuple(range(163_580, 163_600)), 4, 0, True)])
-    verb, *rest = (str(tmp_path / word) if word in ("run", "out") else word for word in given)
+@pytest.mark.parametrize("given", ["train --run run --out out --draft-vocab 9", "capture --out out", "mine --out out"])
+def test_a_corpus_of_another_model_is_one_line(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Corpus(Path("corpus"), {"families": ["a"]}).add([Row(tuple(range(163_580, 163_600)), 4, 0, True)])
     with pytest.raises(ConfigError, match="has token 163599, but the model's vocabulary has"):
-        CliRunner().invoke(command, [verb, "--corpus", str(tmp_path / "corpus"), *rest], catch_exceptions=False)
+        CliRunner().invoke(command, [*given.split(), "--corpus", "corpus"], catch_exceptions=False)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"], "no empty directory is left"
 
 

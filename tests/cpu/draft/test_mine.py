@@ -252,12 +252,13 @@ def test_what_a_server_logged_is_scored_where_drafts_were_wrong() -> None:
     assert window.row.given == 4 and window.lost == 2.0
 
 
-def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> None:
+def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     nano = resolve_model("kimi-nano")
     prompts = Problems(nano, 5).prompts(0, 20)
-    corpus = Corpus(tmp_path / "corpus", {"families": Problems(nano, 5).families})
+    corpus = Corpus(Path("corpus"), {"families": Problems(nano, 5).families})
     corpus.add([Row(p.ids + p.expected[:12], len(p.ids), p.family, True) for p in prompts])
-    log = RejectedLog(tmp_path / "log", share=1.0, limit_bytes=1 << 20)
+    log = RejectedLog(Path("log"), share=1.0, limit_bytes=1 << 20)
     for rid, p in enumerate(prompts[:6]):
         log.open(rid, p.ids)
         log.observe(*step(rid, (), p.expected[:3]))
@@ -265,15 +266,14 @@ def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> N
         log.observe(*step(rid, (), p.expected[4:12], ends=True))
     log.close()
 
-    def perilune(*given: str) -> dict[str, Any]:
-        outcome = CliRunner().invoke(command, given, catch_exceptions=False)
+    def perilune(given: str) -> dict[str, Any]:
+        outcome = CliRunner().invoke(command, given.split(), catch_exceptions=False)
         assert outcome.exit_code == 0, outcome.output
         found: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
         return found
 
-    sources = "--corpus", str(tmp_path / "corpus"), "--rejected", str(tmp_path / "log")
-    mined = perilune("mine", "--out", str(tmp_path / "windows"), *sources, "--groups", "2", "--tokens", "200")
-    windows = Corpus(tmp_path / "windows")
+    mined = perilune("mine --out windows --corpus corpus --rejected log --groups 2 --tokens 200")
+    windows = Corpus(Path("windows"))
     rows = windows.rows()
     assert len(rows) == mined["windows"] and {row.family for row in rows} >= {9, 10}, "both sources, the log in groups"
     assert [d["name"] for d in mined["domains"]] == list(windows.families)
@@ -281,22 +281,18 @@ def test_from_answers_and_a_server_s_log_to_a_trained_draft(tmp_path: Path) -> N
     asked = {p.ids for p in prompts}
     assert all(any(row.ids[: len(ids)] == ids for ids in asked) for row in rows)
     with pytest.raises(ConfigError, match="already holds windows"):
-        perilune("mine", "--out", str(tmp_path / "windows"), *sources)
+        perilune("mine --out windows --corpus corpus --rejected log")
     with pytest.raises(ConfigError, match="nothing to mine from"):
-        perilune("mine", "--out", str(tmp_path / "other"))
+        perilune("mine --out other")
     with pytest.raises(CheckpointError, match="serve with --log-rejected"):
-        perilune("mine", "--out", str(tmp_path / "other"), "--rejected", str(tmp_path / "corpus"))
+        perilune("mine --out other --rejected corpus")
 
     trained = perilune(
-        "train", "--corpus", str(tmp_path / "corpus"), "--windows", str(tmp_path / "windows"), "--window-share", "0.4",
-        "--from", str(nano / "drafter"), "--run", str(tmp_path / "run"), "--out", str(tmp_path / "draft"),
-        "--steps", "2", "--chains", "64", "--device", "cpu",
-    )  # fmt: skip
-    assert trained["bytes"] > 4e6 and (tmp_path / "draft" / "model.safetensors").is_file()
-    again = perilune(
-        "mine", "--out", str(tmp_path / "again"), "--corpus", str(tmp_path / "corpus"), "--drafter",
-        str(tmp_path / "draft"), "--device", "cpu",
-    )  # fmt: skip
+        f"train --corpus corpus --windows windows --window-share 0.4 --from {nano / 'drafter'} --run run --out draft "
+        "--steps 2 --chains 64 --device cpu"
+    )
+    assert trained["bytes"] > 4e6 and Path("draft/model.safetensors").is_file()
+    again = perilune("mine --out again --corpus corpus --drafter draft --device cpu")
     assert again["windows"] > 0
 
 

@@ -84,8 +84,8 @@ async def test_files_expire(s: Served) -> None:
 @batched()
 async def test_an_invalid_range_of_a_file_is_ignored(s: Served) -> None:
     file = await sdk(s).files.create(file=("a", b"01234567"), purpose="batch")
-    valid = {"bytes=2-4": "234", "Bytes= -3 ": "567", "bytes=6-99": "67", "bytes=0-1, 1-3": "0123", "bytes=7-": "7"}
-    wrong = ("bytes", "bytes=", "bytes=a-", "bytes=5-2", "lines=0-1", "bytes=1-2,x", f"bytes={'9' * 5000}-")
+    valid = {"bytes=2-4": "234", "Bytes= -3 ": "567", "bytes=0-1, 1-3": "0123", "bytes=7-": "7"}
+    wrong = ("bytes", "bytes=", "bytes=5-2", "lines=0-1", "bytes=1-2,x", f"bytes={'9' * 5000}-")
     for asked in (*valid, *wrong):
         s.client.headers["range"] = asked
         reply = await s.client.get(f"/v1/files/{file.id}/content")
