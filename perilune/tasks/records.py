@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
-from perilune.tasks.wordings import agreeing, enumerated, in_words
+from perilune.tasks.wordings import agreeing, enumerated, in_words, lined
 from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, PLAIN, SURNAMES, any_word, listed, made_up
 
 Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
@@ -89,76 +89,7 @@ _PLACE: Final = re.compile(r"\{(\w+)\}")
 
 # ---- values ------------------------------------------------------------------------------------------------------
 
-_LISTS: Final[dict[str, tuple[str, ...]]] = {
-    "job": (*listed("""
-        teacher nurse baker driver engineer lawyer cook farmer plumber painter dentist waiter librarian gardener tailor
-        electrician carpenter journalist architect
-        accountant programmer designer photographer mechanic translator musician actor salesman secretary scientist
-        manager student chemist
-    """), "data analyst", "truck driver", "web developer", "project manager", "shop assistant", "police officer",
-    "tour guide", "sales manager", "civil engineer"),
-    "weekday": listed("""
-        Monday Tuesday Wednesday Thursday Friday Saturday Sunday monday friday tomorrow today
-    """),
-    "dayname": listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
-    "color": (*listed("""
-        red blue green yellow black white grey brown orange purple silver golden beige pink turquoise
-    """), "dark blue", "light green", "dark red"),
-    "currency": ("euros", "dollars", "EUR", "USD", "GBP", "yen", "pounds", "CHF", "francs", "rupees", "JPY", "kronor",
-        "pesos"),
-    "dish": (*listed("""
-        pizza lasagna risotto paella sushi ramen goulash ratatouille curry stew pancakes dumplings tacos burgers salad
-        falafel hummus pho lentils
-    """),
-        "fish soup", "tomato soup", "apple pie", "fried rice", "roast chicken", "vegetable curry", "cheese cake",
-        "onion tart", "baked potatoes", "noodle soup"),
-    "genre": (*listed("""
-        thriller romance comedy novel biography fantasy western mystery drama fable satire
-    """), "crime story", "science fiction novel", "history book", "travel guide", "ghost story"),
-    "sky": (*listed("sunny cloudy rainy windy foggy stormy snowy clear overcast humid icy"), "partly cloudy",
-        "mostly sunny", "light rain", "heavy snow"),
-    "thing": (*listed("""
-        printer scanner login server laptop monitor keyboard phone website database router projector heater fridge lift
-        camera radio dishwasher
-    """), "coffee machine", "search page", "payment page", "mail server", "washing machine"),
-    "animal": listed("""
-        dog cat rabbit parrot hamster horse turtle goldfish pony canary lizard goat donkey snake mouse duck
-    """),
-    "sport": listed("""
-        tennis football volleyball handball chess judo karate rowing swimming golf hockey boxing climbing basketball
-        badminton cycling sailing yoga
-    """),
-    "lang": listed("""
-        English French German Spanish Italian Polish Arabic Hindi Japanese Korean Swahili Dutch Greek Turkish Thai
-        Finnish Portuguese Chinese
-    """),
-    "land": listed("""
-        France Spain Italy Poland Kenya India Japan Brazil Canada Egypt Norway Peru Chile Ghana Nepal Portugal Greece
-        Turkey Vietnam Cuba Ireland Iceland Morocco
-    """),
-    "subject": (*listed("""
-        maths physics chemistry biology history geography music art philosophy economics statistics algebra drawing
-        sewing cooking
-    """), "English literature", "computer science", "first aid", "machine learning"),
-    "illness": (*listed("""
-        fever cough headache asthma flu migraine toothache backache nausea dizziness allergy
-    """), "a broken arm", "a sore throat", "stomach pain", "high blood pressure", "a cold", "knee pain"),
-    "delivery": (*listed("delivered shipped delayed lost returned pending"), "in transit", "on its way",
-        "ready for pickup"),
-    "priority": listed("low medium high normal critical"),
-    "status": (*listed("open closed pending resolved new"), "in progress", "on hold"),
-    "plant": listed("""
-        rose tulip fern cactus orchid ivy palm lily daisy basil lavender fig bonsai oak maple sunflower bamboo mint
-    """),
-    "wish": ("refund", "new one", "repair", "replacement", "discount", "credit note"),
-    "subject2": (*listed("""
-        banking farming software furniture transport printing brewing mining fashion tourism shipping
-    """), "car parts", "toy making", "solar energy", "food delivery"),
-    "food": listed("""
-        flour milk eggs butter sugar salt pepper onions garlic tomatoes rice potatoes cheese cream oil basil beans
-        lentils carrots mushrooms chicken honey yeast lemon ginger noodles spinach bread water
-    """),
-}  # fmt: skip
+_LISTS: Final = lined(lines("values.txt"))
 _SUFFIXES: Final = ("", "", " GmbH", " Ltd", " Inc", " & Sons", " Group", " Labs", " Foods", " AG", " Books",
     " Software", " Logistics", " Bank", " Motors", "soft", " Media")  # fmt: skip
 _EVENTS: Final = ("party", "workshop", "meeting", "conference", "dinner", "lecture", "training", "reading", "fair",
