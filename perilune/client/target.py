@@ -14,6 +14,14 @@ from perilune.core.interpreter import environment
 STOP_SECONDS = 10.0
 DEATH_SECONDS = 2.0
 KEPT_LINES = 20
+# A closed terminal or kill -9 of the run would otherwise leave the server, and its memory, in use.
+SERVER = """
+import signal
+from perilune.core.interpreter import end_with_parent
+end_with_parent(signal.SIGTERM)
+from perilune.cli.main import main
+main()
+"""
 MAX_LINE = 1 << 20  # bytes of the server's log read at once
 _ADDRESS = re.compile(r"curl (https?://\S+?)/v1/")  # the line that `perilune serve` prints when it is ready
 
@@ -48,13 +56,12 @@ async def open_target(
 
 @contextlib.asynccontextmanager
 async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]:
-    """The address of a server of `model` in a process of its own, which ends with the block.
+    """The address of a server of `model` in a process of its own, which ends with the block (Linux: or this process).
 
     Raises EngineError with the server's own last words if it cannot start or dies while it is used.
     """
-    command = [sys.executable, "-m", "perilune.cli.main", "serve", model, "--port", "0", *options]
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *(sys.executable, "-c", SERVER, "serve", model, "--port", "0", *options),
         env=environment(),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,

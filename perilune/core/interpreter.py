@@ -1,6 +1,8 @@
-"""The environment of Perilune's own processes (`python -m perilune...`)."""
+"""The environment of Perilune's own processes (`python -m perilune...`), and their end."""
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # where this package lies
@@ -13,3 +15,10 @@ def environment() -> dict[str, str]:
     if ROOT.name not in ("site-packages", "dist-packages"):  # these are found anyway, after the standard library
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return found
+
+
+def end_with_parent(number: int) -> None:
+    """Has Linux send this signal to this process when its parent dies, also if the parent is killed -9 and also while
+    this process loads weights or waits for a device. Other systems: nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

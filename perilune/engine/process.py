@@ -4,7 +4,6 @@ Started by engine/client.py as `python -m perilune.engine.process FD`; the first
 the configuration. It ends after a Shutdown message, or when the other side closes the socket.
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -21,6 +20,7 @@ import torch
 
 from perilune.core.config import EngineConfig
 from perilune.core.errors import EngineError, PeriluneError, RequestError
+from perilune.core.interpreter import end_with_parent
 from perilune.core.messages import Cancel, Delta, Failed, Pixels, Shutdown, Submit
 from perilune.engine.engine import Engine
 from perilune.engine.wire import Channel
@@ -57,15 +57,8 @@ def serve(engine: Engine, channel: Channel) -> None:
             channel.send(out)
 
 
-def end_with_server() -> None:
-    """Asks Linux to kill this process when its server dies, even by SIGKILL, and even while this process loads weights
-    or waits for a device. On other systems the closed socket ends it, when the loop next reads."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def main() -> None:
-    end_with_server()
+    end_with_parent(signal.SIGKILL)  # on other systems the closed socket ends it, when the loop next reads
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("perilune.kv").setLevel(logging.INFO)  # for the line about the KV tiers at the end

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -336,6 +337,23 @@ def test_a_private_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(target, "STOP_SECONDS", 60.0)
     assert asyncio.run(asyncio.wait_for(work(), 120)) == "http://127.0.0.1:7"
     assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_a_private_server_ends_with_a_killed_run() -> None:
+    code = """
+import asyncio, os
+from perilune.client.target import serving
+async def run():
+    async with serving("kimi-nano") as url:
+        print(url, flush=True)
+        os.kill(os.getpid(), 9)
+asyncio.run(run())"""
+    address = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+    with pytest.raises(ConnectionRefusedError):
+        for _ in range(600):
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))).close()
+            time.sleep(0.1)
 
 
 def test_a_private_server_that_dies_at_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
