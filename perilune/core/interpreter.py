@@ -17,8 +17,11 @@ def environment() -> dict[str, str]:
     return found
 
 
-def end_with_parent(number: int) -> None:
+def end_with_parent(number: int, parent: int = 0) -> None:
     """Has Linux send this signal to this process when its parent dies, also if the parent is killed -9 and also while
-    this process loads weights or waits for a device. Other systems: nothing."""
+    this process loads weights or waits for a device; at once, if the parent's id is given and it has died already.
+    Other systems: nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if parent and os.getppid() != parent:
+            os.kill(os.getpid(), number)

@@ -8,6 +8,8 @@ same tokens.
 import hashlib
 import itertools
 import multiprocessing
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from perilune.core.interpreter import end_with_parent
 from perilune.core.sampling import SamplingParams
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import Corpus, Row, Shard
@@ -162,8 +165,9 @@ def _ahead(source: Source, shards: list[tuple[int, int]], workers: int) -> Itera
         for start, count in shards:
             yield source.prompts(start, count)
         return
-    # Spawned, not forked: this process has threads, and perhaps uses CUDA.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    # Spawned, not forked: this process has threads, and perhaps uses CUDA. Workers would outlive it if it is killed.
+    spawn, end = multiprocessing.get_context("spawn"), (signal.SIGKILL, os.getpid())
+    pool = ProcessPoolExecutor(workers, spawn, end_with_parent, end)
     jobs = itertools.chain.from_iterable(
         [(at, min(JOB, start + count - at)) for at in range(start, start + count, JOB)] for start, count in shards
     )

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from perilune.draft import ranks
+from perilune.draft.collect import _ahead
 from perilune.draft.corpus import Corpus
 from perilune.draft.optimizer import Optimizer
 from perilune.draft.train import LOG, STATE, Options, train
@@ -112,3 +115,26 @@ def test_two_processes_learn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ranks, "start", late)
     learn_as_one(tmp_path, "mha-cut")
+
+
+class Listening:
+    server: socket.socket
+
+    def prompts(self, at: int, count: int) -> list[Any]:
+        Listening.server = socket.create_server(("127.0.0.1", 0))
+        return [Listening.server.getsockname()[1]]
+
+
+def a_killed_collection(file: Path) -> None:
+    prompts = _ahead(Listening(), [(0, 1)], 1)  # type: ignore[arg-type]
+    file.write_text(str(next(prompts)[0]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_workers_end_with_a_killed_collection(tmp_path: Path) -> None:
+    assert forked.run(a_killed_collection, tmp_path / "port") == -signal.SIGKILL
+    with pytest.raises(ConnectionRefusedError):
+        for _ in range(600):
+            socket.create_connection(("127.0.0.1", int((tmp_path / "port").read_text()))).close()
+            time.sleep(0.1)
