@@ -44,13 +44,13 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs a verb and ends the process: 0, 2 after wrong usage, 130 after an interrupt, 1 after any other failure."""
+    """Runs a verb and ends the process: 0, 2 after wrong usage, 128 + N after signal N, 1 after any other failure."""
     try:
         interrupt.keep()
         # Without standalone mode click returns the code of click.exceptions.Exit instead of ending with it.
         code = cli.main(standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        interrupt.leave()
+    except (click.exceptions.Abort, KeyboardInterrupt) as e:
+        interrupt.leave(*e.args)  # the signal, if it was another
     except click.ClickException as e:
         (_with_key(e) if isinstance(e, click.NoSuchOption) else e).show()
         sys.exit(e.exit_code)

@@ -24,7 +24,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from perilune.cli.shared import interrupt, options
+from perilune.cli.shared import options
 from perilune.cli.shared.synthetic import directory
 from perilune.core.config import EngineConfig, ServerConfig, build
 from perilune.core.errors import CheckpointError, ConfigError
@@ -132,8 +132,8 @@ def ending_in_time() -> Iterator[None]:
     try:
         yield
         code = 0
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = interrupt.CODE
+    except (click.exceptions.Abort, KeyboardInterrupt) as e:
+        code = 128 + int(*e.args or (signal.SIGINT,))
         raise
     finally:
         last = threading.Timer(GRACE_SECONDS, os._exit, (code,))
@@ -185,7 +185,7 @@ async def run(
     this = asyncio.current_task()
     assert this is not None
     for number in SIGNALS:
-        loop.add_signal_handler(number, this.cancel)
+        loop.add_signal_handler(number, this.cancel, number)
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # no reload yet: the files are read later
     try:
         # The engine's process imports torch while this one imports the rest. Work that takes seconds on a busy machine
@@ -214,7 +214,7 @@ async def run(
             if isinstance(started, EngineClient):
                 await started.close()
         if isinstance(e, asyncio.CancelledError):
-            raise click.exceptions.Abort from e
+            raise click.exceptions.Abort(*e.args) from e
         raise
     try:
         client.end_tokens |= tokenizer.stop_ids

@@ -12,14 +12,13 @@ import os
 import signal
 import sys
 
-CODE = 130
 GRACE_SECONDS = 5.0  # after SIGTERM, for what is cleaned up
 AGAIN_SECONDS = 0.01  # after which an interrupt that Python has discarded is raised again
 _ended_by = 0  # the signal, once one ends the process
 
 
 def _end(number: int, frame: object) -> None:
-    os._exit(128 + number)  # for SIGINT this is CODE
+    os._exit(128 + number)
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -71,12 +70,12 @@ def _discarded(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def leave() -> None:
-    """Ends the process after an interrupt. Another interrupt ends it at once: exit handlers would print a traceback."""
+def leave(number: int = signal.SIGINT) -> None:
+    """Ends the process. An interrupt now ends it at once: exit handlers would print a traceback."""
     global _ended_by
-    _ended_by = signal.SIGINT
+    _ended_by = number
     signal.signal(signal.SIGINT, _end)
-    sys.exit(CODE)
+    sys.exit(128 + number)
 
 
 def _finish() -> None:

@@ -34,18 +34,18 @@ main()
 """
 
 
-def check(point: str, *args: str, more: str = "") -> None:
+def check(point: str, *args: str, more: str = "", code: int = 130) -> None:
     """Runs `args` with an interrupt ahead of the import of module `point`; `more` is code that runs before."""
-    mark, code = uuid.uuid4().hex, START.format(point=point, more=more)
+    mark, program = uuid.uuid4().hex, START.format(point=point, more=more)
     with tempfile.TemporaryFile("w+") as said:  # a pipe would be waited for until all its writers have ended
         done = subprocess.run(
-            [sys.executable, "-c", code, point, *args],
+            [sys.executable, "-c", program, point, *args],
             stdout=said, stderr=said, env={**os.environ, "MARK": mark}, timeout=120, start_new_session=True,
         )  # fmt: skip
         left = [pid for pid in os.listdir("/proc") if pid.isdigit() and mark in _environment(pid)]
         said.seek(0)
         text = said.read()
-    assert done.returncode == 130 and not left, (done, left, text)
+    assert done.returncode == code and not left, (done, left, text)
     assert not text.strip(), text
 
 
@@ -130,6 +130,11 @@ def test_another_one_while_the_process_ends() -> None:
 def test_while_a_server_starts(point: str) -> None:
     """Its engine's process has been started by then."""
     check(point, "serve", "kimi-nano", "--port", "0")
+
+
+def test_sigterm_while_a_server_starts() -> None:
+    more = "def before(): os.kill(os.getpid(), signal.SIGTERM)"
+    check("perilune.server.responses.api", "serve", "kimi-nano", "--port", "0", more=more, code=143)
 
 
 @pytest.mark.parametrize("what", ["tokenizer.Tokenizer.from_directory", "constrain.warm_up"])
