@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -29,7 +31,12 @@ class Pages:
         shards: int = 1,
     ) -> "Pages":
         # Not initialised: ops never read a position that was not written for the request.
-        return cls(torch.empty(layers, blocks, block_size // shards, width, dtype=dtype, device=device), shards)
+        shape = layers, blocks, block_size // shards, width
+        try:
+            return cls(torch.empty(shape, dtype=dtype, device=device), shards)
+        except RuntimeError as e:  # a limit of this process, or another program took what was free
+            why = f"cannot allocate {blocks} KV blocks on {device}: {str(e).splitlines()[0]}"
+            raise ConfigError(f"{why}; lower kv_blocks or memory_fraction") from e
 
     @staticmethod
     def block_bytes(layers: int, block_size: int, width: int, dtype: torch.dtype, shards: int = 1) -> int:

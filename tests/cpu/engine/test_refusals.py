@@ -16,6 +16,7 @@ from perilune.engine import fit
 from perilune.engine.engine import Engine
 from perilune.engine.resolve import Choices
 from perilune.formats.hub import resolve_model
+from perilune.kv.pages import Pages
 
 SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, threads=1, draft="off", kv_blocks=16)
 
@@ -56,6 +57,11 @@ def test_what_cannot_be_had_is_refused_before_weights_are_read(
     with pytest.raises(ConfigError, match=why) as error:
         LLM(tmp_path, **SMALL | values)
     assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_allocated_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cannot allocate .*; lower kv_blocks or memory_fraction$"):
+        Pages.allocate(1, 1 << 40, 16, 64, torch.float32, torch.device("cpu"))
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
