@@ -150,23 +150,25 @@ class EngineCollector(Collector):
             "kv_shards": str(info.kv_shards),
         }
         yield InfoMetricFamily("perilune_model", "What is served.", value=served)
-        yield GaugeMetricFamily("perilune_engine_up", "1 while the engine lives.", value=float(self.engine.alive))
-        again = "Engine processes, or groups of ranks, started after one had ended by itself."
-        yield CounterMetricFamily("perilune_engine_restarts", again, value=self.engine.restarts)
-        yield GaugeMetricFamily("perilune_num_requests_running", "Requests the engine computes.", value=s.running)
-        yield GaugeMetricFamily("perilune_num_requests_waiting", "Requests the engine queues.", value=s.waiting)
         used = s.blocks_owned / s.blocks_total if s.blocks_total else 0.0
-        yield GaugeMetricFamily(
-            "perilune_kv_cache_usage_perc", "Share of the KV blocks that live requests hold; 1: all.", value=used
-        )
+        for name, text, value in (
+            ("engine_up", "1 while the engine lives.", float(self.engine.alive)),
+            ("num_requests_running", "Requests the engine computes.", s.running),
+            ("num_requests_waiting", "Requests the engine queues.", s.waiting),
+            ("kv_cache_usage_perc", "Share of the KV blocks that live requests hold; 1: all.", used),
+            ("cuda_graphs", "CUDA graphs of steps.", s.graphs),
+            ("cuda_graph_bytes", "Device memory they hold.", s.graph_bytes),
+            ("kv_saved_seconds", "Time saved by restoring KV instead of computing it, as estimated.", s.saved_seconds),
+        ):
+            yield GaugeMetricFamily(f"perilune_{name}", text, value=value)
         blocks = GaugeMetricFamily("perilune_kv_blocks", "KV blocks by state.", labels=["state"])
         blocks.add_metric(["owned"], s.blocks_owned)
         blocks.add_metric(["cached"], s.blocks_cached)
         blocks.add_metric(["free"], s.blocks_total - s.blocks_owned - s.blocks_cached)
         yield blocks
-        yield GaugeMetricFamily("perilune_cuda_graphs", "CUDA graphs of steps.", value=s.graphs)
-        yield GaugeMetricFamily("perilune_cuda_graph_bytes", "Device memory they hold.", value=s.graph_bytes)
+        again = "Engine processes, or groups of ranks, started after one had ended by itself."
         for name, text, value in (
+            ("engine_restarts", again, self.engine.restarts),
             ("prompt_tokens", "Prompt tokens of accepted requests.", s.prompt_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens taken from the prefix cache.", s.cached_tokens),
@@ -176,51 +178,35 @@ class EngineCollector(Collector):
             ("picture_seconds", "Time spent in encoding pictures.", s.picture_seconds),
             ("engine_steps", "Steps computed.", s.steps),
             ("engine_step_seconds", "Time spent in steps.", s.step_seconds),
-        ):
-            yield CounterMetricFamily(f"perilune_{name}", text, value=value)
-        yield from self._tiers(s)
-        yield from self._drafts(s)
-
-    @staticmethod
-    def _tiers(s: EngineStats) -> Iterable[Metric]:
-        hits = CounterMetricFamily("perilune_kv_tier_hit_tokens", "Prompt tokens taken from a tier.", labels=["tier"])
-        held = GaugeMetricFamily("perilune_kv_tier_blocks", "KV blocks that a tier holds.", labels=["tier"])
-        for name, tokens, blocks, _ in s.tiers:
-            hits.add_metric([name], tokens)
-            held.add_metric([name], blocks)
-        yield hits
-        yield held
-        for name, text, value in (
             ("kv_restore_seconds", "Time that restores from KV tiers took.", s.restore_seconds),
             ("kv_blocks_dropped", "Evicted KV blocks for which no tier had room.", s.blocks_dropped),
             ("kv_blocks_damaged", "Stored KV blocks found damaged or missing.", s.blocks_damaged),
         ):
             yield CounterMetricFamily(f"perilune_{name}", text, value=value)
-        text = "Time saved by restoring KV instead of computing it, as estimated."
-        yield GaugeMetricFamily("perilune_kv_saved_seconds", text, value=s.saved_seconds)
+        hits = CounterMetricFamily("perilune_kv_tier_hit_tokens", "Prompt tokens taken from a tier.", labels=["tier"])
+        held = GaugeMetricFamily("perilune_kv_tier_blocks", "KV blocks that a tier holds.", labels=["tier"])
+        for name, tokens, count, _ in s.tiers:
+            hits.add_metric([name], tokens)
+            held.add_metric([name], count)
+        yield from (hits, held)
+        yield from self._drafts(s)
 
     @staticmethod
     def _drafts(s: EngineStats) -> Iterable[Metric]:
         yield CounterMetricFamily(
             "perilune_spec_decode_num_drafts", "Requests in steps that verified drafts of theirs.", value=s.verified
         )
+        by, of_these = ["source", "position"], "Of these, the ones that became part of an answer."
         drafted = CounterMetricFamily(
-            "perilune_spec_decode_num_draft_tokens",
-            "Drafted tokens by source and position.",
-            labels=["source", "position"],
+            "perilune_spec_decode_num_draft_tokens", "Drafted tokens by source and position.", labels=by
         )
-        accepted = CounterMetricFamily(
-            "perilune_spec_decode_num_accepted_tokens",
-            "Of these, the ones that became part of an answer.",
-            labels=["source", "position"],
-        )
+        accepted = CounterMetricFamily("perilune_spec_decode_num_accepted_tokens", of_these, labels=by)
         right = 0
         for source, position, count, hits in s.drafts:
             drafted.add_metric([source, str(position + 1)], count)
             accepted.add_metric([source, str(position + 1)], hits)
             right += hits
-        yield drafted
-        yield accepted
+        yield from (drafted, accepted)
         length = 1 + right / s.verified if s.verified else 1.0
         yield GaugeMetricFamily(
             "perilune_acceptance_length", "Tokens per request and step that had drafts, since the start.", value=length
