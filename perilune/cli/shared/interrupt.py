@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 
-GRACE_SECONDS = 5.0  # after SIGTERM, for what is cleaned up
+ENDING = signal.SIGTERM, signal.SIGHUP  # SIGHUP: the terminal was closed; serve reads files again instead
+GRACE_SECONDS = 5.0  # after one of them, for what is cleaned up
 AGAIN_SECONDS = 0.01  # after which an interrupt that Python has discarded is raised again
 _ended_by = 0  # the signal, once one ends the process
 
@@ -23,7 +24,7 @@ def _end(number: int, frame: object) -> None:
 
 def _terminate(number: int, frame: object) -> None:
     """Raises SystemExit, so that temporary files are removed (12 GB of `bench loading`). After GRACE_SECONDS, or at a
-    second SIGTERM, the process ends at once."""
+    second signal, the process ends at once."""
     import threading  # here: it takes time
 
     global _ended_by
@@ -36,11 +37,11 @@ def _terminate(number: int, frame: object) -> None:
 
 
 class Importing:
-    """A context in which Ctrl-C and SIGTERM end the process at once: there is nothing to clean up yet. Replaces only
+    """A context in which Ctrl-C and ENDING end the process at once: there is nothing to clean up yet. Replaces only
     the handlers that raise, and only on the main thread, where signals are handled."""
 
     def __enter__(self) -> None:
-        raising = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _terminate}
+        raising = {signal.SIGINT: signal.default_int_handler, **dict.fromkeys(ENDING, _terminate)}
         self._replaced = {number: by for number, by in raising.items() if signal.getsignal(number) is by}
         try:
             for number in self._replaced:
@@ -54,10 +55,11 @@ class Importing:
 
 
 def keep() -> None:
-    """From now on in this process, SIGTERM unwinds the stack as Ctrl-C does, and an exception of either that Python
+    """From now on in this process, ENDING unwind the stack as Ctrl-C does, and an exception of either that Python
     discards in a finalizer or callback is raised again."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, _terminate)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.unraisablehook = _discarded
     atexit.register(_finish)  # registered first, so that it runs last

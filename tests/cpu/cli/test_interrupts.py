@@ -3,6 +3,7 @@ process that sends SIGINT to itself where the test says."""
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,16 +110,17 @@ def test_while_a_command_runs(where: str) -> None:
     check("", "key", "alice", more=RUNS.format(where=where))
 
 
-def test_sigterm_removes_temporary_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_removes_temporary_files(name: str, tmp_path: Path) -> None:
     more = "import tempfile\n" + RUNS.replace(
         "{where}",
         f"""
     with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
         time.sleep(9)""",
     )
     done = subprocess.run([sys.executable, "-c", START.format(point="", more=more), "", "key", "alice"], timeout=120)
-    assert done.returncode == 143 and not list(tmp_path.iterdir()), done
+    assert done.returncode == 128 + signal.Signals[name] and not list(tmp_path.iterdir()), done
 
 
 def test_another_one_while_the_process_ends() -> None:
