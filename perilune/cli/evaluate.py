@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def command(
     MODEL is served on a free port meanwhile, or is the http(s) address of any OpenAI-compatible endpoint. The last line
     of output is JSON.
     """
-    if failures is not None and not failures.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {failures}: no such directory; choose another file with --failures")
+    if failures is not None and not ((into := failures.absolute().parent).is_dir() and os.access(into, os.W_OK)):
+        why = "its directory is not writable" if into.is_dir() else "no such directory"
+        raise ConfigError(f"cannot write {failures}: {why}; choose another file with --failures")
     settings: dict[str, Any] = {"max_tokens": max_tokens, "concurrency": concurrency, "temperature": 0.0}
     if problems is not None:
         if given := options.given_of("count", "seed", "pictures"):

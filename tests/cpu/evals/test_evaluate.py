@@ -209,7 +209,7 @@ def test_families_by_name() -> None:
         evaluate.chosen(",")
 
 
-def test_the_whole_command(fake: FakeEndpoint, tmp_path: Path) -> None:
+def test_the_whole_command(fake: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = evaluate.plan(["add_sub"], [True, False], 6, 11)
     right = dict(zip([(c.family, c.split, c.thinking) for c in cells], (3, 1, 2, 0)))
     fake.answer = Knows(right, cells)
@@ -235,3 +235,7 @@ def test_the_whole_command(fake: FakeEndpoint, tmp_path: Path) -> None:
     assert json.loads(late.stdout.splitlines()[-1])["rows"] and len(ledger.read_text().splitlines()) == 8
     bad = CliRunner().invoke(verb.command, [*args[:-1], str(tmp_path / "no" / "dir.json")])
     assert isinstance(bad.exception, ConfigError) and "no such directory" in str(bad.exception)
+    (read_only := tmp_path / "read_only").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != read_only)  # root may write anywhere
+    bad = CliRunner().invoke(verb.command, [*args[:-1], str(read_only / "x")])
+    assert isinstance(bad.exception, ConfigError) and "not writable" in str(bad.exception) and not bad.stdout
