@@ -352,8 +352,13 @@ def from_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"cannot read config file {path}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"config file {path} is not valid TOML: {e}") from e
-    if extra := set(data) - {"engine", "server"}:
-        raise ConfigError(f"config file {path}: unknown table {sorted(extra)[0]!r}; known: engine, server")
+    kinds = {"engine": EngineConfig, "server": ServerConfig}
+    if extra := sorted(set(data) - set(kinds)):
+        hint = near(extra[0], kinds)
+        for name, kind in kinds.items():
+            if extra[0] in kind.__annotations__:
+                hint = f", write it below [{name}]"
+        raise ConfigError(f"config file {path}: unknown table {extra[0]!r}{hint}; known: engine, server")
     if other := [name for name, table in data.items() if not isinstance(table, dict)]:
         raise ConfigError(f"config file {path}: {other[0]} must be a table: begin it with [{other[0]}]")
     return data.get("engine", {}), data.get("server", {})

@@ -78,6 +78,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
 @pytest.mark.parametrize(("args", "said"), [
     ("serve --set max_num_seq=1", "did you mean 'max_num_seqs'?"),
     ("serve --config {}/keys.toml", "did you mean 'max_num_seqs'?"),
+    ("serve --config {}/flat.toml", "table 'port', write it below [server]; known"),
     ("serve --config {}/utf16.toml", "not valid TOML"),
     ("serve --config {}/array.toml", "engine must be a table: begin it with [engine]"),
     ("generate -p hi --set seed=18446744073709551616", "seed must have at most 63 bits"),
@@ -111,6 +112,7 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
 def test_wrong_input_is_said_at_once_without_a_traceback(args: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
     (tmp_path / "left/perilune-stream").mkdir(parents=True)
+    (tmp_path / "flat.toml").write_text("port = 1\n")
     (tmp_path / "array.toml").write_text("[[engine]]\nmax_num_seqs = 1\n")
     (tmp_path / "idle.toml").write_text('[server]\nport = 1\nuds = "x"\nfiles_gb = 2\n[engine]\nlog_rejected_mb = 5\n')
     (tmp_path / "utf16.toml").write_text("[engine]", "utf-16")
