@@ -173,10 +173,11 @@ class EngineConfig:
             if not 0.0 < (value := getattr(self, name)) <= 1.0:
                 raise ConfigError(f"{name} must be in (0, 1], not {value}")
         for name in ("kv_host_gb", "kv_disk_gb", "kv_ttl_hours", "vision_cache_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if not 0.0 < value < math.inf:
                 raise ConfigError(f"{name} must be above 0 and finite, not {value}")
-            if value is not None and name.endswith("_gb") and value > MAX_GB:
+            if name.endswith("_gb") and value > MAX_GB:
                 raise ConfigError(f"{name} must be at most {MAX_GB:g}, not {value:g}")
         if self.kv_disk_gb is not None and self.kv_disk is None:
             raise ConfigError("kv_disk_gb needs a directory: give kv_disk as well")
@@ -283,7 +284,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together: set both")
-        if not 0.0 < self.files_gb < float("inf"):
+        if not 0.0 < self.files_gb < math.inf:
             raise ConfigError(f"files_gb must be above 0, not {self.files_gb}")
         if (self.audit_text or self.audit_redact) and self.audit_log is None:
             raise ConfigError("audit_text and audit_redact need audit_log, the directory")
@@ -297,25 +298,19 @@ class ServerConfig:
             "default_max_tokens", "max_waiting", "max_pictures", "media_memory_mb", "max_body_mb", "body_memory_mb",
             "client_concurrency", "client_requests_per_minute", "audit_mb",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_body_mb > self.body_memory_mb:
-            raise ConfigError(
-                f"max_body_mb={self.max_body_mb} is above body_memory_mb={self.body_memory_mb}: raise the latter"
-            )
+            sizes = f"max_body_mb={self.max_body_mb} is above body_memory_mb={self.body_memory_mb}"
+            raise ConfigError(f"{sizes}: raise the latter")
         if not 0 <= self.drain_seconds <= 86400:
             raise ConfigError(f"drain_seconds must be between 0 and 86400, not {self.drain_seconds:g}")
-        for host in self.media_allow_host:
-            if not _HOST.fullmatch(host):
-                raise ConfigError(
-                    f"media_allow_host: {host!r} is not a host: write images.example.org, *.example.org or HOST:PORT"
-                )
-        for origin in self.cors_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"cors_origins: {origin!r} is not an origin: write SCHEME://HOST or SCHEME://HOST:PORT"
-                )
+        if bad := [host for host in self.media_allow_host if not _HOST.fullmatch(host)]:
+            raise ConfigError(
+                f"media_allow_host: {bad[0]!r} is not a host: write images.example.org, *.example.org or HOST:PORT"
+            )
+        if bad := [origin for origin in self.cors_origins if origin != "*" and not _ORIGIN.fullmatch(origin)]:
+            raise ConfigError(f"cors_origins: {bad[0]!r} is not an origin: write SCHEME://HOST or SCHEME://HOST:PORT")
 
 
 T = typing.TypeVar("T", EngineConfig, ServerConfig)

@@ -1,7 +1,6 @@
 """Prometheus metrics: what clients saw (histograms kept here) and what the engine counts (read at scrape time).
 
-Names are vLLM's after `perilune_` instead of `vllm:`, where both servers measure the same; docs/operations.md has the
-table. deploy/grafana shows them.
+docs/operations.md has the names, deploy/grafana shows them.
 """
 
 import platform
@@ -141,14 +140,8 @@ class EngineCollector(Collector):
         s, info = self.engine.stats, self.engine.info
         build = {"version": perilune.__version__, "python": platform.python_version()}
         yield InfoMetricFamily("perilune_build", "What is running.", value=build)
-        served = {
-            "model_name": self.model,
-            "max_model_len": str(info.max_model_len),
-            "max_num_seqs": str(info.max_num_seqs),
-            "block_size": str(info.block_size),
-            "num_blocks": str(info.num_blocks),
-            "kv_shards": str(info.kv_shards),
-        }
+        sizes = ("max_model_len", "max_num_seqs", "block_size", "num_blocks", "kv_shards")
+        served = {"model_name": self.model, **{name: str(getattr(info, name)) for name in sizes}}
         yield InfoMetricFamily("perilune_model", "What is served.", value=served)
         used = s.blocks_owned / s.blocks_total if s.blocks_total else 0.0
         for name, text, value in (

@@ -339,7 +339,7 @@ def test_a_private_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "ended").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_a_private_server_ends_with_a_killed_run() -> None:
     code = """
 import asyncio, os

@@ -131,7 +131,7 @@ def a_killed_collection(file: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_workers_end_with_a_killed_collection(tmp_path: Path) -> None:
     assert forked.run(a_killed_collection, tmp_path / "port") == -signal.SIGKILL
     with pytest.raises(ConnectionRefusedError):
