@@ -263,8 +263,9 @@ def _text_level(data: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
     if kind != NESTED_TYPE:
         raise CheckpointError(f"{where}: model_type {quoted(kind)} is not served; {SERVED}")
     text = data.get("text_config")
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"{where}: text_config must be an object, not {quoted(text)}")
+    for key, level in (("text_config", text), ("vision_config", data.get("vision_config") or {})):
+        if not isinstance(level, Mapping):
+            raise CheckpointError(f"{where}: {key} must be an object, not {quoted(level)}")
     if (inner := text.get("model_type")) not in TEXT_TYPES:
         raise CheckpointError(f"{where}: text_config.model_type {quoted(inner)} is not served; {SERVED}")
     return text, "text_config."

@@ -189,6 +189,7 @@ def test_end_tokens_of_both_levels():
         ({"model_type": ...}, "model_type None"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "'Eagle3DeepseekV2ForCausalLM' is not served"),
         ({"model_type": "kimi_k25", "text_config": []}, "text_config must be an object"),
+        (nested(vision_config="x"), "vision_config must be an object, not 'x'"),
         ({"model_type": "kimi_k25", "text_config": {"model_type": "qwen3"}}, "text_config.model_type 'qwen3'"),
     ],
 )
