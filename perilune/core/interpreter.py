@@ -18,9 +18,8 @@ def environment() -> dict[str, str]:
 
 
 def end_with_parent(number: int, parent: int = 0) -> None:
-    """Has Linux send this signal to this process when its parent dies, also if the parent is killed -9 and also while
-    this process loads weights or waits for a device; at once, if the parent's id is given and it has died already.
-    Other systems: nothing."""
+    """Has Linux send this signal to this process when its parent dies, even by SIGKILL, and even while this process
+    loads weights; at once, if `parent` is the id of one that has died already. Other systems: nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if parent and os.getppid() != parent:
