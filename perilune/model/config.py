@@ -262,10 +262,11 @@ def _text_level(data: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any],
         return data, ""
     if kind != NESTED_TYPE:
         raise CheckpointError(f"{where}: model_type {quoted(kind)} is not served; {SERVED}")
-    text = data.get("text_config")
-    for key, level in (("text_config", text), ("vision_config", data.get("vision_config") or {})):
+    levels = {"text_config": data.get("text_config"), "vision_config": data.get("vision_config") or {}}
+    for key, level in levels.items():
         if not isinstance(level, Mapping):
             raise CheckpointError(f"{where}: {key} must be an object, not {quoted(level)}")
+    text: Mapping[str, Any] = data["text_config"]
     if (inner := text.get("model_type")) not in TEXT_TYPES:
         raise CheckpointError(f"{where}: text_config.model_type {quoted(inner)} is not served; {SERVED}")
     return text, "text_config."

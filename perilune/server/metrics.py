@@ -1,6 +1,7 @@
 """Prometheus metrics: what clients saw (histograms kept here) and what the engine counts (read at scrape time).
 
-docs/operations.md has the names, deploy/grafana shows them.
+Names are vLLM's after `perilune_` instead of `vllm:`, where both servers measure the same; docs/operations.md has the
+table. deploy/grafana shows them.
 """
 
 import platform

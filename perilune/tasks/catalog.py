@@ -20,10 +20,10 @@ from typing import Any, Final
 from perilune.tasks.composed.clauses import clause, sentence
 from perilune.tasks.fields import Field, bare
 from perilune.tasks.problem import pick
-from perilune.tasks.records import Shown, iso_of, lines, same
+from perilune.tasks.records import Shown, iso_of, same
 from perilune.tasks.records import drawn as drawn_for_record
 from perilune.tasks.wordings import capital, enumerated, in_words, lined, parted
-from perilune.tasks.words import CITIES, NAMES, SURNAMES, any_word, listed, made_up
+from perilune.tasks.words import CITIES, NAMES, SURNAMES, any_word, lines, listed, made_up
 
 _PLACE: Final = re.compile(r"\{(\w+)\}")
 _IMPLIED: Final = re.compile(r" \[(\w+=\w+(?: \w+=\w+)*)\]$")

@@ -14,10 +14,9 @@ from typing import Any, Final
 from perilune.core.errors import ConfigError
 from perilune.tasks.fields import fields, value
 from perilune.tasks.problem import partition, pick
-from perilune.tasks.records import lines
 from perilune.tasks.tools import VERBS, random_noun
 from perilune.tasks.wordings import lined
-from perilune.tasks.words import any_word, listed, made_up
+from perilune.tasks.words import any_word, lines, listed, made_up
 
 # The default passages, for callers that name no files; written for this project.
 BUILT_IN: Final = tuple(lines("scenes.txt").strip().split("\n\n")[3:])

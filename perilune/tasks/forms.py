@@ -7,8 +7,8 @@ in arithmetic.py; `wordings.phrase` makes none of those either.
 
 from typing import Final
 
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import lined, opposite, parted
+from perilune.tasks.words import lines
 
 # By pattern; `e`: any expression, `n`: a conversion, `>x` and `+x`: the largest and the sum of several numbers.
 FORMS = lined(lines("sums.txt"))

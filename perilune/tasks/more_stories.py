@@ -12,8 +12,7 @@ from typing import Final
 
 from perilune.tasks.more_programs import DAYS
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
-from perilune.tasks.words import CITIES, listed
+from perilune.tasks.words import CITIES, lines, listed
 
 
 def _rows(text: str) -> list[list[str]]:

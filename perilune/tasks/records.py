@@ -11,18 +11,16 @@ The kinds of new_records.txt never occur in training.
 
 import json
 import re
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from random import Random
 from typing import Any, Final
 
 from perilune.tasks.fields import Field
 from perilune.tasks.problem import pick
 from perilune.tasks.wordings import agreeing, enumerated, in_words, lined
-from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, PLAIN, SURNAMES, any_word, listed, made_up
+from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, OBJECTS, PLAIN, SURNAMES, any_word, lines, listed, made_up
 
 Shown = tuple[Any, str]  # a value as JSON has it, and as the text has it
 
@@ -46,19 +44,6 @@ class Kind:
     name: str
     slots: dict[str, Slot]
     sentences: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def lines(name: str) -> str:
-    """The text of a file in data/. data.tar.bz2 has them in a third of the bytes; to edit one there:
-    `tar xf data.tar.bz2`, then `tar cjf data.tar.bz2 *.txt`."""
-    return _texts()[name]
-
-
-@cache
-def _texts() -> dict[str, str]:
-    with tarfile.open(Path(__file__).parent / "data/data.tar.bz2") as archive:
-        files = [(member.name, archive.extractfile(member)) for member in archive]
-        return {name: file.read().decode() for name, file in files if file}
 
 
 def parse(text: str) -> tuple[Kind, ...]:

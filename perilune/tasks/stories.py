@@ -13,9 +13,8 @@ from typing import Final
 from perilune.tasks.composed.bills import account
 from perilune.tasks.more_stories import FIXED, more
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import lined
-from perilune.tasks.words import NAMES, WOMEN, listed, made_up
+from perilune.tasks.words import NAMES, WOMEN, lines, listed, made_up
 
 Story = tuple[str, str, str]  # pattern of the expression, text, unit of the answer
 

@@ -30,9 +30,8 @@ from perilune.tasks.composed.clauses import (
 from perilune.tasks.composed.subjects import ASIDES
 from perilune.tasks.composed.turns import turned
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, lined
-from perilune.tasks.words import ADJECTIVES, OBJECTS, made_up
+from perilune.tasks.words import ADJECTIVES, OBJECTS, lines, made_up
 
 Account = tuple[str, str, str, str]  # paragraph, question, answer, the sentence or row that has it
 

@@ -19,9 +19,8 @@ from perilune.tasks.composed import subjects
 from perilune.tasks.composed.accounts import FORMS
 from perilune.tasks.composed.paragraphs import EITHER, PLACE, Paragraph, filling
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, in_words, parted, small
-from perilune.tasks.words import NAMES, listed
+from perilune.tasks.words import NAMES, lines, listed
 
 _KNOWN, _SORTS, *_TEXTS = (block.split("\n") for block in lines("briefs.txt").strip().split("\n\n"))
 _BLOCKS: Final = [

@@ -18,9 +18,8 @@ from perilune.tasks.composed.mentions import mentions, text_of
 from perilune.tasks.composed.subjects import Domain, Subject
 from perilune.tasks.fields import bare, named, written
 from perilune.tasks.problem import pick, user
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, expand, in_words, lined, phrase
-from perilune.tasks.words import any_word, made_up
+from perilune.tasks.words import any_word, lines, made_up
 
 Messages = tuple[dict[str, Any], ...]
 Made = tuple[Messages, str, dict[str, Any]]  # messages, trace, object

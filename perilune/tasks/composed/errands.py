@@ -17,10 +17,9 @@ from typing import Any, Final
 from perilune.tasks import catalog
 from perilune.tasks.composed.clauses import clause, sentence
 from perilune.tasks.problem import ToolCall, pick
-from perilune.tasks.records import lines
 from perilune.tasks.tools import Request, Tool, catalog_tool, opening
 from perilune.tasks.wordings import capital, expand, lined, small
-from perilune.tasks.words import CITIES, NAMES, PLAIN, any_word, made_up
+from perilune.tasks.words import CITIES, NAMES, PLAIN, any_word, lines, made_up
 
 _HEAD, *_BLOCKS = lines("errands.txt").split("% ")
 _RULES: Final = lined(_HEAD)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from perilune.tasks.composed.subjects import ASIDES
 from perilune.tasks.problem import pick
-from perilune.tasks.records import Shown, drawn, lines
+from perilune.tasks.records import Shown, drawn
 from perilune.tasks.wordings import capital, enumerated
-from perilune.tasks.words import SURNAMES, any_word
+from perilune.tasks.words import SURNAMES, any_word, lines
 
 # Names of a key in words, the value, whether the text has it, its kind.
 Found = list[tuple[tuple[str, ...], Any, bool, str]]

@@ -17,9 +17,8 @@ from typing import Any, Final
 from perilune.tasks.composed.exercises import picked, places
 from perilune.tasks.more_programs import LETTERS, counted, indexed, lettered, ordinal, spelled, word
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, enumerated, expand, lined, phrase
-from perilune.tasks.words import NAMES, PLAIN, any_word
+from perilune.tasks.words import NAMES, PLAIN, any_word, lines
 
 Does = Callable[..., Any]
 _STEP: Final = re.compile(r"\d+[-+*]\d+=-?\d+")

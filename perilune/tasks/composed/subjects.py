@@ -13,9 +13,9 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.records import Shown, drawn, lines
+from perilune.tasks.records import Shown, drawn
 from perilune.tasks.wordings import agreeing, capital, careless, lined, small
-from perilune.tasks.words import CITIES, any_word, made_up
+from perilune.tasks.words import CITIES, any_word, lines, made_up
 
 _SPAN: Final = re.compile(r"(?:\[[^\]]*\])?\{v\}(?: \[[^\]]*\])?")
 

@@ -13,8 +13,8 @@ from random import Random
 from typing import Final
 
 from perilune.tasks.problem import pick
-from perilune.tasks.records import lines
 from perilune.tasks.wordings import capital, expand, lined
+from perilune.tasks.words import lines
 
 Story = tuple[str, str, str]  # pattern, text, unit
 

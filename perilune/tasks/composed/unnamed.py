@@ -24,9 +24,9 @@ from perilune.tasks.composed.entries import CASES, Made, Wanted, lines_of, place
 from perilune.tasks.composed.subjects import ASIDES
 from perilune.tasks.fields import bare
 from perilune.tasks.problem import pick, user
-from perilune.tasks.records import Shown, drawn, lines, record
+from perilune.tasks.records import Shown, drawn, record
 from perilune.tasks.wordings import capital, enumerated, expand, in_words, lined, phrase, singular, small
-from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, SURNAMES, any_word, made_up
+from perilune.tasks.words import ADJECTIVES, CITIES, NAMES, SURNAMES, any_word, lines, made_up
 from perilune.tasks.working import TRACES
 
 THOUGHT: Final = "no keys named"

@@ -372,3 +372,13 @@ def test_the_names_in_the_docs_are_right() -> None:
     pages = [(ROOT / "docs" / name).read_text() for name in ("operations.md", "kv.md")]
     named = set(re.findall(r"perilune_\w+", "".join(pages)))
     assert named == {name for name in known if not name.startswith("process_")}
+
+
+def test_the_table_of_names_is_right() -> None:
+    """docs/operations.md says which metric of vLLM's is which of ours."""
+    known = {sample.name for family in families_after_two_requests() for sample in family.samples}
+    known |= {name.removesuffix("_bucket") for name in known}
+    rows = re.findall(r"^\| `(vllm:\w+)` \| `(\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    assert len(rows) >= 20
+    for theirs, ours in rows:
+        assert ours in known, (theirs, ours)
