@@ -46,6 +46,8 @@ BIG = [
     ("mla_pre_attention", "cuda", "T=1, H=8", 132),
     ("mla_pre_attention", "cuda", "T=2, H=16", 132),
     ("mla_prefill", "cuda", "counts=(512,)", 8),
+    ("mla_prefill", "cuda", "contexts=(12000,), H=5", 8),
+    ("mla_prefill_w8a8", "cuda", "contexts=(12000,), H=5", 8),
     ("mla_project_query", "cuda", "T=4, H=8", 16),
     ("moe_int4", "cuda", "T=1, k=8, E=48, D=7168, I=512", 132),
     ("moe_int4", "cuda_prefill", "T=600, k=2", 4),
