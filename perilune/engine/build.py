@@ -136,9 +136,9 @@ def build(
         raise ConfigError(f"gpus={config.gpus} names GPUs, but this engine runs on the CPU: leave it out")
     ranks = None
     if place is None:
+        ops_build.check_nvcc(device)
         if source is load:
             require_positions(config, KimiConfig.from_directory(model_dir))
-        ops_build.check_nvcc(device)
         ops_build.compile_ahead(device)
         if config.tp == "auto":
             config = _fewest(model_dir, config, device, choices)
