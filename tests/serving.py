@@ -265,7 +265,7 @@ class Client:
             "root_path": "",
             "headers": [(k.encode(), v.encode()) for k, v in self.headers.items()],
             "server": ("test", 80),
-            "client": ("192.0.2.7", 1),
+            "client": ("192.0.2.7", id(reply)),  # another port for each request
         }
         await self.app(scope, receive, send)
         return reply

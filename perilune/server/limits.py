@@ -101,8 +101,9 @@ class Meter:
         before, self._rates = self._rates, {}
         for name, (amount, seconds) in limit.rates.items():
             kept = before.get(name)
-            same = kept is not None and kept.amount == amount
-            self._rates[name] = kept if kept is not None and same else Bucket(amount, seconds, self._clock)
+            if kept is None or kept.amount != amount:
+                kept = Bucket(amount, seconds, self._clock)
+            self._rates[name] = kept
         self._concurrent = limit.concurrent
         self._tokens = tuple(bucket for name, bucket in self._rates.items() if name.startswith("tokens"))
 
@@ -232,12 +233,10 @@ class BodyShare:
                 status=413,
             )
         self._budget.give(self._size)
-        held, self._size = self._size, 0
         try:
             self._budget.take(size)
         except RequestError:
-            self._budget.take(held)
-            self._size = held
+            self._budget.take(self._size)
             raise
         self._size = size
 

@@ -84,8 +84,10 @@ def test_the_verb_makes_a_key_that_its_entry_lets_in(file: Path) -> None:
 
 def test_a_file_with_one_line_is_one_key_that_may_do_everything(file: Path) -> None:
     file.write_text("s3cret\n")
-    found = Keyring(file=str(file)).find("s3cret")
+    ring = Keyring(file=str(file))
+    found = ring.find("s3cret")
     assert found is not None and found.grant.operator and found.name == "default"
+    assert not ring.open.grant.operator
 
 
 SUM = "0" * 64

@@ -144,6 +144,10 @@ def test_the_budget_leaves_room_for_small_bodies() -> None:
         share.release()
         share.release()
     assert budget.held == 0
+    with pytest.raises(RequestError):
+        while budget.held < 2 * MB:
+            budget.take(SMALL_BYTES)
+    assert budget.held == 10 * MB // 8
 
 
 BODIES_AT_ONCE = """

@@ -70,6 +70,17 @@ def test_a_refused_request_holds_no_room() -> None:
     limiter.take("a")()
 
 
+def test_changed_limits_count_at_once_and_others_keep_their_level() -> None:
+    meter = Meter("this API key", "answers", Limit(concurrent=3, requests_per_minute=1, tokens_per_minute=3), Clock())
+    meter.take(3), meter.admit()
+    meter.renew(Limit(concurrent=1, requests_per_minute=1, tokens_per_minute=4))
+    assert [v for k, v in meter.headers() if b"remaining" in k] == [b"0", b"4"]
+    for _ in range(3):
+        assert meter.full
+        meter.take(-1)  # even where more are in flight than the new limit
+    assert not meter.full
+
+
 def test_names_are_bounded_and_those_with_requests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_NAMES", 10)
     limiter = Limiter(Limit(concurrent=1))
