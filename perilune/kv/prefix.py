@@ -120,9 +120,8 @@ class PrefixTree:
         return self._pool.allocate()
 
     def turn(self, block: int) -> int:
-        """The turn with which a block was registered; 0 if it is not registered."""
-        node = self._by_block.get(block)
-        return 0 if node is None else node.turn
+        """The turn with which a cached block was registered."""
+        return self._by_block[block].turn
 
     def take_oldest(self) -> tuple[bytes, bytes, int, int] | None:
         """Unregisters the cached block that `allocate` would evict next. Returns (its digest, the digest of the first

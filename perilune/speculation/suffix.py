@@ -106,7 +106,7 @@ class Store:
                 above = text.before[position - 1]
                 while above != _NOWHERE and above >> _POSITION_BITS == number:
                     above = text.before[(above & ((1 << _POSITION_BITS) - 1)) - 1]
-                if above != _NOWHERE and above >> _POSITION_BITS in self._texts:
+                if above >> _POSITION_BITS in self._texts:
                     self._latest[salted_key] = above
                 else:
                     del self._latest[salted_key]

@@ -226,8 +226,8 @@ class Rig:
         self.ranked = False  # requests have priorities or deadlines
         self.ended: list[int] = []
 
-    def submit(self, rid, prompt, seed=0, keys=(), order=FIRST_COME, now=0.0, **params) -> None:
-        self.prompts[rid], self.params[rid] = tuple(prompt), SamplingParams(**params)
+    def submit(self, rid, prompt, seed=0, keys=(), order=FIRST_COME, now=0.0, params=None, **more) -> None:
+        self.prompts[rid], self.params[rid] = tuple(prompt), params or SamplingParams(**more)
         self.ranked = self.ranked or order != FIRST_COME
         self.scheduler.submit(Submit(rid, tuple(prompt), self.params[rid], cache_keys=keys, order=order), seed, now)
         self.runner.submit(rid, tuple(prompt))

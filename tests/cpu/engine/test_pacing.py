@@ -243,8 +243,12 @@ def test_a_step_has_as_many_prompt_tokens_as_the_pacer_says() -> None:
         def prompt_tokens(self, decoding: int, prompts: Sequence[tuple[int, int, float]]) -> int:
             return next(granted) if decoding else 64
 
+        def planned(self, *noted: int) -> None:
+            self.noted = noted
+
+    pacer = Script(2.0, 64, 2.0)
     scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_step_tokens=64, max_model_len=200,
-                          prefix_cache=False, pacer=Script(2.0, 64, 2.0))  # fmt: skip
+                          prefix_cache=False, pacer=pacer)  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=60)
 
     def step() -> StepPlan:
@@ -263,6 +267,8 @@ def test_a_step_has_as_many_prompt_tokens_as_the_pacer_says() -> None:
     for _ in range(20):
         plan = step()
         assert plan.work[0].rid == 0 and plan.work[0].count == 1
+        if plan.tokens > len(plan.work):
+            assert pacer.noted == (plan.tokens, sum(w.count == 1 for w in plan.work))
         for work in plan.work[1:]:
             if work.output_index == 0:
                 parts[work.rid].append(work.count)

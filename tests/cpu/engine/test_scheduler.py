@@ -9,15 +9,7 @@ from perilune.core.messages import FIRST_COME, Order, Submit
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import MAX_DRAFTS, PENDING, StepResult
 from perilune.engine.scheduler import Scheduler
-from tests.cpu.engine.scheduler_rig import (
-    VOCAB,
-    FakeRunner,
-    Rig,
-    alone,
-    first_answer_token,
-    modes,
-    prompt_of,
-)
+from tests.cpu.engine.scheduler_rig import VOCAB, FakeRunner, Rig, alone, first_answer_token, modes, prompt_of
 
 
 @modes
@@ -461,11 +453,14 @@ def test_a_deadline_ends_waiting_and_running_requests(overlapped):
 
 
 def test_deadlines_of_ended_requests_take_bounded_room():
-    rig = Rig()
+    rig = Rig(num_blocks=1)
+    rig.submit(1000, (1, 2), order=Order(0, 2e6))
+    rig.submit(1001, (1, 2))
     for rid in range(1000):
-        rig.submit(rid, (1, 2), max_tokens=1, order=Order(0, 1e6))
-        rig.finish()
+        rig.submit(rid, (1, 2), order=Order(0, 1e6))
+        rig.cancel(rid)
     assert len(rig.scheduler._deadlines) < 200
+    assert rig.expire(1.9e6) == [] and rig.expire(2e6) == [1000]
 
 
 class Always(random.Random):
@@ -480,6 +475,10 @@ class Always(random.Random):
 
 def perfect(prompt, draw):
     return list(alone(prompt, SamplingParams(max_tokens=draw + 20), 10_000)[0][draw:])
+
+
+def wrong(prompt, draw):
+    return [(t + 1) % VOCAB for t in perfect(prompt, draw)]
 
 
 @modes
@@ -500,7 +499,6 @@ def test_perfect_drafts_bring_their_number_and_one_more(overlapped):
 
 @modes
 def test_rejected_drafts_leave_no_trace(overlapped):
-    wrong = lambda prompt, draw: [(t + 1) % VOCAB for t in perfect(prompt, draw)]  # noqa: E731
     rig = Rig(overlapped=overlapped, drafter=wrong, num_blocks=40, max_model_len=150)
     rig.submit(1, prompt_of(7), max_tokens=20)
     rig.finish()
@@ -580,7 +578,6 @@ def test_drafts_behind_others_take_only_what_is_left_over():
 
 
 def test_who_may_have_ended_sits_out_and_comes_back():
-    wrong = lambda prompt, draw: [(t + 1) % VOCAB for t in perfect(prompt, draw)]  # noqa: E731
     rig = Rig(drafter=wrong, trails=Always(), num_blocks=40, max_model_len=100)
     rig.submit(1, prompt_of(5), max_tokens=60)
     rig.submit(2, prompt_of(6, seed=2), max_tokens=8)

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.core.messages import Order, Submit
+from perilune.core.messages import Order
 from perilune.core.sampling import SamplingParams
 from perilune.core.step import PENDING
-from tests.cpu.engine.scheduler_rig import (
-    VOCAB,
-    Answer,
-    Rig,
-    alone,
-    modes,
-    prompt_of,
-)
+from tests.cpu.engine.scheduler_rig import VOCAB, Rig, alone, modes, prompt_of
 
 
 @dataclass(frozen=True)
@@ -100,11 +93,7 @@ def play(trace, overlapped, drafts=None, trails=None):
         assert tick < 5_000, "no end"
         for rid in [rid for rid, (when, _, _) in left.items() if when == tick]:
             _, prompt, params = left.pop(rid)
-            rig.params[rid], rig.prompts[rid] = params, prompt
-            rig.scheduler.submit(Submit(rid, prompt, params), seed=rid)
-            rig.runner.submit(rid, prompt)
-            rig.answers[rid] = Answer()
-            rig.order.append(rid)
+            rig.submit(rid, prompt, rid, params=params)
         cancel(False)
         if isinstance(overlapped, random.Random):
             rig.set_overlapped(overlapped.random() < 0.6)
@@ -154,11 +143,7 @@ def test_any_trace_with_priorities_and_deadlines_gives_the_same_tokens(rng):
         for rid in [rid for rid, (when, _, _) in left.items() if when == tick]:
             _, prompt, params = left.pop(rid)
             order = Order(rng.randrange(3), rng.choice([None, None, rng.randint(1, 40)]))
-            rig.params[rid], rig.prompts[rid], rig.ranked = params, prompt, True
-            rig.scheduler.submit(Submit(rid, prompt, params, order=order), seed=rid, now=tick)
-            rig.runner.submit(rid, prompt)
-            rig.answers[rid] = Answer()
-            rig.order.append(rid)
+            rig.submit(rid, prompt, rid, params=params, order=order, now=tick)
         rig.expire(tick)
         rig.tick()
         tick += 1

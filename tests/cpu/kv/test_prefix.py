@@ -2,6 +2,7 @@
 
 import random
 from hashlib import blake2b
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ class Holder:
         self.tree, self.digests = tree, names(tokens)
         self.blocks = tree.match(self.digests)
         self.hits = len(self.blocks)
+        assert tree.count_known(self.digests) == self.hits
         tree.acquire(self.blocks)
         self.blocks += [tree.allocate() for _ in self.digests[self.hits :]]
         self.registered = self.hits
@@ -78,6 +80,20 @@ def test_digests_name_the_whole_prefix():
     assert step_by_step == a
     ids = b"\1\0\0\0\2\0\0\0"  # little-endian 32-bit, whatever the machine
     assert a[0] == blake2b(ids, digest_size=16).digest()
+
+
+def test_digests_name_the_pictures_from_the_block_in_which_they_begin():
+    def chain(changed=0, calls=(6,)):
+        shown = (1, 2), (2, 3), (3, 8), (8, 9), (9, 12)
+        pictures = [SimpleNamespace(start=a, stop=b, digest=bytes([a == changed])) for a, b in shown]
+        digests = []
+        for blocks in calls:
+            extend_digests(digests, [7] * 12, BLOCK, blocks, pictures=pictures)
+        return digests
+
+    assert chain() == chain(calls=range(7))
+    for start in (1, 2, 3, 8, 9):
+        assert [a == b for a, b in zip(chain(), chain(start))] == [i < start // BLOCK for i in range(6)]
 
 
 def test_digests_refuse_unfilled_blocks():

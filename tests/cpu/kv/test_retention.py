@@ -6,7 +6,7 @@ import pytest
 
 from perilune.bench.traces import Session
 from perilune.kv import retention
-from perilune.kv.retention import KINDS, MAX_COUNT, MIN_CHANCE, TRUSTED_DROPS, Retention
+from perilune.kv.retention import KINDS, MAX_COUNT, MIN_CHANCE, REMEMBERED, TRUSTED_DROPS, Retention
 from runs.kv_retention import Visit, ideal, lru, mixed, rows_of, tool_agents
 
 
@@ -52,13 +52,13 @@ def test_what_runs_is_in_pages_without_room_of_its_own() -> None:
 def test_counts_are_learned_and_bounded() -> None:
     retention = Retention()
     assert len({retention.chance(kind) for kind in range(KINDS)}) == 1
-    for number in range(2 * MAX_COUNT):
+    for number in range(REMEMBERED + 9):
         retention.dropped(number.to_bytes(16, "big"), 0)
         retention.returned(1)
     assert retention.chance(0) == MIN_CHANCE and retention.chance(1) > 0.99
-    assert max(retention._gone[0], retention._back[1]) <= MAX_COUNT and len(retention._dropped) <= 1 << 16
+    assert max(retention._gone[0], retention._back[1]) <= MAX_COUNT and len(retention._dropped) == REMEMBERED
     before = retention.chance(0)
-    for number in range(2 * MAX_COUNT - 3000, 2 * MAX_COUNT):
+    for number in range(REMEMBERED - 3000, REMEMBERED):
         retention.stored(number.to_bytes(16, "big"))  # dropped too soon
     assert retention.chance(0) > before
 

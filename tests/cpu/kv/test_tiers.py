@@ -25,7 +25,7 @@ class FakeMover:
         self.rows, self.rng, self.faults = rows, rng, faults
         self.queue: deque = deque()
         self.done: list = []
-        self.gone = False
+        self.gone = self.full = False  # `full`: only writes fail
         self.taken: set[bytes] = set()
         self.refused = 0
 
@@ -60,7 +60,7 @@ class FakeMover:
 
     def _store(self, name, block, row):
         assert self.pages[block] == name.digest, "the pages were overwritten before they were copied"
-        failed = self._fails()
+        failed = not self.full and self._fails()
         self.held[row] = None if failed else name.digest
         self.done += [Copied(block), Stored(row, "no" if failed else None)]
 
@@ -96,7 +96,7 @@ def name(number: int, first: int = 0) -> Name:
 
 def tiers_of(rows=4, files=None, file_limit=0, **more):
     rng = random.Random(0)
-    mover = FakeMover(64, rows, rng)
+    mover = FakeMover(64, more.pop("ready", rows), rng)
     tiers = Tiers(mover, rows=rows, files=files, file_limit=file_limit, **more)
     tiers.poll()
     return tiers, mover
@@ -160,6 +160,7 @@ def test_a_block_that_the_pages_have_too_is_dropped_before_all_others() -> None:
     mover.work(1)
     assert tiers.poll()[1][0].complete
     tiers.check()
+    assert [tiers.turn(name(n).digest) for n in (1, 3)] == [0, 1]
     put(tiers, mover, 4)
     assert [bool(found(tiers, n)) for n in (1, 2, 3, 4)] == [True, True, False, True] and not tiers.dropped
     put(tiers, mover, 3)  # evicted from the pages: the least recently used of the others goes
@@ -203,9 +204,7 @@ def test_it_says_when_a_row_would_be_lost_that_has_its_file_soon() -> None:
 
 def test_nothing_is_gained_by_waiting_for_a_disk_that_is_full() -> None:
     tiers, mover = tiers_of(rows=2, files=(), file_limit=100)
-    mover.faults = 1.0
-    mover._store = lambda name, block, row: (mover.held.__setitem__(row, name.digest),
-                                             mover.done.extend([Copied(block), Stored(row)]))  # fmt: skip
+    mover.faults, mover.full = 1.0, True
     put(tiers, mover, 1, 2)
     assert not tiers.loses() and not tiers.disk_blocks
 
@@ -240,10 +239,10 @@ def test_after_a_failed_restore_a_block_is_not_taken_to_be_in_the_pages() -> Non
 
 
 def test_without_a_row_the_block_is_dropped_at_once() -> None:
-    tiers, mover = tiers_of(rows=1)
+    tiers, mover = tiers_of(rows=2, ready=1)
     mover.pages[1] = name(1).digest
     assert tiers.evict(name(1), 1)
-    assert not tiers.evict(name(2), 2)  # its only row is being filled
+    assert not tiers.evict(name(2), 2)  # the only row in pinned memory is being filled
     assert tiers.dropped == 1
 
 
@@ -387,8 +386,7 @@ def test_a_directory_that_is_gone_is_not_asked_again(caplog) -> None:
 def test_after_a_full_disk_writing_pauses(caplog) -> None:
     now = [0.0]
     tiers, mover = tiers_of(rows=2, files=(), file_limit=9, clock=lambda: now[0])
-    mover.faults = 1.0
-    mover._store = lambda n, b, r: mover.held.__setitem__(r, n.digest) or mover.done.extend((Copied(b), Stored(r)))
+    mover.faults, mover.full = 1.0, True
     put(tiers, mover, 1, 2, 3)
     assert not mover.files and not any(w[0] == "write" for w in mover.queue)
     mover.faults, now[0] = 0.0, 61.0

@@ -21,6 +21,9 @@ def test_what_is_not_measured_is_tried() -> None:
     worth.computed(1, 1.0)
     worth.restored(1, 0, 100.0)
     assert worth.pays(HOST), "one measurement is no reason"
+    for _ in range(TRUSTED_MEASUREMENTS):
+        worth.restored(1, 0, 100.0)
+    assert worth.pays(HOST), "computing was measured once"
 
 
 def test_a_slow_disk_is_left_alone_and_host_memory_is_not() -> None:
@@ -53,3 +56,4 @@ def test_seconds_saved_are_those_of_computing_less_those_of_the_restore() -> Non
     worth.computed(4, 2.0)
     worth.restored(10, 0, 1.0)
     assert worth.saved_seconds == pytest.approx(4.0)
+    assert [*worth.tiers[HOST].latest] == [0.1, 0.1]

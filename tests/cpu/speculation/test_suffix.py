@@ -27,6 +27,7 @@ def test_what_followed_last_time_follows_again() -> None:
     made = matcher([1, 2, 3, 4, 5, 9, 9, 2, 3])
     assert tokens(made, 3) == [4, 5, 9]
     assert tokens(made, 2, after=[4, 5]) == [9, 9] and tokens(made, 2, after=[7]) == []
+    assert tokens(made, 2, after=[1, 2]) == [3, 4]
     assert [g.length for g in made.drafts(3)] == [2, 3, 4]
     made.append(4)
     assert tokens(made, 2) == [5, 9] and made.next_match() == made.drafts(1)[0]

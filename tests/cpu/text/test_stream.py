@@ -199,8 +199,9 @@ def test_counters_are_never_given_twice() -> None:
 def test_call_without_its_end() -> None:
     stream = ChatStream(BYTES, thinking=False, tools=TOOLS)
     first = ids(CALL, "functions.f:0", ARGS, '{"a": ')
+    bare = ids(CALL, "8", ARGS, '{"a": 1}')  # of no tool until its end: it was never begun
     events = joined(
-        stream.feed(section(first, call("functions.f:1"), ids(CALL, "functions.f:2"), call("functions.f:3")))
+        stream.feed(section(first, bare, call("functions.f:1"), ids(CALL, "functions.f:2"), call("functions.f:3")))
     )
     assert [e.id for e in events if isinstance(e, ToolStart)] == ["functions.f:0", "functions.f:1", "functions.f:3"]
     assert stream.incomplete == [0] and stream.tool_calls == 2
