@@ -6,7 +6,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import pytest
@@ -287,9 +286,6 @@ class Granted(Pacer):
 
 
 class PacedRig(Rig):
-    def __init__(self, pacer: Granted, **more: Any) -> None:
-        super().__init__(pacer=pacer, **more)
-
     def may_wait(self) -> bool:
         return True  # for the pacer
 
@@ -297,7 +293,7 @@ class PacedRig(Rig):
 def test_a_short_prompt_is_complete_in_a_step_of_a_long_one() -> None:
     """Computing, and first in the queue."""
     pacer = Granted(16)
-    rig = PacedRig(pacer, num_blocks=100, max_model_len=120)
+    rig = PacedRig(pacer=pacer, num_blocks=100, max_model_len=120)
     rig.submit(0, prompt_of(3), max_tokens=60)
     rig.tick()
     for first in (10, 20):
@@ -346,7 +342,7 @@ def test_random_grants(seed: int) -> None:
     """Answers do not depend on the pacer, and every prompt comes to its end."""
     rng = random.Random(seed)
     pacer = Granted(0)
-    rig = PacedRig(pacer, num_blocks=40, rng=random.Random(seed), trails=random.Random(seed),
+    rig = PacedRig(pacer=pacer, num_blocks=40, rng=random.Random(seed), trails=random.Random(seed),
                    drafter=lambda prompt, count: [rng.randrange(4)] * rng.randrange(4))  # fmt: skip
     for rid in range(40):
         rig.submit(rid, prompt_of(rng.choice((2, 9, 45)), rng.randrange(9)), max_tokens=rng.randrange(1, 12))

@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, thr
         (dict(kv_disk=" "), "kv_disk is empty"),
         (dict(kv_disk="x", kv_ttl_hours=float("inf")), "above 0 and finite"),
         (dict(gpus="all"), "auto, or numbers"),
-        (dict(max_num_seqs=10**9), "max_num_seqs must be at most 1048576"),
+        (dict(max_num_seqs=1048577), "max_num_seqs must be at most 1048576"),
         (dict(vision_cache_gb=1e300), r"vision_cache_gb must be at most 1e\+09, not 1e\+300"),
         (dict(kv_disk="x", kv_disk_gb=1e300), r"kv_disk_gb must be at most 1e\+09"),
     ],
@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, thr
 def test_values_without_a_meaning_are_refused(values: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         build(EngineConfig, values)
+    build(EngineConfig, dict(max_num_seqs=1 << 20, decode_stretch=0))
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,10 @@ def test_a_deeply_nested_text_is_closed_without_a_search_for_every_token(
 
 
 def test_the_choice_of_the_fewest_tokens_counts(nano: Tokenizer) -> None:
-    constraint = constrain(nano, answer=AnswerFormat("choice", ["zqxjk", "description"]))
+    constraint = constrain(nano, answer=AnswerFormat("choice", ["zqxjk", "negative", "function"]))
     assert constraint is not None and constraint.least == 2
     ids = Monkey(nano, 0).type(constraint, 2)
-    assert nano.decode(ids) == "description<|im_end|>"
+    assert nano.decode(ids) == "function<|im_end|>"
 
 
 def test_a_header_is_cut_in_any_way_that_fits(tokenizer: Tokenizer) -> None:

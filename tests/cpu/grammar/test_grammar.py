@@ -276,6 +276,7 @@ def test_tools_and_a_form_together_give_one_or_the_other(nano: Tokenizer) -> Non
     [
         ("regex", "[a-c]{3,5} (x|yy)+", lambda s: __import__("re").fullmatch("[a-c]{3,5} (x|yy)+", s)),
         ("choice", ["alpha", "be ta", 'é|"]'], lambda s: s in ("alpha", "be ta", 'é|"]')),
+        ("choice", ["<|im_end|>"], "<|im_end|>".__eq__),
         ("grammar", 'root ::= "(" root ")" | digit\ndigit ::= [0-9]\n', lambda s: s.strip("()").isdigit()),
         ("grammar", 'start: "(" start ")" | /[0-9]/', lambda s: s.count("(") == s.count(")") == len(s) // 2),
     ],
