@@ -187,7 +187,8 @@ def sampling_defaults(
 
 
 def read_generation_config(directory: Path) -> dict[str, float]:
-    """Sampling defaults of a checkpoint's generation_config.json; empty when the file or the keys are absent."""
+    """Sampling defaults of a checkpoint's generation_config.json; empty when the file or the keys are absent.
+    Its eos_token_id is only checked: config.json's are used."""
     path = directory / "generation_config.json"
     try:
         data = json.loads(read_regular(path))
@@ -197,6 +198,9 @@ def read_generation_config(directory: Path) -> dict[str, float]:
         raise CheckpointError(f"{path} cannot be read: {e.strerror if isinstance(e, OSError) else e}") from e
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
+    ends = data.get("eos_token_id", [])
+    if ends is not None and any(type(i) is not int for i in (ends if isinstance(ends, list) else [ends])):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {quoted(ends)}")
     found: dict[str, float] = {}
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = data.get(name)
