@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -138,7 +139,9 @@ class _Process:
             assert isinstance(first, EngineInfo | Failed), f"unexpected first message {first!r}"
         except (asyncio.IncompleteReadError, ConnectionError) as e:
             await self.kill(CRASH_SECONDS)
-            raise EngineError(f"before it was ready, the engine process ended with {self.ending}") from e
+            limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+            why = f"; `ulimit -v` is {limit >> 10} KB: raise it" if limit != resource.RLIM_INFINITY else ""
+            raise EngineError(f"before it was ready, the engine process ended with {self.ending}{why}") from e
         except BaseException:  # cancelled, or a malformed message
             await self.kill()
             raise

@@ -7,6 +7,7 @@ the configuration. It ends after a Shutdown message, or when the other side clos
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from perilune.engine.wire import Channel
 from perilune.ops.harness import build, registry
 
 STATS_INTERVAL_SECONDS = 0.5
+NO_MEMORY = re.compile(r"\bMemoryError|[Cc]an(no|')t (allocate memory|start new thread)|failed to map")
 STARVED_SECONDS = 0.005  # How long to wait for a message when every request waits for pixels.
 
 
@@ -72,8 +74,11 @@ def main() -> None:
             engine.on_lost_rank(partial(_end, channel))
             gc.collect()
             gc.freeze()  # objects made so far live as long as the process: the collector need not scan them
-        except PeriluneError as e:
-            channel.send([Failed(str(e))])
+        except (PeriluneError, MemoryError, RuntimeError, OSError, ImportError) as e:
+            ours = isinstance(e, PeriluneError)
+            if not ours and not NO_MEMORY.search(repr(e)):
+                raise
+            channel.send([Failed(str(e) if ours else f"no memory to start: {e!r}: free some, or raise `ulimit -v`")])
             return
         channel.send([engine.info])
         channel.send([engine.stats()])  # for /metrics: `serve` sends nothing before the first message

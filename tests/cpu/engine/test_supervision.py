@@ -202,20 +202,29 @@ async def test_closing_while_the_engine_starts_again_leaves_no_process(s: Superv
     await asyncio.sleep(0.05)
 
 
+REFUSED = "def no(*_, **__): raise {}\nfrom perilune.engine import process as p; s.detach(); p.Engine = no; p.main()"
+
+
 @pytest.mark.parametrize(
     ("act", "why"),
-    [("s.close(); os._exit(3)", "exit code 3"), ("s.send(bytes(4)); s.makefile('rb').read()", "malformed")],
+    [
+        ("s.close(); os._exit(3)", "exit code 3; `ulimit -v` is 600000 KB: raise it"),
+        ("s.send(bytes(4)); s.makefile('rb').read()", "malformed"),
+        (REFUSED.format("MemoryError"), r"to start: MemoryError\(\): free some, or raise `ulimit -v`"),
+        (REFUSED.format('RuntimeError("can\'t start new thread")'), "start new thread.*raise `ulimit"),
+    ],
 )
 def test_an_engine_that_breaks_its_connection_is_ended_with_all_it_has_started(
-    tmp_path: Path, act: str, why: str
+    tmp_path: Path, act: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that it has not read make its end a reset, which closes the server's side too."""
     child = tmp_path / "child"
     program = (
         "import os, socket, subprocess, sys\n"
         f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '200']).pid))\n"
-        f"s = socket.socket(fileno=int(sys.argv[1])); {act}"
+        f"s = socket.socket(fileno=int(sys.argv[1]))\n{act}"
     )
+    monkeypatch.setattr("resource.getrlimit", lambda which: (600_000 << 10, -1))
     with pytest.raises(EngineError, match=why):
         asyncio.run(EngineClient.start(tmp_path, EngineConfig(), command=(sys.executable, "-c", program)))
     status = Path(f"/proc/{child.read_text()}/stat")
