@@ -51,6 +51,7 @@ from perilune.loading.load import load
 from perilune.loading.progress import Bar, Report
 from perilune.loading.rounding import Rounding
 from perilune.model.config import KimiConfig
+from perilune.model.eagle3_config import DRAFTER
 from perilune.model.kimi_k2 import KimiK2
 from perilune.model.weights import Weights
 from perilune.ops.exchange import exchange_add_rmsnorm as exchange
@@ -237,7 +238,9 @@ def _no_peers(task: _Task) -> str:
 def _build(task: _Task, progress: bool | Report, source: Source, loaded: Callable[[], None]) -> Parts:
     model_dir, config, choices, device = task.model_dir, task.config, task.choices, task.device
     config, dtype, kv_dtype = resolve_dtypes(config, device, choices)
-    config, drafter_dir = resolve_draft(config, model_dir, device, choices)
+    asked, (config, drafter_dir) = config.draft, resolve_draft(config, model_dir, device, choices)
+    if asked == "auto" and drafter_dir is None and task.place.rank == 0 and (folder := model_dir / DRAFTER).is_dir():
+        log.warning("%s has no config.json: no draft model is used; copy it again, or remove the folder", folder)
     if config.declared_acceptance is not None:
         config = resolve_declared(config, drafter_dir, choices)
     rejected = _rejected_log(config, choices) if task.place.rank == 0 else None

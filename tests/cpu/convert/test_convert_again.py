@@ -294,7 +294,7 @@ def test_a_drafter_in_shards_keeps_its_index(tmp_path: Path) -> None:
         assert conversion.fingerprint != before
 
 
-def test_a_folder_without_a_drafter_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_drafter_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = broken(tmp_path, lambda drafter: (drafter / "config.json").unlink())
     (warning,) = findings(path)
     assert warning.startswith("warning: ") and "drafter has no config.json" in warning
@@ -302,5 +302,6 @@ def test_a_folder_without_a_drafter_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "drafter has no config.json" in done.stderr
     with LLM(path, threads=1) as llm:
         assert any(key == "draft" and "drafter has no config.json" in why for key, _, why in llm.info.choices)
+    assert "drafter has no config.json: no draft model is used" in caplog.text
     with pytest.raises(ConfigError, match="drafter: model"):
         LLM(path, drafter="/no/such")
