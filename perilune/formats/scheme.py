@@ -145,7 +145,7 @@ def _groups(block: Mapping[str, Any], args: _Args, where: str, *, activations: b
             return "quantised activations"
         for key, (default, accepted) in args.items():
             if (value := group["weights"].get(key, default)) not in accepted:
-                return f"{key}={shown(value)}"
+                return f"{key}={quoted(value)}"
     return None
 
 

@@ -244,6 +244,7 @@ def int4_with(**weights):
         (INT4_BLOCK, scheme.INT4),
         (int4_with(group_size=128), "pack-quantized with group_size=128"),
         (int4_with(num_bits=8), "pack-quantized with num_bits=8"),
+        (int4_with(num_bits="4"), "pack-quantized with num_bits='4'"),
         (int4_with(symmetric=False), "pack-quantized with symmetric=False"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, scheme.FP8_BLOCK),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, scheme.NVFP4),
