@@ -8,7 +8,7 @@ from perilune.core.errors import CheckpointError, shown
 from perilune.core.files import exists
 from perilune.core.jsonfile import read_object
 from perilune.doctor.finding import Finding
-from perilune.formats.checkpoint import INDEX, SINGLE, few, weight_map
+from perilune.formats.checkpoint import INDEX, REMEDY, SINGLE, few, weight_map
 from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 
 AGAIN = "download it again"
@@ -71,16 +71,15 @@ def _against_index(
     path: Path, placed: Mapping[str, Path], found: Mapping[Path, Mapping[str, TensorInfo]]
 ) -> list[Finding]:
     findings = []
-    remedy = f"download {INDEX} and the shards it names again, all of one revision"
     listed: dict[Path, set[str]] = {file: set() for file in placed.values()}
     for name, file in placed.items():
         listed[file].add(name)
     if lost := sorted(name for file, held in found.items() for name in listed[file] - held.keys()):
         text = f"{INDEX} places {few(lost, 'tensor')} in shards that do not have them"
-        findings.append(Finding("wrong", text, remedy))
+        findings.append(Finding("wrong", text, REMEDY))
     if stray := sorted(name for file, held in found.items() for name in held.keys() - listed[file]):
         text = f"the shards hold {few(stray, 'tensor')} that {INDEX} does not place there"
-        findings.append(Finding("wrong", text, remedy))
+        findings.append(Finding("wrong", text, REMEDY))
     metadata = read_object(path / INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     nbytes = sum(info.nbytes for held in found.values() for info in held.values())

@@ -16,6 +16,7 @@ from perilune.formats.safetensors_file import SafetensorsFile, TensorInfo
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_NAME = 255  # bytes of a file's name, on every usual file system
+REMEDY = f"download {INDEX} and the shards it names again, all of one revision"
 
 
 class Checkpoint:
@@ -139,11 +140,13 @@ def _agree(path: Path, placed: Mapping[str, Path], files: Mapping[Path, Safetens
         if info is None:
             elsewhere = [f.path.name for f in files.values() if name in f.tensors]
             found = f"it is in {shown(elsewhere[0])}" if elsewhere else "none of the listed shards has it"
-            raise CheckpointError(f"{path / INDEX} places tensor {quoted(name)} in {shown(file.name)}, but {found}")
+            text = f"{path / INDEX} places tensor {quoted(name)} in {shown(file.name)}, but {found}"
+            raise CheckpointError(text, remedy=REMEDY)
         tensors[name] = info
     stray = [n for file in files.values() for n in file.tensors if placed.get(n) != file.path]
     if stray:
-        raise CheckpointError(f"{path}: the shards hold {few(stray, 'tensor')} that {INDEX} does not place there")
+        text = f"{path}: the shards hold {few(stray, 'tensor')} that {INDEX} does not place there"
+        raise CheckpointError(text, remedy=REMEDY)
     return tensors
 
 

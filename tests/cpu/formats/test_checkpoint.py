@@ -378,11 +378,11 @@ def test_index_disagrees(sharded):
     first, last = index[name], sorted(set(index.values()))[-1]
     assert sum(f == first for f in index.values()) > 1 and first != last
     put(index | {name: last})
-    refused(path, f"places tensor '{name}' in {last}, but it is in {first}")
+    refused(path, f"places tensor '{name}' in {last}, but it is in {first}: download {INDEX} and")
     put(index | {"extra": last})
     refused(path, f"places tensor 'extra' in {last}, but none of the listed shards has it")
     put({n: f for n, f in index.items() if n != name})
-    refused(path, f"1 tensor ({name})", "does not place there")
+    refused(path, f"1 tensor ({name})", f"does not place there: download {INDEX} and")
     for bad in ("../x.safetensors", "/etc/passwd", "model.bin", 3, None):
         put(index | {"extra": bad})
         refused(path, "weight_map['extra']", "not a .safetensors file name")
