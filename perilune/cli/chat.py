@@ -404,14 +404,11 @@ def command(
     tools = read_tools(tools_file) if tools_file is not None else []
     # Read once, before anything is loaded: a pipe, such as the shell's <(...), has its bytes only once.
     media = [(file, media_part(file)) for file in images] + [(file, media_part(file, is_video=True)) for file in videos]
+    access.require_server(is_url(model), "http:// address as MODEL")
     if is_url(model):
         if assignments or any(v is not None for v in engine.values()):
             raise ConfigError(f"engine options configure a model run here, but {model} is a running server")
         opened = remote(access.endpoint(model), wanted)
-    elif access.given:
-        raise ConfigError(
-            "--model-name and --api-key-file belong to a running server: give its http:// address as MODEL"
-        )
     else:
         config = options.engine_config({**engine, "max_num_seqs": 1}, assignments, {})
         opened = local(model, config, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import torch
 
+from perilune.cli.shared.options import device_option, require_effect
 from perilune.core.errors import ConfigError
 from perilune.ops.harness import build, check, registry, timing, workspace
 from perilune.ops.harness.case import Make
@@ -21,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @click.option("--impl", "impls", multiple=True, help="only this implementation; may be repeated")
 @click.option("--case", "pattern", help="only cases with this in their text, e.g. 'T=1,'")
 @click.option("--dtype", type=click.Choice([*DTYPES, "all"]), default="all", help="type of activations")
-@click.option("--device", default="auto", help="auto, cpu or cuda")
+@device_option
 @click.option("--check-only", is_flag=True, help="do not time")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON document instead of tables")
 @click.option("--build", is_flag=True, help="compile every kernel source for which a compiler is here, and stop")
@@ -41,6 +42,7 @@ def command(
     timed, with the fraction of what this machine's memory and arithmetic allow. A failed check ends with exit code 1.
     """
     if build:
+        require_effect(("name impls pattern dtype device check_only as_json", False, "with --build"))
         _build()
         return
     where = _device(device)
@@ -89,8 +91,6 @@ def _build() -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here: use --device cpu")
     return torch.device(name)
@@ -116,7 +116,8 @@ def _list(ops: dict[str, Op[..., Any]], device: torch.device, as_json: bool) -> 
                 for other, reason in reasons.items():
                     refused.setdefault(other, {})[reason] = None
         impls = [c.name for c in op.candidates]
-        rows.append({"op": name, "implementations": impls, "chosen": chosen, "refused": _listed(refused)})
+        listed = {impl: list(reasons) for impl, reasons in refused.items()}
+        rows.append({"op": name, "implementations": impls, "chosen": chosen, "refused": listed})
     if as_json:
         click.echo(json.dumps({"device": _describe(device), "ops": rows}))
         return
@@ -125,10 +126,6 @@ def _list(ops: dict[str, Op[..., Any]], device: torch.device, as_json: bool) -> 
         counts = ", ".join(f"{impl} {count}" for impl, count in row["chosen"].items())
         why = "; ".join(f"{impl}: {reason}" for impl, reasons in row["refused"].items() for reason in reasons)
         click.echo(f"{row['op']:14s} {', '.join(row['implementations']):24s} {counts:24s} {why}".rstrip())
-
-
-def _listed(refused: dict[str, dict[str, None]]) -> dict[str, list[str]]:
-    return {impl: list(reasons) for impl, reasons in refused.items()}
 
 
 def _check(

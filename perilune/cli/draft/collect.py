@@ -92,6 +92,7 @@ def command(
     Repeat the same command to go on where it stopped. With --url a server answers, --max-num-seqs prompts at a time,
     and MODEL is the directory that it serves: prompts are rendered here. The last line of output is JSON.
     """
+    access.require_server(url is not None, "address with --url")
     path = resolve_model(model)
     if chats is not None and topics is not None:
         raise ConfigError("--chats and --topics are two sources: give one of them")
@@ -117,8 +118,6 @@ def command(
     began = time.monotonic()
     # Large batches gain nothing by speculation.
     values = options.engine_values(engine, assignments, {} if url is not None else {"draft": "off"})
-    if url is None and access.given:
-        raise ConfigError("--model-name and --api-key-file belong to a running server: give its address with --url")
     remote = None if url is None else access.endpoint(url)
     with (
         _answers(path, plan, values) if remote is None else _served(remote, path, plan, values) as answers,

@@ -64,6 +64,7 @@ def command(
     "lookup" beside it copies what followed the same tokens before, and needs no model; speed is that of the engine
     that serves, the same prompts with and without drafts in turns. The last line of output is JSON.
     """
+    options.require_effect(("users", timed, "with --speed 0"))
     wanted, most = _numbers(lengths, "--lengths", 8), _numbers(users, "--users", 512)
     served = SERVED if SERVED in wanted else wanted[0]
     chosen = splits.split(",")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perilune.cli.shared import display, options
-from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option
+from perilune.cli.shared.options import FOLDER, OUT_FOLDER, device_option, require_effect
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.draft.capture import Capture
 from perilune.draft.corpus import ABOUT, Corpus, Row, require_tokens
@@ -99,6 +99,7 @@ def command(
     """
     if not corpora and not logs:
         raise ConfigError("nothing to mine from: give --corpus DIR or --rejected DIR")
+    require_effect(("groups", logs, "without --rejected"), ("drafter length", corpora, "without --corpus"))
     if (out / ABOUT).exists():
         raise ConfigError(f"{out} already holds windows: choose an empty directory")
     rule = Rule(tokens, after=unroll, focus=focus, balance=balance, guard=guard, seed=seed)

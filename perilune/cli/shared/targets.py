@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from perilune.cli.shared.options import FloatRange
+from perilune.cli.shared.options import FloatRange, given_of
 from perilune.client.endpoint import READ_SECONDS, Endpoint
 from perilune.client.target import open_target
 from perilune.core.errors import ConfigError
@@ -25,9 +25,10 @@ class Access:
     key_file: Path | None
     timeout: float
 
-    @property
-    def given(self) -> bool:
-        return self.model_name is not None or self.key_file is not None
+    def require_server(self, named: bool, how: str) -> None:
+        """ConfigError for an option of an endpoint on the command line unless one is named."""
+        if not named and given_of("model_name", "api_key_file", "timeout"):
+            raise ConfigError(f"--model-name, --api-key-file and --timeout belong to a running server: give its {how}")
 
     @functools.cached_property
     def key(self) -> str | None:

@@ -320,6 +320,7 @@ def test_bytes_of_a_pipe_that_are_no_text(fake: FakeEndpoint) -> None:
         (("http://127.0.0.1:9",), "cannot connect"),
         (("http://127.0.0.1:9", "--set", "threads=1"), "is a running server"),
         (("kimi-nano", "--model-name", "x"), "belong to a running server"),
+        (("kimi-nano", "--timeout", "9"), "--timeout belong to a running server"),
         (("kimi-nano", "--temperature", "-1"), "temperature must be"),
         (("/no/such/dir",), "does not exist"),
         (("kimi-nano", "--tools", "/no/such/file"), "cannot read the tools"),

@@ -108,6 +108,11 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
     ("convert kimi-nano {}/r --to bf16 --layout modelopt", "--layout has no effect without"),
     ("bench peers --cpu --compact", "--compact has no effect with --cpu"),
     ("draft train --corpus {} --run {}/d --out {}/d --window-share 0.5", "has no effect without --windows"),
+    ("draft collect --out {}/c --timeout 9", "--timeout belong to a running server: give its address with --url"),
+    ("draft mine --corpus {} --out {}/w --groups 2", "--groups has no effect without --rejected"),
+    ("draft mine --rejected {} --out {}/w --length 2", "--length has no effect without --corpus"),
+    ("draft evaluate NANO/drafter --speed 0 --users 2", "--users has no effect with --speed 0"),
+    ("ops --build --dtype float32", "--dtype has no effect with --build"),
 ])  # fmt: skip
 def test_wrong_input_is_said_at_once_without_a_traceback(args: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
@@ -142,14 +147,19 @@ def test_a_model_that_is_not_there_fails_every_verb(args: str, tmp_path: Path) -
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done
 
 
+def shorten(path: Path) -> None:
+    """Writes kimi-nano's tokenizer with a token less."""
+    lines = (NANO / "tiktoken.model").read_bytes().splitlines()
+    (path / "tiktoken.model").write_bytes(b"\n".join(lines[:-1]))
+    config = json.loads((NANO / "tokenizer_config.json").read_text())
+    added = {str(int(id) - 1): token for id, token in config["added_tokens_decoder"].items()}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+
+
 @pytest.mark.parametrize("verb", ["serve", "generate", "chat"])
 def test_a_vocabulary_of_another_size_is_said_before_any_request(verb: str, tmp_path: Path) -> None:
     path = Path(shutil.copytree(NANO, tmp_path / "nano"))
-    lines = (path / "tiktoken.model").read_bytes().splitlines()
-    (path / "tiktoken.model").write_bytes(b"\n".join(lines[:-1]))
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    added = {str(int(id) - 1): token for id, token in config["added_tokens_decoder"].items()}
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+    shorten(path)
     done = perilune(tmp_path, verb, path, *{"serve": ("--port", "0"), "generate": ("-p", "hi"), "chat": ()}[verb])
     assert done.returncode == 1 and "the tokenizer has 4095 tokens, config.json's vocab_size is 4096" in done.stderr, (
         done

@@ -1,6 +1,5 @@
 """Settings that an engine refuses, before it reads weights, and the memory that it says it will use."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.resolve import Choices
 from perilune.formats.hub import resolve_model
 from perilune.kv.pages import Pages
+from tests.cpu.cli.test_exit_codes import shorten
 
 SMALL: dict[str, Any] = dict(device="cpu", max_model_len=64, max_num_seqs=2, threads=1, draft="off", kv_blocks=16)
 
@@ -66,13 +66,8 @@ def test_a_cache_that_cannot_be_allocated_is_refused() -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    nano = resolve_model("kimi-nano")
-    shutil.copy(nano / "config.json", tmp_path)
-    lines = (nano / "tiktoken.model").read_bytes().splitlines()
-    (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines[:-1]))
-    config = json.loads((nano / "tokenizer_config.json").read_text())
-    added = {str(int(number) - 1): token for number, token in config["added_tokens_decoder"].items()}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+    shutil.copy(resolve_model("kimi-nano") / "config.json", tmp_path)
+    shorten(tmp_path)
     with pytest.raises(CheckpointError, match=r"the tokenizer has 4095 tokens, config\.json's vocab_size is 4096"):
         LLM(tmp_path, **SMALL)
 
