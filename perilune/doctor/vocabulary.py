@@ -10,6 +10,7 @@ from typing import Any
 
 from perilune.core.errors import CheckpointError, quoted, shown
 from perilune.core.files import exists, read_regular
+from perilune.core.jsonfile import read_object
 from perilune.doctor.finding import Finding
 from perilune.text.family import Member, NotOfTheFamily, recognise
 from perilune.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer
@@ -176,14 +177,7 @@ def _preprocessor(path: Path, findings: list[Finding]) -> str:
 def _json(path: Path, findings: list[Finding]) -> dict[str, Any]:
     """The object in a file; empty, and a finding, if it cannot be read; empty if there is none."""
     try:
-        data = json.loads(read_regular(path))
-    except FileNotFoundError:
+        return read_object(path) if exists(path) else {}
+    except CheckpointError as e:
+        findings.append(Finding("wrong", e.text, "copy it from the model again"))
         return {}
-    except (OSError, ValueError, RecursionError) as e:
-        reason = e.strerror if isinstance(e, OSError) else e
-        findings.append(Finding("wrong", f"{path} cannot be read as JSON ({reason})", "copy it from the model again"))
-        return {}
-    if not isinstance(data, dict):
-        findings.append(Finding("wrong", f"{path} must hold a JSON object", "copy it from the model again"))
-        return {}
-    return data

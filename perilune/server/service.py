@@ -1,7 +1,6 @@
 """The state shared by all endpoints: engine, tokenizer and template, admission of requests."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from starlette.requests import Request
 
 from perilune.core.config import ServerConfig
 from perilune.core.errors import CheckpointError, RequestError, quoted
-from perilune.core.files import read_regular
+from perilune.core.files import exists
+from perilune.core.jsonfile import read_object
 from perilune.core.messages import EngineInfo
 from perilune.core.sampling import SamplingParams
 from perilune.media.kinds import reads_video
@@ -190,14 +190,9 @@ def read_generation_config(directory: Path) -> dict[str, float]:
     """Sampling defaults of a checkpoint's generation_config.json; empty when the file or the keys are absent.
     Its eos_token_id is only checked: config.json's are used."""
     path = directory / "generation_config.json"
-    try:
-        data = json.loads(read_regular(path))
-    except FileNotFoundError:
+    if not exists(path):
         return {}
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror if isinstance(e, OSError) else e}") from e
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+    data = read_object(path)
     ends = data.get("eos_token_id", [])
     if ends is not None and any(type(i) is not int for i in (ends if isinstance(ends, list) else [ends])):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {quoted(ends)}")
