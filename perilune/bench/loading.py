@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from perilune.bench import ledger, shapes
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.core.jsonfile import write_object
 from perilune.formats import int4
 from perilune.formats.scheme import INT4_GROUP
@@ -123,7 +123,7 @@ def _require_room(parent: Path, size: int) -> None:
     except OSError as e:
         raise ConfigError(f"cannot write below {parent}: {e.strerror}") from e
     if free < size * 1.1:
-        raise ConfigError(f"{parent} has {free / GB:.1f} GB free, {size * 1.1 / GB:.1f} are needed: choose another")
+        raise ConfigError(f"{parent} has {sized(free)} free, {sized(size * 1.1)} are needed: choose another")
 
 
 def _write(path: Path, config: KimiConfig) -> None:

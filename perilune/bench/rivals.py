@@ -24,7 +24,7 @@ import torch
 from perilune.bench import ledger
 from perilune.bench.decode import footprint, read_rate
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.core.messages import Submit
 from perilune.core.sampling import SamplingParams
 from perilune.engine.engine import Engine
@@ -90,7 +90,7 @@ def export(model_dir: Path, out: Path) -> KimiConfig:
             f"{model_dir} has {total / 1e9:.0f} G parameters: the comparison is for models a CPU can hold"
         )
     if shutil.disk_usage(out.parent).free < 4.2 * total:
-        raise ConfigError(f"the float32 copy of {model_dir} needs {4.2 * total / 1e9:.1f} GB free in {out.parent}")
+        raise ConfigError(f"the float32 copy of {model_dir} needs {sized(4.2 * total)} free in {out.parent}")
     with Checkpoint.open(model_dir) as checkpoint:
         found = survey(checkpoint, config)
         with Writer(out) as writer:

@@ -110,6 +110,11 @@ def quoted(value: object, limit: int = SHOWN) -> str:
     return f"'{shown(value, limit - 2)}'" if isinstance(value, str) else shown(value, limit)
 
 
+def sized(nbytes: float) -> str:
+    """'2.50 GB' for a message; in MB if below 0.1 GB, so that nothing that is there reads as 0."""
+    return f"{nbytes / 1e9:.2f} GB" if abs(nbytes) >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
 def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
 from perilune.engine.resolve import Choices, free_bytes, free_on, resolve_draft, resolve_dtypes
 from perilune.engine.vision.open import bytes_beside, sees, weight_bytes
@@ -196,8 +196,7 @@ def _refusal(plan: memory.Plan, wanted: Wanted, free: float, device: torch.devic
     """The error's text: how much memory is missing, for what, and which changes would make the model fit."""
     ranks, larger = plan.ranks, "take more or larger GPUs"
     kv_bytes = plan.demand.kv_on_each(ranks)
-    need = plan.demand.least * kv_bytes
-    short = (need - plan.left) / 1e9
+    short = plan.demand.least * kv_bytes - plan.left
     remedies = [words for words, other in wanted.others.items() if memory.plan(other, ranks, free).fits]
     if len(remedies) > 1:  # one of the two changes is enough: do not advise both together
         remedies = [words for words in remedies if words != BOTH]
@@ -209,10 +208,10 @@ def _refusal(plan: memory.Plan, wanted: Wanted, free: float, device: torch.devic
         remedies.append(f"tp={count} on GPUs like these")
     if plan.left > 2 * kv_bytes * 64:
         remedies.append(f"max_model_len or kv_blocks for at most {plan.tokens:,} tokens")
-    sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in plan.takes.items() if size)
+    sizes = ", ".join(f"{name} {sized(size)}" for name, size in plan.takes.items() if size)
     where = f"each of {ranks} ranks" if ranks > 1 else "the device"
     return (
-        f"the model does not fit: {where} has {free / 1e9:.2f} GB free, {short:.2f} GB too few for {sizes} GB and a KV "
+        f"the model does not fit: {where} has {sized(free)} free, {sized(short)} too few for {sizes} and a KV "
         f"cache of {plan.demand.least:,} tokens; "
         + ("what would fit: " + ", or ".join(remedies) if remedies else larger)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.core.memory import available_bytes
 from perilune.dist.group import ALONE, Group, least
 from perilune.engine.graphs.decode import MAX_BYTES as GRAPH_BYTES
@@ -173,7 +173,7 @@ def resolve_sizes(
     fits = least(group, int(free // block))
     if config.kv_blocks is not None and config.kv_blocks > fits:
         raise ConfigError(
-            f"kv_blocks={config.kv_blocks} needs {config.kv_blocks * block / GB:.2f} GB, "
+            f"kv_blocks={config.kv_blocks} needs {sized(config.kv_blocks * block)}, "
             f"but only {max(0, fits)} blocks fit: lower it or raise memory_fraction"
         )
     require_positions(config, model)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.dist.slicing import WHOLE, Slicing
 from perilune.formats import synthetic
 from perilune.formats.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ def load(
             weights = plan.weights()
         except RuntimeError as e:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on the CPU
             raise ConfigError(
-                f"{path}: cannot allocate the weights ({found.text_bytes / 1e9:.1f} GB as stored) as {spell(dtype)} "
+                f"{path}: cannot allocate the weights ({sized(found.text_bytes)} as stored) as {spell(dtype)} "
                 f"on {device}: {str(e).splitlines()[0]}"
             ) from e
         # Moves the jobs, which refer to the plan, out of it: the cycle would keep a closed model's weights alive.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.config import EngineConfig
-from perilune.core.errors import ConfigError
+from perilune.core.errors import ConfigError, sized
 from perilune.core.files import expanded
 from perilune.core.memory import available_bytes
 from perilune.dist.group import Group, everyone, largest, least
@@ -54,7 +54,7 @@ def _root(config: EngineConfig) -> Path:
 def _require_host(wanted_gb: float, free_bytes: float) -> None:
     if wanted_gb * GB > free_bytes:
         raise ConfigError(
-            f"kv_host_gb={wanted_gb:g} is more than the {max(free_bytes, 0) / GB:.1f} GB that are available: lower it"
+            f"kv_host_gb={wanted_gb:g} is more than the {sized(max(free_bytes, 0))} that are available: lower it"
         )
 
 
