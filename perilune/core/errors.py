@@ -111,7 +111,7 @@ def quoted(value: object, limit: int = SHOWN) -> str:
 
 
 def sized(nbytes: float) -> str:
-    """'2.50 GB' for a message; in MB if below 0.1 GB, so that nothing that is there reads as 0."""
+    """'2.50 GB' for a message; in MB if below 0.1 GB."""
     return f"{nbytes / 1e9:.2f} GB" if abs(nbytes) >= 1e8 else f"{nbytes / 1e6:.3g} MB"
 
 

@@ -26,7 +26,7 @@ class Access:
     timeout: float
 
     def require_server(self, named: bool, how: str) -> None:
-        """ConfigError for an option of an endpoint on the command line unless one is named."""
+        """ConfigError if an option of an endpoint is given and none is `named`."""
         if not named and given_of("model_name", "api_key_file", "timeout"):
             raise ConfigError(f"--model-name, --api-key-file and --timeout belong to a running server: give its {how}")
 

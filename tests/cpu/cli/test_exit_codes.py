@@ -108,11 +108,11 @@ def test_wrong_names_are_one_line_with_the_right_one() -> None:
     ("convert kimi-nano {}/r --to bf16 --layout modelopt", "--layout has no effect without"),
     ("bench peers --cpu --compact", "--compact has no effect with --cpu"),
     ("draft train --corpus {} --run {}/d --out {}/d --window-share 0.5", "has no effect without --windows"),
-    ("draft collect --out {}/c --timeout 9", "--timeout belong to a running server: give its address with --url"),
-    ("draft mine --corpus {} --out {}/w --groups 2", "--groups has no effect without --rejected"),
-    ("draft mine --rejected {} --out {}/w --length 2", "--length has no effect without --corpus"),
-    ("draft evaluate NANO/drafter --speed 0 --users 2", "--users has no effect with --speed 0"),
-    ("ops --build --dtype float32", "--dtype has no effect with --build"),
+    ("draft collect --out {}/c --timeout 9", "give its address with --url"),
+    ("draft mine --corpus {} --out {}/w --groups 2", "--groups has no effect"),
+    ("draft mine --rejected {} --out {}/w --length 2", "--length has no effect"),
+    ("draft evaluate NANO/drafter --speed 0 --users 2", "--users has no effect"),
+    ("ops --build --dtype float32", "--dtype has no effect"),
 ])  # fmt: skip
 def test_wrong_input_is_said_at_once_without_a_traceback(args: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text("[engine]\nmax_num_seq = 1\n")
