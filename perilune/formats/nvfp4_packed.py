@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from perilune.formats import nvfp4
+from perilune.formats import int4, nvfp4
 from perilune.formats.scheme import NVFP4_GROUP, NVFP4_PACKED
 from perilune.formats.stored import Part, finite
-from perilune.model.names import UNROUTED_EXPRESSIONS
 
 
 def dequantize(
@@ -60,25 +59,9 @@ def quantization_config(*, activations: bool = False) -> dict[str, Any]:
 
     activations  engines with FP4 arithmetic shall quantise activations by input_global_scale, stored then
     """
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "tensor_group",
-        "group_size": NVFP4_GROUP,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    }
+    block = int4.quantization_config()
+    group = block["config_groups"]["group_0"]
+    weights = group["weights"] | {"type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP}
     inputs = weights | {"dynamic": "local", "observer": "static_minmax"} if activations else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": NVFP4_PACKED,
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-        "config_groups": {"group_0": group},
-        "ignore": list(UNROUTED_EXPRESSIONS),
-    }
+    group |= {"weights": weights, "input_activations": inputs}
+    return block | {"format": NVFP4_PACKED}
