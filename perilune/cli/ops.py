@@ -9,7 +9,9 @@ import click
 import torch
 
 from perilune.cli.shared.options import device_option, require_effect
+from perilune.core.config import EngineConfig
 from perilune.core.errors import ConfigError
+from perilune.engine.resolve import Choices, resolve_device
 from perilune.ops.harness import build, check, registry, timing, workspace
 from perilune.ops.harness.case import Make
 from perilune.ops.harness.registry import REFERENCE, Op
@@ -45,7 +47,7 @@ def command(
         require_effect(("name impls pattern dtype device check_only as_json", False, "with --build"))
         _build()
         return
-    where = _device(device)
+    where = resolve_device(EngineConfig(device=device), Choices([]))
     ops = registry.all_ops()
     if name is None:
         if impls or pattern or check_only or dtype != "all":
@@ -86,14 +88,6 @@ def _build() -> None:
             click.echo(f"{name}: {built if isinstance(built, str) else 'ready'}")
     if failed:
         raise click.exceptions.Exit(1)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device here: use --device cpu")
-    return torch.device(name)
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
