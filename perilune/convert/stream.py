@@ -27,7 +27,7 @@ from perilune.convert.job import Job, Piece, in_order
 from perilune.convert.journal import Done, Journal
 from perilune.convert.shards import Files, Shard, arrange
 from perilune.convert.target import Target, configuration, hf_quant_config
-from perilune.core.errors import CheckpointError, ConfigError, sized
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.core.files import exists, free_bytes, make_writable, open_regular
 from perilune.core.jsonfile import read_object, spelled, write_object
 from perilune.formats import checksums
@@ -168,7 +168,8 @@ class Conversion:
         free, needed = free_bytes(directory), self.nbytes - present
         if needed > free:
             raise ConfigError(
-                f"{directory} needs {sized(needed)}, {sized(free)} are free: free some, or choose another directory"
+                f"{directory} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: free some, or choose another "
+                "directory"
             )
         return needed, free
 
