@@ -15,6 +15,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
 START = """
 import os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(3):  # the handler runs between two instructions
