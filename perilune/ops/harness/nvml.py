@@ -8,7 +8,7 @@ from perilune.ops.harness import build
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: the first argument of the functions of `library`. These return 0 or an error."""
+    """`handle` names the GPU to functions of `library`, which return 0 or an error."""
 
     library: ctypes.CDLL
     handle: ctypes.c_void_p

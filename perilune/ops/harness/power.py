@@ -21,11 +21,8 @@ from perilune.ops.harness import nvml
 POLL_SECONDS = 0.004  # NVML renews its counter every 0.1 s
 SETTLE_SECONDS, TIMED_SECONDS = 0.6, 2.0  # of a load before it is measured, and measured
 SPIN_CYCLES = 2_000_000
-TOKENS, INNER_WIDTH, OUTER_WIDTH = (
-    10_000,
-    8192,
-    7168,
-)  # K2's projection after attention, a layer's most efficient product
+# K2's projection after attention, a layer's most efficient product
+TOKENS, INNER_WIDTH, OUTER_WIDTH = 10_000, 8192, 7168
 READ_BYTES = 8 << 30
 
 
