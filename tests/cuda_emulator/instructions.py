@@ -96,6 +96,14 @@ def _mma(m: re.Match[str], o: list[Operand]) -> str:
     )
 
 
+def _mma_bytes(m: re.Match[str], o: list[Operand]) -> str:
+    d, a, b, c = (g.parts for g in o if isinstance(g, Group))
+    return (
+        f"{{ const uint32_t a[] = {{{', '.join(a)}}}, b[] = {{{', '.join(b)}}}; const int c[] = {{{', '.join(c)}}};"
+        f" emu::mma_bytes({', '.join(d)}, a, b, c); }}"
+    )
+
+
 def _matrix_load(m: re.Match[str], o: list[Operand]) -> str:
     parts = o[0].parts if isinstance(o[0], Group) else (_text(o[0]),)
     count = int(m["count"])
@@ -223,6 +231,8 @@ TABLE: list[tuple[str, Emit]] = [
     (rf"st{SCOPE}{SPACE}{CACHE}(\.v[248])?\.(?P<type>\w+)", _store),
     (r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v[24])?\.(?P<type>\w+)", _st_async),
     (r"mma\.sync\.aligned\.m16n8k(?P<k>16|32)\.row\.col\.f32\.(?P<type>\w+)\.\w+\.f32", _mma),
+    (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32", _mma_bytes),
+    (r"lop3\.b32", lambda m, o: f"{_text(o[0])} = emu::lop3({', '.join(map(_text, o[1:]))});"),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared(::cta)?\.b16", _matrix_load),
     (r"stmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared(::cta)?\.b16", _matrix_store),
     (r"mbarrier\.init(\.shared(::cta)?)?\.b64", lambda m, o: f"emu::mbarrier_init({_base(o[0])}, {_text(o[1])});"),

@@ -337,6 +337,11 @@ inline unsigned __brev(unsigned v) {
 inline int __umulhi_signed(int a, int b) { return static_cast<int>(static_cast<long long>(a) * b >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline int __mulhi(int a, int b) { return __umulhi_signed(a, b); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  const unsigned low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+  const unsigned high = (a >> 16) > (b >> 16) ? a >> 16 : b >> 16;
+  return high << 16 | low;
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   unsigned r = 0;

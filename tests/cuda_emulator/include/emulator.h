@@ -89,11 +89,22 @@ void tensor_load(uint32_t to, const void* map, const int* at, int dims, uint32_t
 void tensor_store(const void* map, const int* at, int dims, uint32_t from);
 void st_async(uint32_t to, const void* value, uint32_t bytes, uint32_t barrier);
 
+// Bit 4 a + 2 b + c of `table` for the bits a, b, c of each place.
+inline uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t v = 0;
+  for (uint32_t n = 0; n < 8; n++) {
+    if (table >> n & 1) v |= (n & 4 ? a : ~a) & (n & 2 ? b : ~b) & (n & 1 ? c : ~c);
+  }
+  return v;
+}
+
 // ---- tensor cores ----
 
 enum Type { BF16, F16, E4M3, E5M2, S8 };
 void mma(Type type, int k, float& d0, float& d1, float& d2, float& d3, const uint32_t* a, const uint32_t* b,
          const float* c);
+// Of 32 signed bytes; sums are int32.
+void mma_bytes(int& d0, int& d1, int& d2, int& d3, const uint32_t* a, const uint32_t* b, const int* c);
 void ldmatrix(uint32_t* to, int count, bool transposed, uint32_t address);
 void stmatrix(const uint32_t* from, int count, bool transposed, uint32_t address);
 struct Wgmma {
