@@ -14,6 +14,7 @@ from tests.cpu.emulator import test_kernels
 from tests.cpu.ops import test_moe_int4_cluster
 from tests.cuda_emulator import library
 from tests.cuda_emulator.session import MODES, emulated
+from tests.gpu.ops import test_moe_int4 as one_token
 
 pytestmark = library.needed
 
@@ -50,6 +51,7 @@ BIG = [
     ("mla_prefill_w8a8", "cuda", "contexts=(12000,), H=5", 8),
     ("mla_project_query", "cuda", "T=4, H=8", 16),
     ("moe_int4", "cuda", "T=1, k=8, E=48, D=7168, I=512", 132),
+    ("moe_int4", "cuda", "T=1, k=8, E=48, D=7168, I=256, to_one=False, S=256, shared_fp8=True, compact=True", 132),
     ("moe_int4", "cuda_prefill", "T=600, k=2", 4),
     ("moe_int4", "cuda_prefill", "T=333", 4),
     ("rmsnorm_linear", "cuda", "T=1, i=1536", 16),
@@ -103,6 +105,12 @@ def test_own_cases(name: str, impl: str, case: Any, mode: str) -> None:
 def test_big_cases(name: str, impl: str, text: str, sms: int, mode: str) -> None:
     case = next(c for c in OPS[name].cases if text in repr(c))
     assert run(name, impl, case, mode, sms), f"{case} was refused"
+
+
+@pytest.mark.parametrize("factor", one_token.FACTORS)
+def test_one_token_of_any_magnitude(factor: float) -> None:
+    with emulated(sms=4):
+        one_token.check_magnitude(factor, CPU)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,13 +8,14 @@ implementation chooses P.
 "cuda" (bf16 on Hopper, at most 128 tokens, 256 with compact scales) streams the weights of the chosen experts in two
 steps. gate_up writes h = silu(gate) * up, rounded to bf16, for routed and shared experts. down writes an fp32 row
 of y for every pair (token, expert), times its routing weight, and one for the shared expert: P = k + 1, or k without a
-shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token,
-moe_int4_mma_tma.cu for more: it reads an expert once for every 4 of its tokens. From 2 tokens on, the rows of routed
-experts do not depend on the batch. The shared expert's row depends only on whether the batch has up to 16 tokens (it is
-part of the two steps) or more (separate launches). An id outside 0 .. E - 1 is skipped; its row stays unwritten. The
-steps are two launches, or one with the same bits for one token (T1_JOINED) or few (MAX_JOINED) of a rank's share of the
-width: it loads weights of down while the last of h is computed. Its CTAs wait for each other, so the engine must be
-`alone` (workspace.py).
+shared expert. Dequantised weights, x and h are exact, sums are fp32. moe_int4_t1.cu is for one token: for routed
+experts it rounds x and h to 2^-14 of the greatest magnitude of 32 values (int4_fixed.cuh), and an infinite or undefined
+value makes these 32 undefined. moe_int4_mma_tma.cu is for more: it reads an expert once for every 4 of its tokens. From
+2 tokens on, the rows of routed experts do not depend on the batch. The shared expert's row depends only on whether the
+batch has up to 16 tokens (it is part of the two steps) or more (separate launches). An id outside 0 .. E - 1 is
+skipped; its row stays unwritten. The steps are two launches, or one with the same bits for one token (T1_JOINED) or few
+(MAX_JOINED) of a rank's share of the width: it loads weights of down while the last of h is computed. Its CTAs wait for
+each other, so the engine must be `alone` (workspace.py).
 
 Overlap with the router: gate_up may read x while the kernel that writes ids still runs. So from 2 tokens on, x must be
 written before that kernel lets gate_up start (router.py's kernel waits until x is ready). One token's gate_up starts
@@ -64,7 +65,7 @@ MAX_TOKENS = 128  # max tokens of "cuda"; with more, dequantising an expert once
 MAX_COMPACT = 256  # the same with compact scales
 MAX_PAIRS = 2048  # pairs (token, expert)
 MAX_JOINED = 2048  # max T * I for gate_up and down in one launch; above, two launches with more registers are faster
-T1_JOINED = (256, 1024)  # widths I for which one launch is faster for one token
+T1_JOINED = (256, 512, 1024)  # widths I for which one launch is faster for one token
 MAX_CHOICES = 32  # experts per token
 MAX_SHARED = 16  # max tokens for which the routed experts' launches compute the shared expert too
 UNITS = 4 + 2 * (MAX_PAIRS + 4)  # words of counters, `Units` in moe_int4_mma_tma.cu

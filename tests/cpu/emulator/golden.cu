@@ -1,6 +1,7 @@
 // Single instructions: test_golden.py computes their results with torch.
 #include "cuda/e4m3.cuh"
 #include "cuda/tensor_map.cuh"
+#include "moe/sm90/int4_fixed.cuh"
 
 using namespace hopper;
 
@@ -15,6 +16,21 @@ __global__ void mma_kernel(const uint32_t* a, const uint32_t* b, float* y) {
   mma(d, of_a, b[g * 8 + t], b[g * 8 + t + 4], T());
   y[g * 8 + 2 * t] = d[0], y[g * 8 + 2 * t + 1] = d[1];
   y[(g + 8) * 8 + 2 * t] = d[2], y[(g + 8) * 8 + 2 * t + 1] = d[3];
+}
+
+// y [16, 8] = 3 + a [16, 32] b [8, 32]^T of signed bytes.
+__global__ void mma_bytes_kernel(const uint32_t* a, const uint32_t* b, int* y) {
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  int d[4] = {3, 3, 3, 3};
+  moe::mma_bytes(d, {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]}, b[g * 8 + t],
+                 b[g * 8 + t + 4]);
+  for (int i = 0; i < 4; i++) y[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+// y [2, n]: bytes_of of the n words w << 4 and w.
+__global__ void nibbles_kernel(const uint32_t* w, uint32_t* y) {
+  const int n = threadIdx.x;
+  y[n] = moe::bytes_of(w[n] << 4, moe::FLIP), y[blockDim.x + n] = moe::bytes_of(w[n], moe::FLIP);
 }
 
 // Four 8 x 8 matrices of 16 bits: read by ldmatrix, written by stmatrix; y: what the lanes' registers held.
@@ -159,6 +175,14 @@ __global__ void pairs_kernel(const uint32_t* bytes, uint2* halves, const uint32_
 
 }  // namespace
 
+API int golden_mma_bytes(const void* a, const void* b, void* y, void* stream) {
+  return launch(mma_bytes_kernel, dim3(1), dim3(32), 0, stream, 1, static_cast<const uint32_t*>(a),
+                static_cast<const uint32_t*>(b), static_cast<int*>(y));
+}
+API int golden_nibbles(const void* w, void* y, int64_t n, void* stream) {
+  return launch(nibbles_kernel, dim3(1), dim3(static_cast<unsigned>(n)), 0, stream, 1, static_cast<const uint32_t*>(w),
+                static_cast<uint32_t*>(y));
+}
 API int golden_mma(const void* a, const void* b, void* y, int64_t half, void* stream) {
   return launch(half ? mma_kernel<__half> : mma_kernel<bf16>, dim3(1), dim3(32), 0, stream, 1,
                 static_cast<const uint32_t*>(a), static_cast<const uint32_t*>(b), static_cast<float*>(y));

@@ -37,6 +37,24 @@ def test_mma(dtype: torch.dtype) -> None:
     assert torch.equal(y, a.float() @ b.float().T)
 
 
+def test_mma_of_bytes() -> None:
+    g = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(-128, 128, (rows, 32), generator=g).to(torch.int8) for rows in (16, 8))
+    y = torch.zeros(16, 8, dtype=torch.int32)
+    with emulated():
+        assert kernel("mma_bytes", "pppl")(*places(a, b, y), 0) == 0
+    assert torch.equal(y, 3 + a.int() @ b.int().T)
+
+
+def test_nibbles_as_bytes() -> None:
+    """Nibble q at an even place, then at an odd one: 16 (q - 8), by LOP3's table."""
+    q = torch.randint(0, 16, (32, 4, 2), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    w, y = q[..., 0] | q[..., 1] << 4, torch.zeros(2, 32, 4, dtype=torch.int8)
+    with emulated():
+        assert kernel("nibbles", "ppll")(*places(w, y), 32, 0) == 0
+    assert torch.equal(y.movedim(0, -1).int(), 16 * (q.int() - 8))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix_and_stmatrix(transposed: bool) -> None:
     x = torch.arange(4 * 64, dtype=torch.int16).view(4, 8, 8)

@@ -14,6 +14,7 @@ from perilune.ops.moe.chosen import Chosen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 CUDA = torch.device("cuda", 0)
+FACTORS = [2.0**-30, 1.0, 2.0**20]
 
 
 def _run(args: dict[str, Any], rows: list[int]) -> Tensor:
@@ -66,7 +67,7 @@ def test_the_same_again_gives_the_same_bits(tokens: int, compact: bool, fp8: boo
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 256), (1, 1024), (2, 512), (4, 512), (4, 256), (8, 256)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 256), (1, 512), (1, 1024), (2, 512), (4, 512), (4, 256), (8, 256)])
 def test_one_launch_gives_the_bits_of_two(tokens: int, width: int, compact: bool) -> None:
     """In a graph, so that launches follow each other closely: counters of finished tiles are used by turns."""
     case = moe_int4.Case(tokens, K2.top_k, 96, K2.hidden, width, S=width, shared_fp8=True, compact=compact)
@@ -107,6 +108,32 @@ def test_clusters_give_the_bits_of_the_others_each_time(tokens: int, experts: in
     wanted = moe_int4.op.impls["cuda_prefill"].run(*args.values())
     for _ in range(20):
         assert torch.equal(moe_int4.op.impls["cuda_cluster"].run(*args.values()), wanted)
+
+
+def check_magnitude(factor: float, device: torch.device) -> None:
+    """One token's x and h are multiplied in fixed point, a scale for 32 values: x has groups of zeros, of one value
+    1,000 times the others, and of values that differ by 2^12. The shared expert takes magnitudes below 2^47 only
+    (int4_mma.cuh), which h exceeds at 2^20."""
+    case = moe_int4.Case(1, 2, 4, 1792, 256, S=256)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, device, 9))
+    x = args["x"][0]
+    x[64:96] = 0
+    x[128] *= 1000
+    x[256:288] *= torch.logspace(0, -12, 32, base=2.0, dtype=x.dtype, device=device)
+    x *= factor
+    alone = args | {"shared": None}
+    for given in [alone] if factor > 1 else [alone, args]:
+        y, wanted = moe_int4.op.impls["cuda"].run(*given.values()), moe_int4.reference(*given.values())
+        assert (y - wanted).norm() < 0.01 * wanted.norm()
+    x[:] = 0
+    assert not moe_int4.op.impls["cuda"].run(*alone.values()).any()
+    x[700] = float("inf")
+    assert not moe_int4.op.impls["cuda"].run(*alone.values()).isfinite().any()
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_one_token_of_any_magnitude(factor: float) -> None:
+    check_magnitude(factor, CUDA)
 
 
 @pytest.mark.parametrize("width", [K2.width, K2.width // 8])

@@ -1,4 +1,5 @@
-// INT4 weights and bf16 activations as tensor-core operands, for moe_int4_mma_tma.cu and moe_int4_t1.cu.
+// INT4 weights and bf16 activations as tensor-core operands, for moe_int4_mma_tma.cu. moe_int4_t1.cu uses `raised` and
+// `values` for the shared expert.
 //
 // A nibble needs no conversion instruction: masked out of its word and read as a (subnormal) bf16, it is q * 2^-133, or
 // 16 q * 2^-133 if it is four bits higher. Activations for the latter are divided by 16, and all are multiplied by

@@ -1,20 +1,23 @@
 // The MoE block for one token. Contract in moe_int4.py.
 //
 // Two launches of one kernel: gate_up (+ SiLU) writes h, down writes rows of y; or one launch (JOINED), in which a CTA
-// goes on from gate_up to down (moe_int4_t1_joined.cuh). A tile is 16 rows of weights: the rows of the tensor core's A;
-// all columns of its B are the token. (gate_up: 8 gate rows and their 8 up rows.) RT tiles make a unit. A slot of the
-// CTA's ring is KS chunks of 128 bytes of each of a unit's rows: one box of a tensor map, or two. A producer warp only
-// issues these copies (issuing one per row took longer than the transfers). KS consumer warps split the k of a tile, a
-// chunk of the slot each, and their sums are added through shared memory.
+// goes on from gate_up to down (moe_int4_t1_joined.cuh). A tile is 16 rows of weights: the rows of the tensor core's A.
+// (gate_up: 8 gate rows and their 8 up rows.) RT tiles make a unit. A slot of the CTA's ring is KS chunks of 128 bytes
+// of each of a unit's rows: one box of a tensor map, or two. A producer warp only issues these copies (issuing one per
+// row took longer than the transfers). KS consumer warps split the k of a tile, a chunk of the slot each, and their sums
+// are added through shared memory.
 //
-// INT4: ldmatrix gives lane (g, t) word t of a group's 16 bytes in row g, so the two products of a group have one scale
-// per row, applied to their fp32 result: exact. The shared expert (bf16 or e4m3) takes activations in the same order.
+// INT4: products of bytes in fixed point (int4_fixed.cuh), in fewer than half of the instructions of bf16 products. Once
+// x or h is there, slots wait for instructions, not for memory. The shared expert (bf16 or e4m3) is multiplied in bf16;
+// then all columns of B are the token.
 //
 // Work: before x is ready, every CTA of gate_up loads an equal part of the shared expert's weights. It multiplies them
-// while the router still runs, and polls for the ids between two slots (router_mailbox.cuh). CTAs start and run
-// unevenly, so a CTA with a free slot takes the next unit of the chosen experts from a counter. Its first one is number
-// blockIdx.x, without a round trip, if there are more units than CTAs. down reads the ids before h is ready: every CTA
-// takes a contiguous range of (choice, unit) besides units of the shared expert.
+// while the router still runs (router_mailbox.cuh). A slice's shared expert has few tiles, so its units are quarters of
+// tiles (`quartered`): with whole tiles, a quarter of the CTAs began their first routed unit 4 us later than the others.
+// CTAs start and run unevenly, so a CTA with a free slot takes the next unit of the chosen experts from a counter, the
+// first one as soon as x is there: all of h waits for the last unit. WIDE: the first one is number blockIdx.x, if there
+// are more units than CTAs, and the producer polls for the ids between two slots. down reads the ids before h is ready:
+// every CTA takes a contiguous range of (choice, unit) besides units of the shared expert.
 //
 // For widths up to EARLY_WIDTH (a rank's slice), starting a kernel takes longer than streaming its weights. So down's
 // CTAs are small: one fits beside two of gate_up on an SM, and has filled its first slots when gate_up ends.
@@ -34,35 +37,34 @@ template <bool GATE_UP, bool COMPACT, int KS, int RT, bool EARLY, bool JOINED = 
 struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
   using Base = OneToken<GATE_UP, COMPACT, KS, RT>;
   using typename Base::Asked;
-  using typename Base::Scales;
+  using typename Base::Lane;
   using typename Base::Window;
+  using Base::add_lanes;
   using Base::ask;
   using Base::barriers;
   using Base::before;
   using Base::bf16_at;
   using Base::choice_of;
+  using Base::convert;
   using Base::CONSUMERS;
   using Base::dealt;
   using Base::int4_share;
+  using Base::lane_of;
   using Base::meet_all;
   using Base::memory;
-  using Base::other_half;
   using Base::PIECE;
-  using Base::place;
   using Base::plan;
   using Base::plan_of;
   using Base::release;
   using Base::ROWS;
-  using Base::scales_of;
   using Base::SHARE;
   using Base::SLOT;
-  using Base::stage;
   using Base::stage_both;
   using Base::stage_fresh;
   using Base::UNIT_ROWS;
   using Base::WARPS;
 
-  static constexpr bool BOTH = !GATE_UP && EARLY;
+  static constexpr bool BOTH = !GATE_UP && EARLY, WIDE = GATE_UP && !EARLY;
   static constexpr int MOST_SLOTS = GATE_UP ? GATE_UP_SLOTS : EARLY ? EARLY_SLOTS : MAX_SLOTS;
 
   // ---- the producer warp ----
@@ -74,15 +76,15 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     bool refills = false;  // whether the next slot has been filled before
     if (lane == 0 && a.shared.tiles > 0) prefetch_map(&maps.shared);
     if (lane == 1) prefetch_map(&maps.routed);
+    if (lane == 2 && GATE_UP && a.quartered) prefetch_map(&maps.quartered);
     bool planned = false;
     int ahead = blockIdx.x;  // gate_up: a unit taken before it is needed
-    int opened = 0;      // gate_up: slots filled for the first time
-    uint32_t heard = 0;  // gate_up: the mailbox word of choice `lane`, as read one slot ago
+    int opened = 0;          // WIDE: slots filled for the first time
+    uint32_t heard = 0;      // WIDE: the mailbox word of choice `lane`, as read one slot ago
     auto take = [&] { return lane == 0 ? static_cast<int>(a.dealt + atomicAdd(a.counter, 1)) : 0; };
     auto plan_if_arrived = [&](uint32_t word) {
       if (!__all_sync(~0u, lane >= a.k || mailbox::arrived(word, a.launch))) return;
       plan(a, {lane < a.k ? mailbox::choice_of(word) : -1, 1}, own);
-      if (!a.dealt) ahead = take();
       planned = true;
     };
     auto copy = [&](const Matrix& w, const CUtensorMap& map, int expert, int unit, int taken) {
@@ -91,7 +93,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       const int64_t second = GATE_UP ? w.second : UNIT_ROWS / 2;  // from the unit's first half of rows to its second
       for (int n = 0; n < slots; n++) {
         uint64_t* barrier = &barriers().full[into];
-        if (GATE_UP && opened < a.slots) {  // one by one: a mailbox read returns after all copies issued before it
+        if (WIDE && opened < a.slots) {  // one by one: a mailbox read returns after all copies issued before it
           if (opened > 0) barrier_wait(&barriers().full[opened - 1], 0);
           opened++;
         }
@@ -118,24 +120,57 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
         }
         __syncwarp();
         if (++into == a.slots) into = 0, phase ^= 1, refills = true;
-        if (GATE_UP && a.launch && !planned) {  // the words requested one slot ago have arrived
+        if (WIDE && a.launch && !planned) {  // the words requested one slot ago have arrived
           plan_if_arrived(heard);
           heard = mailbox::glance_choice(a.mailbox, a.k);
         }
       }
       if (++buffer == a.scale_buffers) buffer = 0;
     };
+    auto copy_quarters = [&](int unit) {
+      const int row = unit * Base::QUARTERED_ROWS, chunks = a.shared.row / 512;  // of a quarter
+      for (int n = 0; n < a.quartered; n++) {
+        uint64_t* barrier = &barriers().full[into];
+        if (refills) barrier_wait_to_refill(&barriers().empty[into], phase);
+        if (elected()) {
+          const int factors = n == 0 && a.shared.factor != nullptr ? 16 : 0;
+          barrier_expect(barrier, SLOT + 2 * factors);
+#pragma unroll
+          for (int side = 0; side < 2; side++) {
+            for (int q = 0; q < 4; q++) {
+              tensor_load_once(memory(into * SLOT + side * (SLOT / 2) + q * Base::QUARTER_BOX), &maps.quartered, 0,
+                               row + side * static_cast<int>(a.shared.second), q * chunks + n * KS, barrier);
+            }
+            if (factors) {
+              const uint8_t* of_rows = a.shared.factor + (row / 4 * 4 + side * a.shared.second) * 4;
+              bulk_load_once(memory(a.quarters + into * 32 + side * 16), of_rows, 16, barrier);
+            }
+          }
+        }
+        __syncwarp();
+        if (++into == a.slots) into = 0, phase ^= 1, refills = true;
+      }
+    };
     // down: ids arrive while the shared expert's copies are issued. If these exceed the ring and BOTH, plan first:
     // consumers wait for the plan before they free a slot.
     const int shared_slots = (shared_units.end - shared_units.first) * divide_up(a.shared.row, PIECE);
     const bool plans_first = shared_slots == 0 || (BOTH && shared_slots > a.slots);
     if (!GATE_UP && plans_first) plan(a, asked, own);
-    for (int u = shared_units.first; u < shared_units.end; u++) copy(a.shared, maps.shared, 0, u, 0);
+    for (int u = shared_units.first; u < shared_units.end; u++) {
+      if (GATE_UP && a.quartered) {
+        copy_quarters(u);
+      } else {
+        copy(a.shared, maps.shared, 0, u, 0);
+      }
+    }
     if (!GATE_UP && !plans_first) plan(a, asked, own);
     if (GATE_UP && !a.launch) {
       wait_for_predecessor();
       plan(a, ask(a), own);
-      if (!a.dealt) ahead = take();
+    }
+    if (GATE_UP && !a.dealt) {  // a CTA that gets x late must not keep the first units waiting
+      barrier_wait(&barriers().ready, 0);
+      ahead = take();
     }
     while (GATE_UP && a.launch && !planned) plan_if_arrived(mailbox::glance_choice(a.mailbox, a.k));
     const Plan& p = plan_of();
@@ -171,11 +206,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int ks = warp % KS, rt = warp / KS, own = ks * SHARE;
     int from = 0, phase = 0, buffer = 0, turn = 0;
-    // Adds a tile's sums over its KS warps. One barrier of these warps is enough: two buffers of sums alternate. All
-    // columns of B are the token, so lanes with t = 0 have all sums.
-    auto finish = [&](float upper, float lower, auto result) {
+    // Adds a tile's sums over its KS warps; `has`: in lanes that have row g. One barrier of these warps is enough: two
+    // buffers of sums alternate.
+    auto finish = [&](bool has, float upper, float lower, auto result) {
       float* sums = reinterpret_cast<float*>(memory(a.sums)) + turn % 2 * WARPS * 16;
-      if (t == 0) sums[warp * 16 + g] = upper, sums[warp * 16 + g + 8] = lower;
+      if (has) sums[warp * 16 + g] = upper, sums[warp * 16 + g + 8] = lower;
       if (KS == 1) __syncwarp();
 #pragma unroll
       for (int n = 0; n < RT; n++) {  // with a variable barrier number the compiler reserves all 16 barriers
@@ -202,7 +237,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       waited = true;
     };
     uint32_t started = 0;
-    if (JOINED && tid == 0) started = atomicAdd(j.counts, 1);
+    if (JOINED && tid == 0) {
+      started = atomicAdd(j.counts, 1);
+      barriers().down[0] = Down<COMPACT>::shared_units(j.down), barriers().down[1] = Down<COMPACT>::dealt(j.down);
+    }
+    if (tid < 4) *reinterpret_cast<uint4*>(memory(a.zeros) + tid * 16) = uint4{};  // read after `meet_all`
     Window window{0, 0};
     if (GATE_UP && a.launch && a.fresh != nullptr) {
       stage_fresh(a);
@@ -211,6 +250,11 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       mailbox::wait_for_x(a.mailbox, a.launch);
     } else {
       wait();
+    }
+    if (GATE_UP && tid == 0) barrier_arrive(&barriers().ready);
+    if (GATE_UP && window.end == 0 && (a.quartered || shared_units.first == shared_units.end)) {
+      Base::template stage<false>(a, a.in, a.K / 8);
+      window.end = a.K / 8;
     }
     int staged = -1;
     if constexpr (BOTH) {
@@ -228,6 +272,28 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       if (a.launch) mailbox::wipe(a.mailbox);
     }
     for (int u = shared_units.first; u < shared_units.end; u++) {
+      if constexpr (GATE_UP) {
+        if (a.quartered) {
+          float gate, up;
+          if (a.shared.factor == nullptr) {
+            Base::template quartered_unit<false>(a, u, from, phase, gate, up);
+          } else {
+            Base::template quartered_unit<true>(a, u, from, phase, gate, up);
+          }
+          finish(t == g / 4, gate, up, [&](int row, float v, float w) {
+            constexpr unsigned LANES = 0xff;
+            v += __shfl_xor_sync(LANES, v, 2), w += __shfl_xor_sync(LANES, w, 2);
+            v += __shfl_xor_sync(LANES, v, 4), w += __shfl_xor_sync(LANES, w, 4);
+            const float h = v / (1 + __expf(-v)) * w;
+            if constexpr (JOINED) {
+              Down<COMPACT>::hand_on_pair(Down<COMPACT>::row_of(j, a.k) + u, h);
+            } else if (row < Base::QUARTERED_ROWS) {
+              a.out_shared[u * Base::QUARTERED_ROWS + row] = __float2bfloat16(h);
+            }
+          });
+          continue;
+        }
+      }
       float total[4];
       if (a.shared.factor == nullptr) {
         Base::template dense_tile<false, BOTH>(a, buffer, window, from, phase, total);
@@ -236,7 +302,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       }
       if (++buffer == a.scale_buffers) buffer = 0;
       if (!GATE_UP || !a.launch) wait();  // with a.launch, x is ready: all readers of the old h have ended
-      finish(total[0], total[2], [&](int row, float v, float up) {
+      finish(t == 0, total[0], total[2], [&](int row, float v, float up) {
         const int at = (u * RT + rt) * ROWS + row;
         if constexpr (JOINED) {
           Down<COMPACT>::hand_on(Down<COMPACT>::row_of(j, a.k) + u * ROWS / 2, v / (1 + __expf(-v)) * up);
@@ -248,6 +314,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       });
     }
     if (!GATE_UP || !a.launch) wait();
+    if (GATE_UP) convert(a);
     barrier_wait(&barriers().planned, 0);
     if (GATE_UP && EARLY) wait();  // the ids are published, so the router is about to end
     if (JOINED && tid == 0) Down<COMPACT>::clear(j);
@@ -256,8 +323,8 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
     const Range units = p.units;
     const int per_expert = a.routed.tiles / RT, slots = divide_up(a.routed.row, PIECE);
     const int row_upper = GATE_UP ? rt * 8 + g : rt * 16 + g, rows_between = GATE_UP ? RT * 8 : 8;
-    const int near = place(a, ks, rt, lane % 16, lane / 16), far = other_half(a, near);
-    const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + own / (COMPACT ? 16 : 8);
+    const Lane v = lane_of(a, ks, rt);
+    const uint8_t* scale_upper = memory(a.held) + row_upper * a.scale_row + (own / 16 + t) * Lane::SCALE;
     for (int u = units.first; GATE_UP || u < units.end; u++) {
       if constexpr (GATE_UP) {
         barrier_wait(&barriers().full[from], phase);
@@ -266,38 +333,31 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
       }
       const int s = choice_of(a, u), unit = u - s * per_expert;
       const Chosen chosen = p.chosen[s];
-      // gate_up stages x once, for the shared expert or the first routed one; down stages h of every choice.
-      if (GATE_UP ? staged < 0 && window.end != a.K / 8 : staged != chosen.number) {
+      if (!GATE_UP && staged != chosen.number) {
         if (staged >= 0 || window.end > 0) meet_all();  // all warps have read the previous activations
-        stage(a, a.in + (GATE_UP ? 0 : static_cast<int64_t>(chosen.number) * a.K), a.K / 8);
+        Base::template stage<true>(a, a.in + static_cast<int64_t>(chosen.number) * a.K, a.K / 8);
+        staged = chosen.number;
       }
-      staged = chosen.number;
       float sums[2] = {};
-      const uint8_t* x = memory(a.xs) + own * 4 + t * 16;
-      const float* start = reinterpret_cast<float*>(memory(a.starts)) + own / 16;
       const uint8_t* scale = scale_upper + buffer * a.block;
       const uint8_t* factor = memory(a.held) + buffer * a.block + a.scales + row_upper * 2;
-      float factor_upper = RESULT, factor_lower = RESULT;
+      float factor_upper = 1, factor_lower = 1;
       if (++buffer == a.scale_buffers) buffer = 0;
       int left = a.routed.row - own;
       for (int n = 0; n < slots; n++) {
         barrier_wait(&barriers().full[from], phase);
-        // A warp without a share of the slot reads arbitrary values within shared memory, and uses none.
-        const Scales above = scales_of(scale, a.scale_row);
-        const Scales below = scales_of(scale + rows_between * a.scale_row, a.scale_row);
         if (COMPACT && n == 0) {
-          factor_upper = bf16_at(factor) * (RESULT / 255);
-          factor_lower = bf16_at(factor + rows_between * 2) * (RESULT / 255);
+          factor_upper = bf16_at(factor) * (1.0f / 255);
+          factor_lower = bf16_at(factor + rows_between * 2) * (1.0f / 255);
         }
-        int4_share(from, near, far, left, x, start, above, below, sums);
+        int4_share(from, v, n, left, scale, scale + rows_between * a.scale_row, sums);
         release(a, from, phase);
         left -= PIECE;
-        scale += PIECE / (COMPACT ? 16 : 8);
-        x += PIECE * 4;
-        start += PIECE / 16;
+        scale += PIECE / 16 * Lane::SCALE;
       }
+      add_lanes(sums);
       wait();
-      finish(sums[0] * factor_upper, sums[1] * factor_lower, [&](int row, float v, float up) {
+      finish(t == 0, sums[0] * factor_upper, sums[1] * factor_lower, [&](int row, float v, float up) {
         const int64_t at = static_cast<int64_t>(chosen.number) * a.routed.tiles * ROWS + (unit * RT + rt) * ROWS + row;
         if constexpr (JOINED) {
           Down<COMPACT>::hand_on(Down<COMPACT>::row_of(j, chosen.number) + unit * ROWS / 2, v / (1 + __expf(-v)) * up);
@@ -314,7 +374,8 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
 
   // j: used if JOINED.
   static __device__ void run(const Args& a, const Maps& maps, const Joint& j) {
-    const int shared_all = a.shared.tiles / RT, c = blockIdx.x;
+    const int c = blockIdx.x;
+    const int shared_all = GATE_UP && a.quartered ? a.shared.tiles * ROWS / Base::QUARTERED_ROWS : a.shared.tiles / RT;
     const Range shared_units{before(a, c, shared_all), before(a, c + 1, shared_all)};
     const bool copies = threadIdx.x >= CONSUMERS;
     Asked asked{};
@@ -332,6 +393,7 @@ struct Kernel : OneToken<GATE_UP, COMPACT, KS, RT> {
           barrier_init(&barriers().empty[n], WARPS);
         }
         barrier_init(&barriers().planned, JOINED ? 2 : 1);
+        barrier_init(&barriers().ready, 1);
         barriers_visible();
       }
       __syncwarp();
@@ -397,7 +459,14 @@ int start(Args a, int sms, void* stream, Joint* j = nullptr) {
       (shares && !describe<K>(&maps.shared, a.shared, a.shared_rows, a.chunk))) {
     return -1;
   }
-  a.dealt = a.k * per_expert > ctas ? ctas : 0;
+  if (GATE_UP && EARLY && shares && a.shared.row % (4 * K::PIECE) == 0) {
+    a.quartered = a.shared.row / (4 * K::PIECE);
+    if (!maps::describe(&maps.quartered, a.shared.data, maps::BYTES, {128, a.shared_rows, a.shared.row / 128},
+                        {a.shared.row, 128}, {128, K::QUARTERED_ROWS, KS})) {
+      return -1;
+    }
+  }
+  a.dealt = K::WIDE && a.k * per_expert > ctas ? ctas : 0;
   K::deal(a, ctas);
   if constexpr (GATE_UP && EARLY) {
     if (j != nullptr) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/router_mailbox.cuh"
 #include "cuda/residual_mailbox.cuh"
-#include "moe/sm90/int4_mma.cuh"
+#include "moe/sm90/int4_fixed.cuh"
 
 namespace moe {
 
@@ -38,13 +38,16 @@ struct Args {
   const bf16* norm;       // [K] norm weights, if `fresh`
   float eps;
   int dealt;          // gate_up: routed units that CTAs take without the counter, one each; 0: all from the counter
+  int quartered;      // gate_up: slots of a quartered unit of the shared expert; 0: its units are tiles
   uint32_t* counter;  // routed units that gate_up's CTAs have taken from it; zero before, down clears it
   int chunk;          // adjacent bytes of a row in a slot: 128, or 64 if rows are no multiple of 128
   int slots;          // slots of the ring
   int scale_buffers;  // units with scales and factors in shared memory
   int scale_row, scales, block;  // bytes: scales of a row, of a unit; scales and factors of a unit
   int xs_bytes;                  // bytes of staged activations
-  int sums, starts, xs, held;    // offsets in shared memory, behind the ring; held: scales and factors
+  // Offsets in shared memory, behind the ring. quarters: row factors of quartered units, 32 bytes for a slot; zeros: 64
+  // bytes; xs: activations; units: a float for each group of 32 of them; held: scales and factors.
+  int sums, quarters, zeros, xs, units, held;
   int xs_shared;                 // offset of the shared expert's activations: xs, or a second buffer
 };
 
@@ -74,9 +77,10 @@ inline Args down_of(const void* packed, const void* scale, const void* row, cons
   return a;
 }
 
-// Dimensions of the maps: byte within a chunk (64 or 128 bytes), row, chunk of the row.
+// Dimensions of the maps: byte within a chunk (64 or 128 bytes), row, chunk of the row. quartered: the same matrix as
+// `shared`, in boxes of QUARTERED_ROWS rows, not swizzled.
 struct Maps {
-  CUtensorMap routed, shared;
+  CUtensorMap routed, shared, quartered;
 };
 
 struct Chosen {
@@ -106,17 +110,16 @@ struct InShared {
   }
   struct Barriers {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS], planned;
+    uint64_t ready;  // gate_up: x is here
     int taken[MAX_SLOTS];  // gate_up: the unit that begins in a slot; negative: no more units
     uint32_t half;         // JOINED: of h's mailbox, in this launch
+    Range down[2];         // JOINED: units of down: the shared expert's, the chosen ones'
   };
   static __device__ __forceinline__ Barriers& barriers() {
     __shared__ Barriers b;
     return b;
   }
 };
-
-__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 
 template <bool GATE_UP, bool COMPACT, int KS, int RT>
 struct OneToken : InShared {
@@ -189,11 +192,19 @@ struct OneToken : InShared {
 
   static __device__ __forceinline__ void meet_all() { named_sync(1, CONSUMERS); }
 
-  // Copies `pieces` x 8 activations to shared memory, in the order of a word's nibbles, and writes the start values of
-  // the sums of each group of 32 k (int4_mma.cuh).
+  // Writes 8 activations to shared memory, for the shared expert: in the order of a word's nibbles.
+  static __device__ __forceinline__ void put_raised(int xs, uint4 v, int piece) {
+    *reinterpret_cast<uint4*>(memory(xs) + piece * 16) = raised(v, RAISED / 16);
+  }
+  // The same for routed experts.
+  static __device__ __forceinline__ void put(const Args& a, uint4 v, int piece) {
+    put_fixed(v, memory(a.xs), reinterpret_cast<float*>(memory(a.units)), piece / 4, piece % 4);
+  }
+
+  // Copies `pieces` x 8 activations to shared memory. ROUTED: for routed experts.
+  template <bool ROUTED>
   static __device__ __forceinline__ void stage(const Args& a, const bf16* from, int pieces) {
     constexpr int TOGETHER = GATE_UP ? 4 : 1;
-    const unsigned quad = 0xfu << (threadIdx.x & 28);
     for (int first = threadIdx.x; first < pieces; first += TOGETHER * CONSUMERS) {
       uint4 held[TOGETHER];
 #pragma unroll
@@ -205,13 +216,32 @@ struct OneToken : InShared {
       for (int i = 0; i < TOGETHER; i++) {
         const int piece = first + i * CONSUMERS;
         if (piece >= pieces) break;
-        *reinterpret_cast<uint4*>(memory(a.xs) + piece * 16) = raised(held[i], RAISED / 16);
-        float sum = total(held[i]);
-        sum += __shfl_xor_sync(quad, sum, 1);
-        sum += __shfl_xor_sync(quad, sum, 2);
-        if (piece % 4 == 0 && piece < a.K / 8) {
-          reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+        if (ROUTED) {
+          put(a, held[i], piece);
+        } else {
+          put_raised(a.xs, held[i], piece);
         }
+      }
+    }
+    meet_all();
+  }
+
+  // gate_up: converts x in place, after the shared expert's products. All warps have read x for them: they have met in
+  // `finish`.
+  static __device__ __forceinline__ void convert(const Args& a) {
+    static_assert(!GATE_UP || RT == 1);
+    constexpr int TOGETHER = 4;
+    for (int first = threadIdx.x; first < a.K / 8; first += TOGETHER * CONSUMERS) {
+      uint4 held[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        held[i] = *reinterpret_cast<const uint4*>(memory(a.xs) + min(first + i * CONSUMERS, a.K / 8 - 1) * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int piece = first + i * CONSUMERS;
+        if (piece >= a.K / 8) break;
+        put_fixed_raised(held[i], memory(a.xs), reinterpret_cast<float*>(memory(a.units)), piece / 4, piece % 4);
       }
     }
     meet_all();
@@ -226,12 +256,11 @@ struct OneToken : InShared {
     const bf16* from = second ? a.in_shared : chosen;
     if ((second ? shared : chosen != nullptr) && piece < (second ? a.S : a.K) / 8) {
       const uint4 held = __ldcg(reinterpret_cast<const uint4*>(from) + piece);
-      *reinterpret_cast<uint4*>(memory(second ? a.xs_shared : a.xs) + piece * 16) = raised(held, RAISED / 16);
-      const unsigned quad = 0xfu << (threadIdx.x & 28);
-      float sum = total(held);
-      sum += __shfl_xor_sync(quad, sum, 1);
-      sum += __shfl_xor_sync(quad, sum, 2);
-      if (!second && piece % 4 == 0) reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+      if (second) {
+        put_raised(a.xs_shared, held, piece);
+      } else {
+        put(a, held, piece);
+      }
     }
     meet_all();
   }
@@ -267,13 +296,7 @@ struct OneToken : InShared {
 #pragma unroll
     for (int n = 0; n < fresh::PIECES; n++) {
       const int piece = fresh::piece_of(n);
-      *reinterpret_cast<uint4*>(memory(a.xs) + min(piece, pieces) * 16) = raised(v[n], RAISED / 16);
-      float sum = total(v[n]);
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (piece % 4 == 0 && piece < pieces) {
-        reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
-      }
+      put_raised(a.xs, v[n], min(piece, pieces));
     }
     meet_all();
   }
@@ -300,70 +323,66 @@ struct OneToken : InShared {
     if (++from == a.slots) from = 0, phase ^= 1;
   }
 
-  // Scales of a warp's groups of 32 k in a slot: bf16, or bytes.
-  struct Scales {
-    uint32_t words[COMPACT ? 2 : 4];
-  };
-  static __device__ __forceinline__ Scales scales_of(const uint8_t* at, int scale_row) {
-    constexpr int BYTES = sizeof(Scales);
-    Scales v;
-    if (BYTES % 16 == 0 && scale_row % 16 == 0) {
-#pragma unroll
-      for (int n = 0; n < BYTES / 16; n++) {
-        reinterpret_cast<uint4*>(v.words)[n] = reinterpret_cast<const uint4*>(at)[n];
-      }
-    } else if (BYTES >= 8 && scale_row % 8 == 0) {
-#pragma unroll
-      for (int n = 0; n < BYTES / 8; n++) {
-        reinterpret_cast<uint2*>(v.words)[n] = reinterpret_cast<const uint2*>(at)[n];
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < BYTES / 4; n++) v.words[n] = reinterpret_cast<const uint32_t*>(at)[n];
-    }
-    return v;
-  }
-  static __device__ __forceinline__ float scale_at(const Scales& v, int group) {
-    if (!COMPACT) {
-      const uint32_t pair = v.words[group / 2];
-      return group % 2 ? high_half(pair) : low_half(pair);
-    }
-    constexpr uint32_t BASE = 0x4b000000;  // 2^23
-    return __uint_as_float(__byte_perm(v.words[group / 4], BASE, 0x7440 + group % 4)) - __uint_as_float(BASE);
-  }
   static __device__ __forceinline__ float bf16_at(const uint8_t* at) {
     return __bfloat162float(*reinterpret_cast<const bf16*>(at));
   }
 
-  // sums += rows g and g + 8 of this warp's tile times x, of its share of slot `from`, of which it has `left` bytes.
-  // start: start values of the sums of x's groups of 32 k.
-  static __device__ __forceinline__ void int4_share(int from, int near, int far, int left, const uint8_t* x,
-                                                    const float* start, const Scales& above, const Scales& below,
-                                                    float (&sums)[2]) {
-    const uint32_t slot = shared_address(memory(from * SLOT));
+  // Where a lane's operands are, as offsets in shared memory; `far`: in a row's other 64 bytes. Lane (g, t) has groups
+  // t and t + 4 of its warp's share of a slot.
+  struct Lane {
+    int near, far, below;     // weights of row g in a slot; from there to row g + 8
+    int x_near, x_far, step;  // activations of the first slot, or zeros; bytes to those of the next slot
+    int unit;                 // of `units`: the first slot's, of group t
+    uint32_t flip;            // of `bytes_of`
+    static constexpr int SCALE = COMPACT ? 1 : 2;  // bytes of a scale
+  };
+  static __device__ __forceinline__ Lane lane_of(const Args& a, int ks, int rt) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = ks * (SHARE / 16);
+    const bool zero = g / 2 != t;
+    Lane v;
+    v.near = place(a, ks, rt, g, t), v.far = other_half(a, v.near), v.below = place(a, ks, rt, g + 8, t) - v.near;
+    const int x = a.xs + (first + t) * FIXED_GROUP;
+    v.x_near = zero ? a.zeros : x + turned(t, g % 2 * 2);
+    v.x_far = zero ? a.zeros : x + 4 * FIXED_GROUP + turned(4 + t, g % 2 * 2);
+    v.step = zero ? 0 : PIECE / 16 * FIXED_GROUP;
+    v.unit = a.units + (first + t) * 4, v.flip = FLIP;
+    return v;
+  }
+
+  // sums += rows g and g + 8 of this warp's tile times x, over this lane's groups of slot `from`. n: number of the slot
+  // in its row; left: bytes that the warp has of it; above, below: scales of the two rows.
+  static __device__ __forceinline__ void int4_share(int from, const Lane& v, int n, int left, const uint8_t* above,
+                                                    const uint8_t* below, float (&sums)[2]) {
+    const uint8_t* slot = memory(from * SLOT);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (left <= h * 64) break;
-      float starts[4];  // start values of this half's groups
-      *reinterpret_cast<float4*>(starts) = *reinterpret_cast<const float4*>(start + h * 4);
+      const int x = (h ? v.x_far : v.x_near) + n * v.step;
+      const uint4 p = *reinterpret_cast<const uint4*>(slot + (h ? v.far : v.near));
+      const uint4 q = *reinterpret_cast<const uint4*>(slot + (h ? v.far : v.near) + v.below);
+      const uint4 b = *reinterpret_cast<const uint4*>(memory(x)), c = *reinterpret_cast<const uint4*>(memory(x ^ 16));
+      const float unit = *reinterpret_cast<const float*>(memory(v.unit + (n * (PIECE / 16) + h * 4) * 4));
+      const auto bytes = [&](uint32_t w) { return bytes_of(w, v.flip); };
+      int d[4] = {};
+      mma_bytes(d, {bytes(p.x << 4), bytes(q.x << 4), bytes(p.y << 4), bytes(q.y << 4)}, b.x, b.y);
+      mma_bytes(d, {bytes(p.x), bytes(q.x), bytes(p.y), bytes(q.y)}, c.x, c.y);
+      mma_bytes(d, {bytes(p.z << 4), bytes(q.z << 4), bytes(p.w << 4), bytes(q.w << 4)}, b.z, b.w);
+      mma_bytes(d, {bytes(p.z), bytes(q.z), bytes(p.w), bytes(q.w)}, c.z, c.w);
 #pragma unroll
-      for (int pair = 0; pair < 2; pair++) {
-        uint32_t w[4];
-        load_matrices(w, slot + ((h ? far : near) ^ pair * 32));
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int group = h * 4 + pair * 2 + half;
-          const uint4 b = *reinterpret_cast<const uint4*>(x + group * 64);
-          uint32_t low[4], high[4];
-          nibbles(w[half * 2], w[half * 2 + 1], low, high);
-          const float f = scale_at(above, group), k = scale_at(below, group);
-          float d[4] = {};
-          mma(d, low, b.x, b.y, bf16());
-          mma(d, high, b.z, b.w, bf16());
-          sums[0] += f * (d[0] + starts[pair * 2 + half]);
-          sums[1] += k * (d[2] + starts[pair * 2 + half]);
-        }
+      for (int r = 0; r < 2; r++) {
+        const uint8_t* at = (r ? below : above) + h * 4 * Lane::SCALE;
+        const float scale = COMPACT ? static_cast<float>(*at) : bf16_at(at);
+        sums[r] += static_cast<float>(d[2 * r] * 256 + d[2 * r + 1]) * unit * scale;
       }
+    }
+  }
+
+  // Adds what the 4 lanes of a row have.
+  static __device__ __forceinline__ void add_lanes(float (&sums)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      sums[r] += __shfl_xor_sync(~0u, sums[r], 1);
+      sums[r] += __shfl_xor_sync(~0u, sums[r], 2);
     }
   }
 
@@ -387,7 +406,7 @@ struct OneToken : InShared {
         if (window.end > 0) meet_all();  // all warps have read the previous activations
         window.first = all > most ? piece : 0;
         window.end = min(window.first + (all > most ? most / SLOT_PIECES * SLOT_PIECES : all), all);
-        stage(a, a.in_shared + window.first * 8, window.end - window.first);
+        stage<false>(a, a.in_shared + window.first * 8, window.end - window.first);
       }
       barrier_wait(&barriers().full[from], phase);
       const uint8_t* slot = memory(from * SLOT);
@@ -419,21 +438,72 @@ struct OneToken : InShared {
     for (int n = 0; n < 4; n++) total[n] = (acc[0][n] + 16 * acc[1][n]) * (n < 2 ? upper : lower);
   }
 
+  // A quartered unit of the shared expert: QUARTERED_ROWS gate rows and their up rows, four quarters of each. A quarter
+  // takes the place of a row of a tile: row q * QUARTERED_ROWS + r of A is quarter q of row r, and column q of B has the
+  // activations of quarter q. So a unit has a quarter of a tile's bytes.
+  static constexpr int QUARTERED_ROWS = 2, QUARTER_BOX = QUARTERED_ROWS * PIECE;
+
+  // gate, up: this lane's sums of row g of A, in the lanes with t = g / 4.
+  template <bool FP8>
+  static __device__ __forceinline__ void quartered_unit(const Args& a, int unit, int& from, int& phase, float& gate,
+                                                        float& up) {
+    constexpr int EACH = FP8 ? 2 : 1, PIECES = FP8 ? 8 : 4;  // as in dense_tile
+    const int ks = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int quarter = g / QUARTERED_ROWS, row = g % QUARTERED_ROWS;
+    const int line = quarter * QUARTER_BOX + (ks * QUARTERED_ROWS + row) * SHARE + t * 16;
+    int x = a.xs + (g % 4 * (a.K / 32) + ks * 2 * PIECES + t * EACH) * 16;
+    float acc[2][4] = {};
+    float factor[2] = {FP8 ? 1 : 1 / RAISED, FP8 ? 1 : 1 / RAISED};
+    for (int n = 0; n < a.quartered; n++) {
+      barrier_wait(&barriers().full[from], phase);
+      if (FP8 && n == 0) {  // factors of 4 gate rows and 4 up rows, among them the unit's
+        const float* of_rows = reinterpret_cast<const float*>(memory(a.quarters + from * 32));
+        const float* own = of_rows + unit * QUARTERED_ROWS % 4 + row;
+        factor[0] = own[0] * (0x1p120f / RAISED), factor[1] = own[4] * (0x1p120f / RAISED);
+      }
+      const uint8_t* slot = memory(from * SLOT + line);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        uint4 v[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(memory(x + (h * PIECES + e) * 16));
+        const uint4 top = *reinterpret_cast<const uint4*>(slot + h * 64);
+        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + SLOT / 2 + h * 64);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          uint32_t low[4], high[4];
+          values<FP8>(top, bottom, e, low, high);
+          mma(acc[0], low, v[e].x, v[e].y, bf16());
+          mma(acc[1], high, v[e].z, v[e].w, bf16());
+        }
+      }
+      release(a, from, phase);
+      x += PIECE / 64 * PIECES * 16;
+    }
+    const int column = quarter % 2;  // of this lane's two
+#pragma unroll
+    for (int n = 0; n < 4; n++) acc[0][n] += 16 * acc[1][n];
+    gate = (column ? acc[0][1] : acc[0][0]) * factor[0];
+    up = (column ? acc[0][3] : acc[0][2]) * factor[1];
+  }
+
   // Lays out shared memory and returns its bytes. `both`: separate buffers for down's two inputs.
   static int arrange(Args& a, bool both) {
     a.scale_row = a.K / (COMPACT ? 32 : 16);
     a.scales = UNIT_ROWS * a.scale_row;
     a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
     a.sums = a.slots * SLOT;
-    a.starts = a.sums + 2 * WARPS * 64;
-    a.xs = a.starts + divide_up(a.K / 32, 4) * 16;
+    a.quarters = a.sums + 2 * WARPS * 64;
+    a.zeros = a.quarters + (GATE_UP ? GATE_UP_SLOTS * 32 : 0);
+    a.xs = a.zeros + 64;
     a.xs_bytes = a.K * 2 + 64;
     if (a.shared.tiles) {  // at least the activations of one slot
       a.xs_bytes = max(a.xs_bytes, min(PIECE, a.shared.row) * (a.shared.factor == nullptr ? 1 : 2) + 64);
     }
     a.xs_shared = both ? a.xs + a.xs_bytes : a.xs;
-    a.held = a.xs_shared + a.xs_bytes;
-    return a.held + a.scale_buffers * a.block + 256;  // a warp without a share of a slot reads beyond its scales
+    a.units = a.xs_shared + a.xs_bytes;
+    a.held = a.units + divide_up(a.K / 32, 4) * 16;
+    return a.held + a.scale_buffers * a.block;
   }
 };
 

@@ -33,8 +33,9 @@ struct Place {
 template <bool COMPACT>
 struct Down : OneToken<false, COMPACT, 1, 7> {
   using Base = OneToken<false, COMPACT, 1, 7>;
-  using typename Base::Scales;
+  using typename Base::Lane;
   using typename Base::Window;
+  using Base::add_lanes;
   using Base::barriers;
   using Base::before;
   using Base::bf16_at;
@@ -42,14 +43,12 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
   using Base::CONSUMERS;
   using Base::dealt;
   using Base::int4_share;
+  using Base::lane_of;
   using Base::meet_all;
   using Base::memory;
-  using Base::other_half;
   using Base::PIECE;
-  using Base::place;
   using Base::plan_of;
   using Base::release;
-  using Base::scales_of;
   using Base::SLOT;
   using Base::THREADS;
   using Base::UNIT_ROWS;
@@ -72,6 +71,11 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
     const uint32_t pair = mailbox::written(mine | __shfl_down_sync(LANES, mine, 1) << 16);
     const uint32_t y = __shfl_sync(LANES, pair, 2), z = __shfl_sync(LANES, pair, 4), w = __shfl_sync(LANES, pair, 6);
     if (threadIdx.x % 32 == 0) mailbox::put16(to, make_uint4(pair, y, z, w));
+  }
+  // Writes 2 adjacent values of h, of the warp's first 2 lanes. Called by its first 8.
+  static __device__ __forceinline__ void hand_on_pair(uint32_t* to, float v) {
+    const uint32_t mine = __bfloat16_as_ushort(__float2bfloat16(v)), next = __shfl_down_sync(0xff, mine, 1);
+    if (threadIdx.x % 32 == 0) mailbox::put(to, mailbox::written(mine | next << 16));
   }
 
   // This CTA's units of the shared expert.
@@ -138,21 +142,21 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
   }
 
   // Waits for h of choice `number` and copies it to shared memory, as OneToken::stage does.
+  template <bool ROUTED>
   static __device__ __forceinline__ void stage_h(const Joint& j, int number, int values) {
     const Args& a = j.down;
     meet_all();  // all warps have read the previous activations
     const uint32_t* words = row_of(j, number);
-    const unsigned quad = 0xfu << (threadIdx.x & 28);
     for (int piece = threadIdx.x; piece < values / 8; piece += CONSUMERS) {
       uint4 v;
       do v = mailbox::glance16(words + piece * 4);
       while (mailbox::misses(v));
       v = make_uint4(~v.x, ~v.y, ~v.z, ~v.w);
-      *reinterpret_cast<uint4*>(memory(a.xs) + piece * 16) = raised(v, RAISED / 16);
-      float sum = total(v);
-      sum += __shfl_xor_sync(quad, sum, 1);
-      sum += __shfl_xor_sync(quad, sum, 2);
-      if (piece % 4 == 0) reinterpret_cast<float*>(memory(a.starts))[piece / 4] = sum * (-8 * UNIT * RAISED);
+      if (ROUTED) {
+        Base::put(a, v, piece);
+      } else {
+        Base::put_raised(a.xs, v, piece);
+      }
     }
     meet_all();
   }
@@ -163,14 +167,16 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     asm volatile("bar.arrive %0, %1;" ::"n"(ENDED), "n"(THREADS) : "memory");
     int buffer = 0;
+    const int units = a.routed.tiles / TILES;  // of an expert
+    float* const y = static_cast<float*>(a.out) + warp * 16 + g;
     const auto store = [&](int number, int unit, float upper, float lower) {
-      if (t != 0) return;  // all columns of B are the token
-      float* y = static_cast<float*>(a.out) + static_cast<int64_t>(number) * a.routed.tiles * 16;
-      y += unit * UNIT_ROWS + warp * 16 + g;
-      y[0] = upper, y[8] = lower;
+      if (t != 0) return;  // all lanes of a row have its sum
+      float* to = y + (number * units + unit) * UNIT_ROWS;
+      to[0] = upper, to[8] = lower;
     };
-    const Range shared = shared_units(a), routed = routed_units(a);
-    if (shared.first < shared.end) stage_h(j, a.k, a.S);
+    const Range shared = barriers().down[0];
+    const Range routed = plan_of().count == a.k ? barriers().down[1] : routed_units(a);
+    if (shared.first < shared.end) stage_h<false>(j, a.k, a.S);
     for (int u = shared.first; u < shared.end; u++) {
       Window window{0, 0};
       float upper = 0, lower = 0;
@@ -186,9 +192,8 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
       if (++buffer == a.scale_buffers) buffer = 0;
       store(a.P - 1, u, upper, lower);
     }
-    const int near = place(a, 0, warp, lane % 16, lane / 16), far = other_half(a, near);
+    const Lane v = lane_of(a, 0, warp);
     const int chunks = a.routed.row / PIECE;
-    constexpr int SCALES = PIECE / (COMPACT ? 16 : 8);  // bytes for a row of a slot
     int staged = -1;
     float weight = 0;
     for (int u = routed.first; u < routed.end; u++) {
@@ -196,36 +201,35 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
       const int number = plan_of().chosen[s].number;
       if (number != staged) {
         weight = __ldcg(a.weights + number);
-        stage_h(j, number, a.K);
+        stage_h<true>(j, number, a.K);
         staged = number;
       }
       const uint8_t* held = memory(a.held) + buffer * a.block;
-      const uint8_t* scale = held + (warp * 16 + g) * a.scale_row;
-      float factor[2] = {RESULT, RESULT}, y[2] = {};
+      const uint8_t* scale = held + (warp * 16 + g) * a.scale_row + t * Lane::SCALE;
+      float factor[2] = {1, 1}, row[2] = {};
       for (int part = 0; part < j.parts; part++) {
         float sums[2] = {};
         for (int chunk = part; chunk < chunks; chunk += j.parts) {
           barrier_wait(&barriers().full[from], phase);
-          const Scales above = scales_of(scale + chunk * SCALES, a.scale_row);
-          const Scales below = scales_of(scale + 8 * a.scale_row + chunk * SCALES, a.scale_row);
           if (COMPACT && chunk == 0) {
             const uint8_t* of_row = held + a.scales + (warp * 16 + g) * 2;
-            factor[0] = bf16_at(of_row) * (RESULT / 255), factor[1] = bf16_at(of_row + 16) * (RESULT / 255);
+            factor[0] = bf16_at(of_row) * (1.0f / 255), factor[1] = bf16_at(of_row + 16) * (1.0f / 255);
           }
-          int4_share(from, near, far, PIECE, memory(a.xs) + chunk * PIECE * 4 + t * 16,
-                     reinterpret_cast<const float*>(memory(a.starts)) + chunk * PIECE / 16, above, below, sums);
+          const uint8_t* above = scale + chunk * (PIECE / 16 * Lane::SCALE);
+          int4_share(from, v, chunk, PIECE, above, above + 8 * a.scale_row, sums);
           release(a, from, phase);
         }
-        y[0] += __fmul_rn(sums[0], factor[0]), y[1] += __fmul_rn(sums[1], factor[1]);  // two roundings, as in `finish`
+        add_lanes(sums);
+        row[0] += __fmul_rn(sums[0], factor[0]), row[1] += __fmul_rn(sums[1], factor[1]);  // as in `finish`
       }
       if (++buffer == a.scale_buffers) buffer = 0;
-      store(number, u - s * (a.routed.tiles / TILES), y[0] * weight, y[1] * weight);
+      store(number, u - s * units, row[0] * weight, row[1] * weight);
     }
   }
 
   // Lays out what down needs beyond `bytes` bytes of gate_up's shared memory and returns the bytes of both.
   static int arrange(const Args& up, Args& a, int bytes) {
-    a.slots = up.slots, a.xs = a.xs_shared = up.xs, a.starts = up.starts;
+    a.slots = up.slots, a.zeros = up.zeros, a.xs = a.xs_shared = up.xs, a.units = up.units;
     a.scale_row = a.K / (COMPACT ? 32 : 16);
     a.scales = UNIT_ROWS * a.scale_row;
     a.block = a.scales + UNIT_ROWS * (a.shared.factor != nullptr ? 4 : COMPACT ? 2 : 0);
