@@ -22,7 +22,7 @@ from runs.docs.browser import Browser, browsing
 from runs.docs.tables import ROOT
 
 PICTURE = ROOT / "docs/images/page.webp"
-TOOLS_PICTURE = ROOT / "docs/images/page-tools.webp"  # a call that waits for its result, settings open, dark
+TOOLS_PICTURE = ROOT / "docs/images/page-tools.webp"  # a call that waits for its result, dark
 ATTACHED_PICTURE = ROOT / "docs/images/page-pictures.webp"  # a question about a picture, answered
 PAGE = ROOT / "perilune/server/page"
 MOST_BYTES = 40_000
@@ -32,6 +32,7 @@ QUESTIONS = (
     "Emma has 24 apples. She buys 13 more and then gives 9 of them away. How many apples are left?",
 )
 SIZE, SCALE = (820, 660), 1.5
+TOOLS_SIZE = (480, 600)
 ATTACHED_SIZE = (720, 690)
 ATTACH = "attachFiles([new File([Uint8Array.from(atob('{}'), c => c.charCodeAt(0))], 'a.png', {{type: 'image/png'}})])"
 KEY = b"page"
@@ -105,10 +106,9 @@ def main() -> None:
         asked(browser, "How many bars are there?")
         browser.value('document.querySelector("details").open = true')
         ATTACHED_PICTURE.write_bytes(taken(browser))
-        opened(browser, url, SIZE, SCALE)
+        opened(browser, url, TOOLS_SIZE)
         browser.value('document.querySelectorAll(".tries button")[1].click()')
         browser.wait('!!document.querySelector(".results")')
-        browser.value('document.getElementById("open").click()')
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         browser.call("Emulation.setEmulatedMedia", features=dark)
         TOOLS_PICTURE.write_bytes(taken(browser))
