@@ -1,7 +1,7 @@
 // Single instructions: test_golden.py computes their results with torch.
 #include "cuda/e4m3.cuh"
+#include "cuda/int4_fixed.cuh"
 #include "cuda/tensor_map.cuh"
-#include "moe/sm90/int4_fixed.cuh"
 
 using namespace hopper;
 
@@ -22,7 +22,7 @@ __global__ void mma_kernel(const uint32_t* a, const uint32_t* b, float* y) {
 __global__ void mma_bytes_kernel(const uint32_t* a, const uint32_t* b, int* y) {
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   int d[4] = {3, 3, 3, 3};
-  moe::mma_bytes(d, {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]}, b[g * 8 + t],
+  fixed_point::mma_bytes(d, {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]}, b[g * 8 + t],
                  b[g * 8 + t + 4]);
   for (int i = 0; i < 4; i++) y[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 }
@@ -30,7 +30,7 @@ __global__ void mma_bytes_kernel(const uint32_t* a, const uint32_t* b, int* y) {
 // y [2, n]: bytes_of of the n words w << 4 and w.
 __global__ void nibbles_kernel(const uint32_t* w, uint32_t* y) {
   const int n = threadIdx.x;
-  y[n] = moe::bytes_of(w[n] << 4, moe::FLIP), y[blockDim.x + n] = moe::bytes_of(w[n], moe::FLIP);
+  y[n] = fixed_point::bytes_of(w[n] << 4, fixed_point::FLIP), y[blockDim.x + n] = fixed_point::bytes_of(w[n], fixed_point::FLIP);
 }
 
 // Four 8 x 8 matrices of 16 bits: read by ldmatrix, written by stmatrix; y: what the lanes' registers held.

@@ -1,11 +1,14 @@
 // Parts of moe_int4_t1.cu: a CTA's shared memory, the split of work over CTAs, and a consumer warp's part of a slot:
 // staged activations, scales, tiles of the chosen experts and of the shared one.
 #pragma once
+#include "cuda/int4_fixed.cuh"
 #include "cuda/router_mailbox.cuh"
 #include "cuda/residual_mailbox.cuh"
-#include "moe/sm90/int4_fixed.cuh"
+#include "moe/sm90/int4_mma.cuh"
 
 namespace moe {
+
+using namespace fixed_point;
 
 constexpr int MAX_SLOTS = 12, GATE_UP_SLOTS = 4, EARLY_SLOTS = 2, EARLY_WIDTH = 1024;
 constexpr int MAX_CHOICES = mailbox::MAX_CHOICES;
@@ -120,6 +123,16 @@ struct InShared {
     return b;
   }
 };
+
+// From 8 values as `raised` returns them with high = RAISED / 16.
+__device__ __forceinline__ void put_fixed_raised(uint4 v, uint8_t* groups, float* units, int group, int word) {
+  const uint32_t even = __vmaxu2(magnitudes(v.x), magnitudes(v.y)), odd = __vmaxu2(magnitudes(v.z), magnitudes(v.w));
+  const uint32_t most = max(max(even & 0xffff, even >> 16), max(odd & 0xffff, odd >> 16) + (4 << 7));
+  static_assert(RAISED == 0x1p80f);
+  put_fixed<80, 16>({low_float(v.x), low_float(v.y), high_float(v.x), high_float(v.y)},
+                    {low_float(v.z), low_float(v.w), high_float(v.z), high_float(v.w)}, most, groups, units, group,
+                    word);
+}
 
 template <bool GATE_UP, bool COMPACT, int KS, int RT>
 struct OneToken : InShared {

@@ -8,9 +8,9 @@
 // and a scale is applied to the sum of 32 products, not of 8. A nibble becomes the signed byte 16 (q - 8). Sums are
 // exact.
 #pragma once
-#include "moe/sm90/int4_mma.cuh"
+#include "cuda/hopper.cuh"
 
-namespace moe {
+namespace fixed_point {
 
 // d[16 x 8] += a[16 x 32] b[32 x 8] of signed bytes. Lane l, g = l / 4, t = l % 4: a[0] = row g, k 4t..4t+3; a[1] = row
 // g + 8, same k; a[2], a[3] = the same rows, k 16 higher; b0 = column g, k 4t..4t+3; b1 = k 16 higher; d as in `mma`.
@@ -76,14 +76,5 @@ __device__ __forceinline__ void put_fixed(uint4 v, uint8_t* groups, float* units
                   {high_float(v.x), high_float(v.y), high_float(v.z), high_float(v.w)}, max(most & 0xffff, most >> 16),
                   groups, units, group, word);
 }
-// From 8 values as `raised` returns them with high = RAISED / 16.
-__device__ __forceinline__ void put_fixed_raised(uint4 v, uint8_t* groups, float* units, int group, int word) {
-  const uint32_t even = __vmaxu2(magnitudes(v.x), magnitudes(v.y)), odd = __vmaxu2(magnitudes(v.z), magnitudes(v.w));
-  const uint32_t most = max(max(even & 0xffff, even >> 16), max(odd & 0xffff, odd >> 16) + (4 << 7));
-  static_assert(RAISED == 0x1p80f);
-  put_fixed<80, 16>({low_float(v.x), low_float(v.y), high_float(v.x), high_float(v.y)},
-                    {low_float(v.z), low_float(v.w), high_float(v.z), high_float(v.w)}, most, groups, units, group,
-                    word);
-}
 
-}  // namespace moe
+}  // namespace fixed_point
