@@ -107,6 +107,11 @@ def test_big_cases(name: str, impl: str, text: str, sms: int, mode: str) -> None
     assert run(name, impl, case, mode, sms), f"{case} was refused"
 
 
+def test_one_token_whose_choices_are_no_experts() -> None:
+    with emulated(sms=4):
+        one_token.check_passed_over(CPU)
+
+
 @pytest.mark.parametrize("factor", one_token.FACTORS)
 def test_one_token_of_any_magnitude(factor: float) -> None:
     with emulated(sms=4):

@@ -110,6 +110,23 @@ def test_clusters_give_the_bits_of_the_others_each_time(tokens: int, experts: in
         assert torch.equal(moe_int4.op.impls["cuda_cluster"].run(*args.values()), wanted)
 
 
+def check_passed_over(device: torch.device) -> None:
+    """One token in one launch, whose split of down's units depends on how many ids are experts."""
+    case = moe_int4.Case(1, 4, 9, 1792, 256, S=256, shared_fp8=True, compact=True)
+    args = moe_int4.inputs(case, Make(torch.bfloat16, device, 4))
+    ids = args["chosen"].ids[0]
+    with workspace.owned():
+        whole = _run(args, []).clone()
+        ids[0], ids[2] = -1, case.E
+        assert torch.equal(_run(args, [])[0, [1, 3, 4]], whole[0, [1, 3, 4]])
+        ids[:] = -1
+        assert torch.equal(_run(args, [])[0, 4], whole[0, 4])
+
+
+def test_a_lone_token_passes_over_a_choice_that_is_no_expert() -> None:
+    check_passed_over(CUDA)
+
+
 def check_magnitude(factor: float, device: torch.device) -> None:
     """One token's x and h are multiplied in fixed point, a scale for 32 values: x has groups of zeros, of one value
     1,000 times the others, and of values that differ by 2^12. The shared expert takes magnitudes below 2^47 only
