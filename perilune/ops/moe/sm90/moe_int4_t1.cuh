@@ -399,6 +399,24 @@ struct OneToken : InShared {
     }
   }
 
+  // acc += 16 bytes of weights in row g, at `top`, and in row g + 8, `below` bytes further, times staged x.
+  template <bool FP8>
+  static __device__ __forceinline__ void multiply_dense(const uint8_t* top, int below, const uint8_t* x,
+                                                        float (&acc)[2][4]) {
+    constexpr int EACH = FP8 ? 2 : 1;
+    uint4 v[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(x + e * 16);
+    const uint4 upper = *reinterpret_cast<const uint4*>(top), lower = *reinterpret_cast<const uint4*>(top + below);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      uint32_t low[4], high[4];
+      values<FP8>(upper, lower, e, low, high);
+      mma(acc[0], low, v[e].x, v[e].y, bf16());
+      mma(acc[1], high, v[e].z, v[e].w, bf16());
+    }
+  }
+
   // total = a tile of the shared expert times x; with `step` > 1, of every step-th slot from slot `begin` on. STAGED: x
   // is in shared memory already.
   template <bool FP8, bool STAGED>
@@ -432,18 +450,7 @@ struct OneToken : InShared {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if (n * PIECE + own + h * 64 >= a.shared.row) break;
-        uint4 v[EACH];
-#pragma unroll
-        for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(x + (h * PIECES + e) * 16);
-        const uint4 top = *reinterpret_cast<const uint4*>(slot + (h ? far : near));
-        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + (h ? far : near) + below);
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          uint32_t low[4], high[4];
-          values<FP8>(top, bottom, e, low, high);
-          mma(acc[0], low, v[e].x, v[e].y, bf16());
-          mma(acc[1], high, v[e].z, v[e].w, bf16());
-        }
+        multiply_dense<FP8>(slot + (h ? far : near), below, x + h * PIECES * 16, acc);
       }
       release(a, from, phase);
     }
@@ -477,18 +484,7 @@ struct OneToken : InShared {
       const uint8_t* slot = memory(from * SLOT + line);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        uint4 v[EACH];
-#pragma unroll
-        for (int e = 0; e < EACH; e++) v[e] = *reinterpret_cast<const uint4*>(memory(x + (h * PIECES + e) * 16));
-        const uint4 top = *reinterpret_cast<const uint4*>(slot + h * 64);
-        const uint4 bottom = *reinterpret_cast<const uint4*>(slot + SLOT / 2 + h * 64);
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          uint32_t low[4], high[4];
-          values<FP8>(top, bottom, e, low, high);
-          mma(acc[0], low, v[e].x, v[e].y, bf16());
-          mma(acc[1], high, v[e].z, v[e].w, bf16());
-        }
+        multiply_dense<FP8>(slot + h * 64, SLOT / 2, memory(x + h * PIECES * 16), acc);
       }
       release(a, from, phase);
       x += PIECE / 64 * PIECES * 16;
