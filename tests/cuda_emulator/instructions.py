@@ -97,10 +97,12 @@ def _mma(m: re.Match[str], o: list[Operand]) -> str:
 
 
 def _mma_bytes(m: re.Match[str], o: list[Operand]) -> str:
+    """By the product of floats, which have the sum of 32 products of bytes exactly; c is added as int32."""
     d, a, b, c = (g.parts for g in o if isinstance(g, Group))
+    sums = " ".join(f"{x} = {y} + static_cast<int>(d[{i}]);" for i, (x, y) in enumerate(zip(d, c)))
     return (
-        f"{{ const uint32_t a[] = {{{', '.join(a)}}}, b[] = {{{', '.join(b)}}}; const int c[] = {{{', '.join(c)}}};"
-        f" emu::mma_bytes({', '.join(d)}, a, b, c); }}"
+        f"{{ const uint32_t a[] = {{{', '.join(a)}}}, b[] = {{{', '.join(b)}}}; float d[4]; const float c[4] = {{}};"
+        f" emu::mma(emu::S8, 32, d[0], d[1], d[2], d[3], a, b, c); {sums} }}"
     )
 
 

@@ -21,12 +21,11 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The nibbles at odd places of a word as 4 bytes 16 (q - 8); of word << 4: those at even places. flip: FLIP, in a
-// register. With two constants the compiler makes two instructions.
-constexpr uint32_t FLIP = 0x88888888;
-__device__ __forceinline__ uint32_t bytes_of(uint32_t word, uint32_t flip) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(v) : "r"(word), "r"(flip), "r"(0xf0f0f0f0));  // (word ^ flip) & mask
+// The nibbles at odd places of a word as 4 bytes 16 (q - 8); of word << 4: those at even places. In C++ the compiler
+// makes two instructions, because one takes only one constant that is not in a register.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t word) {
+  uint32_t v;  // (word ^ 0x88888888) & 0xf0f0f0f0
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(v) : "r"(word), "r"(0x88888888), "r"(0xf0f0f0f0));
   return v;
 }
 

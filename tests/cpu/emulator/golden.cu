@@ -30,7 +30,7 @@ __global__ void mma_bytes_kernel(const uint32_t* a, const uint32_t* b, int* y) {
 // y [2, n]: bytes_of of the n words w << 4 and w.
 __global__ void nibbles_kernel(const uint32_t* w, uint32_t* y) {
   const int n = threadIdx.x;
-  y[n] = fixed_point::bytes_of(w[n] << 4, fixed_point::FLIP), y[blockDim.x + n] = fixed_point::bytes_of(w[n], fixed_point::FLIP);
+  y[n] = fixed_point::bytes_of(w[n] << 4), y[blockDim.x + n] = fixed_point::bytes_of(w[n]);
 }
 
 // Four 8 x 8 matrices of 16 bits: read by ldmatrix, written by stmatrix; y: what the lanes' registers held.

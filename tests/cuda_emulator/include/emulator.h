@@ -103,8 +103,6 @@ inline uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
 enum Type { BF16, F16, E4M3, E5M2, S8 };
 void mma(Type type, int k, float& d0, float& d1, float& d2, float& d3, const uint32_t* a, const uint32_t* b,
          const float* c);
-// Of 32 signed bytes; sums are int32.
-void mma_bytes(int& d0, int& d1, int& d2, int& d3, const uint32_t* a, const uint32_t* b, const int* c);
 void ldmatrix(uint32_t* to, int count, bool transposed, uint32_t address);
 void stmatrix(const uint32_t* from, int count, bool transposed, uint32_t address);
 struct Wgmma {

@@ -103,48 +103,6 @@ void mma(Type type, int k, float& d0, float& d1, float& d2, float& d3, const uin
   }, "mma.sync");
 }
 
-namespace {
-
-struct MmaBytes {
-  int* d[4];
-  const uint32_t *a, *b;
-  const int* c;
-};
-
-}  // namespace
-
-void mma_bytes(int& d0, int& d1, int& d2, int& d3, const uint32_t* a, const uint32_t* b, const int* c) {
-  MmaBytes own{{&d0, &d1, &d2, &d3}, a, b, c};
-  meet(~0u, &own, [](void** all, uint32_t lanes) {
-    if (lanes != ~0u) {
-      machine.error = "mma.sync without all lanes of the warp";
-      return;
-    }
-    int a[16][32], b[32][8];
-    for (int lane = 0; lane < 32; lane++) {
-      const MmaBytes& m = *static_cast<MmaBytes*>(all[lane]);
-      for (int i = 0; i < 4; i++) {
-        for (int r = 0; r < 4; r++) {
-          a[lane / 4 + r % 2 * 8][lane % 4 * 4 + r / 2 * 16 + i] = static_cast<int8_t>(m.a[r] >> 8 * i & 255);
-        }
-        for (int r = 0; r < 2; r++) {
-          b[lane % 4 * 4 + r * 16 + i][lane / 4] = static_cast<int8_t>(m.b[r] >> 8 * i & 255);
-        }
-      }
-    }
-    int sums[32][4];
-    for (int lane = 0; lane < 32; lane++) {
-      for (int n = 0; n < 4; n++) {
-        sums[lane][n] = static_cast<MmaBytes*>(all[lane])->c[n];
-        for (int i = 0; i < 32; i++) sums[lane][n] += a[lane / 4 + n / 2 * 8][i] * b[i][lane % 4 * 2 + n % 2];
-      }
-    }
-    for (int lane = 0; lane < 32; lane++) {
-      for (int n = 0; n < 4; n++) *static_cast<MmaBytes*>(all[lane])->d[n] = sums[lane][n];
-    }
-  }, "mma.sync");
-}
-
 // ---- ldmatrix, stmatrix ----
 
 namespace {

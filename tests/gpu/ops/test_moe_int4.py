@@ -111,7 +111,7 @@ def test_clusters_give_the_bits_of_the_others_each_time(tokens: int, experts: in
 
 
 def check_passed_over(device: torch.device) -> None:
-    """One token in one launch, whose split of down's units depends on how many ids are experts."""
+    """One token in one launch: a CTA's units of down depend on the number of ids that are experts."""
     case = moe_int4.Case(1, 4, 9, 1792, 256, S=256, shared_fp8=True, compact=True)
     args = moe_int4.inputs(case, Make(torch.bfloat16, device, 4))
     ids = args["chosen"].ids[0]

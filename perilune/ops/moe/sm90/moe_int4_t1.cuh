@@ -346,7 +346,6 @@ struct OneToken : InShared {
     int near, far, below;     // weights of row g in a slot; from there to row g + 8
     int x_near, x_far, step;  // activations of the first slot, or zeros; bytes to those of the next slot
     int unit;                 // of `units`: the first slot's, of group t
-    uint32_t flip;            // of `bytes_of`
     static constexpr int SCALE = COMPACT ? 1 : 2;  // bytes of a scale
   };
   static __device__ __forceinline__ Lane lane_of(const Args& a, int ks, int rt) {
@@ -358,7 +357,7 @@ struct OneToken : InShared {
     v.x_near = zero ? a.zeros : x + turned(t, g % 2 * 2);
     v.x_far = zero ? a.zeros : x + 4 * FIXED_GROUP + turned(4 + t, g % 2 * 2);
     v.step = zero ? 0 : PIECE / 16 * FIXED_GROUP;
-    v.unit = a.units + (first + t) * 4, v.flip = FLIP;
+    v.unit = a.units + (first + t) * 4;
     return v;
   }
 
@@ -375,12 +374,11 @@ struct OneToken : InShared {
       const uint4 q = *reinterpret_cast<const uint4*>(slot + (h ? v.far : v.near) + v.below);
       const uint4 b = *reinterpret_cast<const uint4*>(memory(x)), c = *reinterpret_cast<const uint4*>(memory(x ^ 16));
       const float unit = *reinterpret_cast<const float*>(memory(v.unit + (n * (PIECE / 16) + h * 4) * 4));
-      const auto bytes = [&](uint32_t w) { return bytes_of(w, v.flip); };
       int d[4] = {};
-      mma_bytes(d, {bytes(p.x << 4), bytes(q.x << 4), bytes(p.y << 4), bytes(q.y << 4)}, b.x, b.y);
-      mma_bytes(d, {bytes(p.x), bytes(q.x), bytes(p.y), bytes(q.y)}, c.x, c.y);
-      mma_bytes(d, {bytes(p.z << 4), bytes(q.z << 4), bytes(p.w << 4), bytes(q.w << 4)}, b.z, b.w);
-      mma_bytes(d, {bytes(p.z), bytes(q.z), bytes(p.w), bytes(q.w)}, c.z, c.w);
+      mma_bytes(d, {bytes_of(p.x << 4), bytes_of(q.x << 4), bytes_of(p.y << 4), bytes_of(q.y << 4)}, b.x, b.y);
+      mma_bytes(d, {bytes_of(p.x), bytes_of(q.x), bytes_of(p.y), bytes_of(q.y)}, c.x, c.y);
+      mma_bytes(d, {bytes_of(p.z << 4), bytes_of(q.z << 4), bytes_of(p.w << 4), bytes_of(q.w << 4)}, b.z, b.w);
+      mma_bytes(d, {bytes_of(p.z), bytes_of(q.z), bytes_of(p.w), bytes_of(q.w)}, c.z, c.w);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const uint8_t* at = (r ? below : above) + h * 4 * Lane::SCALE;

@@ -174,7 +174,7 @@ struct Down : OneToken<false, COMPACT, 1, 7> {
       float* to = y + (number * units + unit) * UNIT_ROWS;
       to[0] = upper, to[8] = lower;
     };
-    const Range shared = barriers().down[0];
+    const Range shared = barriers().down[0];  // computed before x was there: here, h would wait for it
     const Range routed = plan_of().count == a.k ? barriers().down[1] : routed_units(a);
     if (shared.first < shared.end) stage_h<false>(j, a.k, a.S);
     for (int u = shared.first; u < shared.end; u++) {
